@@ -41,7 +41,10 @@ pretrain: $(READY)  ## pretrain a toy Llama: 2 CPU ranks, or one rank per GPU; R
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
 	$(PY) -m pytest -m "not gpu and not nightly and not faults" --ignore tests/gpu $(PARALLEL) $(ARGS)
 
-check: static quick  ## run the static checks and the quick tests
+# What uses one core runs beside each other, then the tests, which use all.
+check: $(READY)  ## run the static checks and the quick tests, build `docs` and `package`
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target static docs package
+	$(MAKE) --no-print-directory quick
 
 static: $(READY)  ## run ruff, mypy and import-linter
 	$(PY) -m ruff check .
@@ -72,7 +75,6 @@ bench: $(READY)  ## run every benchmark in benchmarks/
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
 
 .PHONY: docs package
-check: docs package
 
 docs: $(READY)  ## build the pages as a site, build/site/index.html; warnings are errors
 	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site

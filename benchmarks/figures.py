@@ -3,7 +3,7 @@
     python benchmarks/figures.py
 
 Reads ``peers*.json`` and ``gathers.json`` in ``benchmarks/results/``. A file is one run. The chart is of the first of
-``peers*.json`` that has timed rows; the page has all.
+``peers*.json`` that has timed rows. The page has the runs of that run's commit; the archive has the others.
 """
 
 from __future__ import annotations
@@ -21,22 +21,13 @@ from summary import COLUMNS, cells, train_table
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
-_PAGE = _ROOT / "docs" / "performance.md"
+_PAGE = _ROOT / "docs" / "figures.md"
+_ARCHIVE = _ROOT / "docs" / "figures-archive.md"
 _CHART = _ROOT / "docs" / "peers.svg"
 BEGIN, END = markers("peers")
-_SHOWN = (
-    "ms a step",
-    "host ms",
-    "FSDP2 / it",
-    "no comm / it",
-    "peak GiB",
-    "reserved GiB",
-    "wrap s",
-    "first s",
-    "tokens/s/GPU",
-    "loss",
-    "off FSDP2",
-)
+OLD = markers("old peers")
+_SHOWN = ("ms a step", "host ms", "FSDP2 / it", "no comm / it", "peak GiB", "reserved GiB", "off FSDP2")
+_SHOWN_OF_OLD = ("ms a step", "FSDP2 / it", "peak GiB", "off FSDP2")
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, Any]]:
@@ -52,19 +43,26 @@ def source(report: Mapping[str, Any]) -> str:
     return f"{found['world_size']} x {found['device']}, {', '.join(versions)}, {commit_of(found)}, {found['date']}"
 
 
-def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """All tables of all runs."""
-    parts = [_of_run(name, report) for name, report in runs.items()]
+def newest(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of the runs that measured the commit of the chart."""
+    drawn = _first_timed(runs)
+    commit = None if drawn is None else drawn["environment"].get("commit")
+    return [name for name, report in runs.items() if report["environment"].get("commit") == commit]
+
+
+def markdown(runs: Mapping[str, Mapping[str, Any]], old: bool = False) -> str:
+    """All tables of all runs; of ``old`` ones without the command, and with fewer columns."""
+    parts = [_of_run(name, report, old) for name, report in runs.items()]
     return "\n\n".join(parts) if parts else "Not measured yet."
 
 
-def _of_run(name: str, report: Mapping[str, Any]) -> str:
-    parts = [
-        f"{source(report)}; [{name}](../benchmarks/results/{name}).\n\n```\n{report['environment']['command']}\n```"
-    ]
+def _of_run(name: str, report: Mapping[str, Any], old: bool) -> str:
+    command = "" if old else f"\n\n```\n{report['environment']['command']}\n```"
+    parts = [f"{source(report)}; [{name}](../benchmarks/results/{name}).{command}"]
     described = report["settings"]["work"]
     parts += [
-        f"{described[workload]}:\n\n{_of_workload(peers)}" for workload, peers in report.get("summary", {}).items()
+        f"{described[workload]}:\n\n{_of_workload(peers, _SHOWN_OF_OLD if old else _SHOWN)}"
+        for workload, peers in report.get("summary", {}).items()
     ]
     for skipped in report["skipped"]:
         parts.append(
@@ -76,8 +74,8 @@ def _of_run(name: str, report: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _of_workload(peers: Mapping[str, Mapping[str, Any]]) -> str:
-    places = [position for position, (heading, _) in enumerate(COLUMNS) if heading in _SHOWN]
+def _of_workload(peers: Mapping[str, Mapping[str, Any]], shown: Sequence[str]) -> str:
+    places = [position for position, (heading, _) in enumerate(COLUMNS) if heading in shown]
     lines = ["| |" + "".join(f" {COLUMNS[place][0]} |" for place in places), "|---" * (len(places) + 1) + "|"]
     for peer, figures in peers.items():
         if "error" not in figures:
@@ -167,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of what peers.py wrote")
     parser.add_argument("--page", type=Path, default=_PAGE)
+    parser.add_argument("--archive", type=Path, default=_ARCHIVE, help="page of the runs of other commits")
     parser.add_argument("--chart", type=Path, default=_CHART)
     given = parser.parse_args(arguments)
     runs = read_runs(given.results)
@@ -174,16 +173,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Not an error: all benchmarks may be run in the order of their names, and this one comes before peers.py.
         print(f"nothing written: {given.results} has no peers*.json; see benchmarks/peers.py --help", file=sys.stderr)
         return 0
+    now = {name: runs[name] for name in newest(runs)}
+    earlier = {name: report for name, report in runs.items() if name not in now}
     try:
-        page = placed(given.page.read_text(encoding="utf-8"), markdown(runs), (BEGIN, END))
+        page = placed(given.page.read_text(encoding="utf-8"), markdown(now), (BEGIN, END))
         gathers = given.results / "gathers.json"
         if gathers.is_file():
             page = placed(page, bandwidths(json.loads(gathers.read_text(encoding="utf-8"))), markers("gathers"))
+        archive = (
+            placed(given.archive.read_text(encoding="utf-8"), markdown(earlier, old=True), OLD) if earlier else None
+        )
     except UnusablePageError as error:
         print(f"nothing written: {given.page}: {error}", file=sys.stderr)
         return 2
-    given.page.write_text(page, encoding="utf-8")
-    print(given.page)
+    for path, text in ((given.page, page), (given.archive, archive)):
+        if text is not None:
+            path.write_text(text, encoding="utf-8")
+            print(path)
     timed = _first_timed(runs)
     if timed is not None:
         draw(timed, given.chart)

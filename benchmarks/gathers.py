@@ -48,7 +48,7 @@ from polyshard.planning.layout import FlatLayout, laid_out
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.symmetric import SymmetricCollectives
-from polyshard_layouts.flat import Flat
+from polyshard_layouts.layouts import Flat
 from ranks import Ranks
 
 _MIB = 2**20

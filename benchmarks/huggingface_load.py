@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/huggingface_load.py --device cpu --work tiny --folder weights
 
 The model of ``peers.py``, in the shape of a Llama, is built on the meta device and sharded with made-up fp32 values,
-which ``polyshard.huggingface.save`` writes in bf16: the export. It is then built anew and loaded from these files.
+which ``polyshard_huggingface.save`` writes in bf16: the export. It is then built anew and loaded from these files.
 *plain* is the same bytes, by as many processes and threads, in requests of the same size, with nothing done to them;
 writes are followed by fsync in both. *cold*: the files' pages were given back before (posix_fadvise); *warm*: they
 were read just before. A time is the slowest rank's. Peaks are of one rank, the largest, above what it held when the
@@ -31,15 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import polyshard
-import polyshard.huggingface
+import polyshard_huggingface
 import torch
 from memory import Memory
 from ranks import Ranks
-from runs import FailedError, environment, together
 from torch import nn
 from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value
 
-#: As in polyshard/huggingface/transfers.py.
+from runs import FailedError, environment, together
+
+#: As in polyshard/huggingface/files.py.
 _REQUEST_NBYTES = 16 * 2**20
 _THREADS = 4
 _GIB = 2**30
@@ -87,7 +88,7 @@ class Benchmark:
         """All phases; those for which no time is left are skipped."""
         weights = self.folder / "weights"
         model = self._sharded(self._made_up)
-        save = partial(polyshard.huggingface.save, model, weights, dtype=torch.bfloat16)
+        save = partial(polyshard_huggingface.save, model, weights, dtype=torch.bfloat16)
         self._phase("export", save)
         nbytes = sum(path.stat().st_size for path in weights.glob("*.safetensors"))
         self.rows[-1]["nbytes"] = nbytes
@@ -98,7 +99,7 @@ class Benchmark:
         files = sorted(weights.glob("*.safetensors"))
         self._phase("plain read, cold", partial(self._read_plainly, files), nbytes, before=partial(_forget, files))
         model = self._sharded(None)
-        load = partial(polyshard.huggingface.load, model, weights)
+        load = partial(polyshard_huggingface.load, model, weights)
         self._phase("load, cold", load, nbytes, before=partial(_forget, files))
         self._check(model)
         self._phase("plain read, warm", partial(self._read_plainly, files), nbytes)
@@ -143,7 +144,7 @@ class Benchmark:
         with torch.device("meta"):
             model = LanguageModel(self.workload)
         if initialise is None:
-            initializer = polyshard.huggingface.to_be_loaded(model)
+            initializer = polyshard_huggingface.to_be_loaded(model)
         else:
             initializer = partial(initialise, {module: name for name, module in model.named_modules()})
         config = polyshard.ShardConfig(policy={"name": "transformer", "layers": Block}, device=self.ranks.device)

@@ -1,7 +1,7 @@
 """How much padding each layout leaves in the models that ``peers.py`` trains. Arithmetic: no ranks, no memory.
 
     python benchmarks/padding.py                   # prints the table
-    python benchmarks/padding.py --write           # and puts it into docs/performance.md
+    python benchmarks/padding.py --write           # and puts it into docs/figures-parts.md
 
 Padding is what a rank holds, sends and receives beside parameters, in per cent of these. Units are the model's
 embedding, blocks and tail, travelling in bf16. A number in brackets is into how many units a layout divided the blocks,
@@ -15,12 +15,10 @@ from pathlib import Path
 import torch
 from pages import markers, tell
 from polyshard.interfaces import Layout, ParameterGeometry, PluginContext, UnitGeometry
-from polyshard_layouts.blocks import Blocks
-from polyshard_layouts.flat import Flat
-from polyshard_layouts.rows import Rows
+from polyshard_layouts.layouts import Blocks, Flat, Rows
 from workloads import WORKLOADS, LanguageModel
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[1] / "docs" / "figures-parts.md"
 BEGIN, END = markers("padding")
 NAMES = ("host", "300m", "1b", "8b")
 RANKS = (2, 8, 64, 1024)

@@ -28,7 +28,15 @@ import polyshard
 import torch
 from contenders import _POLYSHARD as POLYSHARD_SETTINGS
 from measure import output_of
-from polyshard.forecast import Device, NoOptimizer, Plan, ShapedBatches, TracedModel, find_device, plan
+from polyshard_tools.forecast import (
+    Device,
+    NoOptimizer,
+    Plan,
+    ShapedBatches,
+    TracedModel,
+    find_device,
+    plan,
+)
 from trainer import MODELS
 from workloads import WORKLOADS, Block, LanguageModel, Workload
 

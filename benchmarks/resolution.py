@@ -77,7 +77,7 @@ RESOLUTION = (
     + """
 import polyshard
 polyshard.shard
-from polyshard import catalog
+from polyshard import registry
 from polyshard.interfaces import Group
 config = polyshard.ShardConfig()
 choices = {
@@ -87,12 +87,12 @@ choices = {
 gc.collect()
 gc.disable()
 began = now()
-entry_points = catalog.scan()
+entry_points = registry.scan()
 scanned = now()
-resolved = [catalog.resolve(group, choice, entry_points) for group, choice in choices.items()]
+resolved = [registry.resolve(group, choice, entry_points) for group, choice in choices.items()]
 ended = now()
 for group, choice in choices.items():
-    catalog.resolve(group, choice, entry_points)
+    registry.resolve(group, choice, entry_points)
 found = now()
 assert [each.distribution for each in resolved] == ["polyshard"] * 5, resolved
 print(json.dumps({

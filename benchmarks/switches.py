@@ -59,7 +59,7 @@ def _no_lending() -> AbstractContextManager[None]:
     def refusing(self: Bindings, index: int, parameter: Any) -> torch.Tensor:
         return ShardedParameter.of(parameter)
 
-    return _replaced((Bindings, "_guard", refusing), (build, "LendingParameters", dict))
+    return _replaced((Bindings, "_guard", refusing), (build, "LazyParameters", dict))
 
 
 def _no_stand_ins() -> AbstractContextManager[None]:
@@ -78,12 +78,12 @@ def _no_direct_gradients() -> AbstractContextManager[None]:
 
 
 def _embeddings_gathered() -> AbstractContextManager[None]:
-    from polyshard.planning import draft
+    from polyshard.planning import units
 
     def always(module: Any) -> bool:
         return True
 
-    return _replaced((draft, "reads_in_backward", always))
+    return _replaced((units, "reads_in_backward", always))
 
 
 def _no_turning_unit() -> AbstractContextManager[None]:

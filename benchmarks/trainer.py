@@ -208,7 +208,7 @@ def _trainer(turn: Turn, **given: Any) -> Any:
     if turn.peer == "fsdp2":
         return (Trainer if turn.device == "cuda" else _fsdp2_on_cpu())(**given)
     import polyshard
-    from polyshard.transformers import PolyshardTrainer
+    from polyshard_transformers import PolyshardTrainer
 
     collectives = "symmetric" if turn.peer == "symmetric" else "auto"
     return PolyshardTrainer(shard=polyshard.ShardConfig(policy="transformers", collectives=collectives), **given)

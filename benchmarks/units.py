@@ -4,8 +4,8 @@
     python benchmarks/units.py --write             # and puts it into docs/policies.md
 
 Models are on the meta device, units travel in bf16, and bytes are those of parameters, without padding. "At once" is
-what is gathered at most with one unit ahead (``room.Room``). "In latency" is the part of all gathers of one forward,
-one after the other, in which no byte moves (``gather_time.Link``). The links are assumed, not measured.
+what is gathered at most with one unit ahead (``Room``). "In latency" is the part of all gathers of one forward,
+one after the other, in which no byte moves (``Link``). The links are assumed, not measured.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import torch
 from pages import markers, tell
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
 from polyshard.planning.plan import plan_modules
-from polyshard_policies.budget import Budget
-from polyshard_policies.gather_time import Link
-from polyshard_policies.homes import Homes
+from polyshard_policies.budget import Budget, Link, Room
+from polyshard_policies.division import Homes
 from polyshard_policies.module_class import Transformer
-from polyshard_policies.room import Room
 from torch import nn
 from workloads import WORKLOADS, Block, LanguageModel
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 # The checkout's modules, whatever else is installed.
-sys.path[:0] = [str(_ROOT / folder) for folder in ("core", "backends", "policies", "layouts", "plugins")]
+_FOLDERS = ("core", "backends", "policies", "layouts", "plugins", "faces", "integrations", "tools", "testing")
+sys.path[:0] = [str(_ROOT / folder) for folder in _FOLDERS]
 
 from polyshard import __version__  # noqa: E402
 
@@ -35,13 +36,13 @@ nitpick_ignore_regex = [("py:.*", r"(?!polyshard).*"), ("py:.*", r".*\.[A-Z]"), 
 # What functions return or take and users never name, and bases that are written down nowhere else.
 _UNNAMED = (
     r"polyshard_plugins\.stand_in\.StandIn",
-    r"polyshard\.engine\..*",
+    r"polyshard\.(planning|runtime|functions|setup|capture)\..*",
     r"polyshard\.checkpoint\.pending\.Notes",
-    r"polyshard\.lightning\.fabric\.ShardedModule",
-    r"polyshard\.forecast\.(memory|recording|timeline)\..*",
-    r"polyshard\.testing\.(plugin|rank_calls)\..*",
-    r"polyshard_plugins\.(block_scaled\.BlockScaled|parking\.ParkingRule|precision\.Configured)",
-    r"polyshard_policies\.(division|homes)\..*",
+    r"polyshard_lightning\.(fabric\.ShardedModule|common\.Strategy)",
+    r"polyshard_tools\.forecast\.(memory|recording|timing)\..*",
+    r"polyshard_testing\.(plugin|ranks)\..*",
+    r"polyshard_plugins\.(block_scaled\.BlockScaled|offload\.ParkingRule|precision\.Configured)",
+    r"polyshard_policies\.(division\..*|functions\.RecursivePolicy)",
 )
 nitpick_ignore_regex.append(("py:class", "|".join(_UNNAMED)))
 

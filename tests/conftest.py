@@ -1,8 +1,71 @@
-"""What must stand before torch is imported, and plugins, for all tests."""
+"""The environment of all tests, the order in which they run, and a process without other people's plugins."""
 
+from __future__ import annotations
+
+import gc
 import os
+from collections.abc import Iterator
+from importlib.metadata import Distribution, MetadataPathFinder
+from pathlib import Path
+from typing import Any
 
-# Ranks share few cores; with more threads than cores they slow each other down, tenfold where the machine is busy.
+import pytest
+
+# Before torch is imported. Ranks share few cores; with more threads than cores they slow each other down, tenfold where
+# the machine is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["watchdog", "pace", "other_plugins"]
+pytest_plugins = ["watchdog"]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no worker begins a long one when the others are done.
+
+    A file stays whole: its tests share what its fixtures start.
+    """
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Leave what stands at the start of a file out of the collections of garbage while its tests run.
+
+    Torch's modules alone are a million objects, over which a full collection takes longer than most tests; and a
+    ``ThreadedWorld`` collects wherever it is due.
+    """
+    if item.session.stash.get(_FILE, None) != item.path:
+        item.session.stash[_FILE] = item.path
+        gc.collect()
+        gc.freeze()
+    return (yield)
+
+
+_FILE = pytest.StashKey[object]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The processes that a file keeps as ``RANKS = KeptRanks()`` leave behind its tests."""
+    yield
+    close = getattr(getattr(request.module, "RANKS", None), "close", None)
+    if close is not None:
+        close()
+
+
+@pytest.fixture
+def no_other_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process sees polyshard's own plugins, and those of packages below ``tmp_path``, alone."""
+    finds = MetadataPathFinder.find_distributions
+
+    def find(*args: Any, **kwargs: Any) -> Iterator[Distribution]:
+        return (each for each in finds(*args, **kwargs) if not _is_other(each, tmp_path))
+
+    monkeypatch.setattr(MetadataPathFinder, "find_distributions", staticmethod(find))
+
+
+def _is_other(distribution: Distribution, here: Path) -> bool:
+    offers = any(each.group.startswith("polyshard.") for each in distribution.entry_points)
+    own = distribution.metadata["Name"] == "polyshard"
+    return offers and not own and not Path(str(distribution.locate_file(""))).is_relative_to(here)

@@ -1,4 +1,4 @@
-"""Every private torch name that the backends use, with the reason, and what serves where a version lacks it."""
+"""Every private torch name that the backends use, with the reason, and the fallback for versions without it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def current_stream(device_index: int) -> StreamKey:
 
 
 def set_stream(key: StreamKey) -> None:
-    """``torch.cuda.set_stream`` for a stream of which there is no object."""
+    """``torch.cuda.set_stream`` without a stream object."""
     torch._C._cuda_setStream(stream_id=key[0], device_index=key[1], device_type=key[2])
 
 
 def key_of(stream: torch.cuda.Stream) -> StreamKey:
-    """What ``current_stream`` says where ``stream`` is the current one."""
+    """``stream`` as ``current_stream`` describes it."""
     return stream.stream_id, stream.device_index, stream.device_type
 
 
@@ -45,41 +45,56 @@ def stream_of(key: StreamKey) -> torch.cuda.Stream:
     return stream
 
 
-class Channel(Protocol):
-    """One process group's operations on flat tensors, issued on the current stream.
+class Channel:
+    """One process group's operations on flat tensors, issued on the current stream, by ``torch.distributed``.
 
-    Arguments as in ``torch.distributed``; they raise what the transport raises, before anything is sent where a size
-    or a dtype does not fit.
+    Arguments as there. Sizes and dtypes that do not fit raise before anything is sent, except in the ``_many``, which
+    may not check them.
     """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        # Newer names first: where torch has these, older ones warn.
+        self._gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """``out``: ``[world_size * n]``; ``shard``: ``[n]``, same dtype."""
+        self._gather(out, shard, group=self._group)
 
     def all_gather_many(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
-        """``all_gather`` of each pair, in one launch where there is a way. Sizes must fit: they may go unchecked."""
+        """``all_gather`` of each pair, in one launch where there is a way."""
+        for out, shard in zip(outs, shards, strict=True):
+            self.all_gather(out, shard)
 
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
         """Both ``[world_size * n]``, same dtype."""
+        dist.all_to_all_single(out, full, group=self._group)
 
     def exchange(self, out: torch.Tensor, out_splits: list[int], source: torch.Tensor, in_splits: list[int]) -> None:
         """``all_to_all`` of blocks of these sizes, one for each rank; both flat, of one dtype."""
+        dist.all_to_all_single(out, source, out_splits, in_splits, group=self._group)
 
     def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
-        """``all_to_all`` of each pair, in one launch where there is a way. Sizes must fit: they may go unchecked."""
+        """``all_to_all`` of each pair, in one launch where there is a way."""
+        for out, full in zip(outs, fulls, strict=True):
+            self.all_to_all(out, full)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
         """``out``: ``[n]``; ``full``: ``[world_size * n]``, same dtype."""
+        self._scatter(out, full, op=torch_op(op), group=self._group)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Any shape."""
+        dist.all_reduce(tensor, op=torch_op(op), group=self._group)
 
 
-class _TransportChannel:
+class _TransportChannel(Channel):
     """The methods of the transport itself.
 
-    The functions of ``torch.distributed`` add to each call a logger, checks of arguments, options made anew and a
-    dispatcher: about as much host time as the transport's own part. With ``asyncOp`` off, NCCL runs an operation on
-    the current stream and returns nothing to wait for; another transport's work is waited for here, as there.
+    The functions of ``torch.distributed`` add a logger, checks, new options and a dispatcher to each call: about as
+    much host time as the transport's own part. With ``asyncOp`` off, NCCL runs an operation on the current stream and
+    returns None; other transports return work, which is waited for here.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -87,10 +102,10 @@ class _TransportChannel:
 
         transport: Any = group._get_backend(device)
         self._gather: Any = transport._allgather_base
-        # The transport itself offers it to C++ alone.
+        # The transport offers it to C++ alone; the group does to Python.
         self._gather_many: Any = group.allgather_into_tensor_coalesced
         self._exchange: Any = transport.alltoall_base
-        # What NCCL is given between the two goes in one launch. torch has no operation for several exchanges.
+        # NCCL launches the exchanges between the two at once. torch has no operation for several exchanges.
         self._begin_launch: Any = group._start_coalescing if transport.supports_coalescing else None
         self._end_launch: Any = group._end_coalescing
         self._device = device
@@ -128,8 +143,7 @@ class _TransportChannel:
 
     def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
         if self._begin_launch is None:
-            for out, full in zip(outs, fulls, strict=True):
-                self.all_to_all(out, full)
+            super().all_to_all_many(outs, fulls)
             return
         self._begin_launch(self._device)
         try:
@@ -152,44 +166,12 @@ class _TransportChannel:
             work.wait()
 
 
-class _PublicChannel:
-    """The functions of ``torch.distributed``: newer names first, since older ones warn where there are newer."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
-        self._gather(out, shard, group=self._group)
-
-    def all_gather_many(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
-        for out, shard in zip(outs, shards, strict=True):
-            self.all_gather(out, shard)
-
-    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
-        dist.all_to_all_single(out, full, group=self._group)
-
-    def exchange(self, out: torch.Tensor, out_splits: list[int], source: torch.Tensor, in_splits: list[int]) -> None:
-        dist.all_to_all_single(out, source, out_splits, in_splits, group=self._group)
-
-    def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
-        for out, full in zip(outs, fulls, strict=True):
-            self.all_to_all(out, full)
-
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
-        self._scatter(out, full, op=torch_op(op), group=self._group)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        dist.all_reduce(tensor, op=torch_op(op), group=self._group)
-
-
 def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     """The quickest way to ``group``'s operations on tensors of ``device`` that this version of torch has."""
     try:
         return _TransportChannel(group, device)
     except (AttributeError, TypeError):
-        return _PublicChannel(group)
+        return Channel(group)
 
 
 def _on_current_stream(options: Any) -> Any:
@@ -199,11 +181,8 @@ def _on_current_stream(options: Any) -> Any:
     return options
 
 
-class PoolScope:
-    """Allocations of this thread come from ``pool`` inside. May be entered again and again, not nested.
-
-    ``torch.cuda.use_mem_pool`` does the same three calls within a generator that is made for each use.
-    """
+class _PoolScope:
+    """``torch.cuda.use_mem_pool`` without a generator for each use. May be entered again and again, not nested."""
 
     __slots__ = ("_begin", "_end", "_id", "_index", "_pool", "_release")
 
@@ -224,7 +203,7 @@ class PoolScope:
 
 
 class _PublicPoolScope:
-    """The same, through ``torch.cuda.use_mem_pool``."""
+    """``torch.cuda.use_mem_pool``, to be entered again and again."""
 
     def __init__(self, pool: torch.cuda.MemPool) -> None:
         self._pool = pool
@@ -243,7 +222,7 @@ class _PublicPoolScope:
 def pool_scope(pool: torch.cuda.MemPool, device_index: int) -> AbstractContextManager[None]:
     """A context in which this thread allocates from ``pool``, to be entered once a gather."""
     try:
-        return PoolScope(pool, device_index)
+        return _PoolScope(pool, device_index)
     except AttributeError:
         return _PublicPoolScope(pool)
 
@@ -268,7 +247,7 @@ class SymmetricHandle(Protocol):
 
     @property
     def buffer_ptrs(self) -> list[int]:
-        """Where each rank's segment begins in this process's addresses, by rank of the group."""
+        """Address in this process of each rank's segment, by rank of the group."""
 
     @property
     def buffer_size(self) -> int:
@@ -282,10 +261,10 @@ class SymmetricHandle(Protocol):
 
 
 def symmetric_problem(device_index: int) -> str:
-    """Why this process cannot have memory that other processes of the host map; empty where nothing is known.
+    """The reason why other processes of the host cannot map this process's memory; empty where none is known.
 
-    Symmetric memory is public in no version yet. Asked here: that torch has it in plain CUDA memory, and that
-    multicast, which no operation here needs and which some hosts cannot set up, stays off.
+    Symmetric memory is public in no version yet. torch must have it in plain CUDA memory, and multicast must be off:
+    no operation here needs it, and some hosts cannot set it up.
     """
     try:
         from torch._C._autograd import DeviceType
@@ -315,7 +294,7 @@ def symmetric_pool(device: torch.device, *, divisible: bool) -> torch.cuda.MemPo
         from torch.distributed import _symmetric_memory
 
         allocator = _symmetric_memory.get_mempool_allocator(device)
-        # Lent to others when memory runs out, ranks would no longer be served alike.
+        # An out-of-memory that used this pool would let ranks allocate differently.
         return torch.cuda.MemPool(allocator, use_on_oom=False, no_split=not divisible)
     except (ImportError, AttributeError, TypeError) as error:
         raise RuntimeError(f"torch {torch.__version__} has no pools of symmetric memory: {error}") from error
@@ -329,7 +308,7 @@ def holds(pool: torch.cuda.MemPool, tensor: torch.Tensor) -> bool:
 
 
 def idle_blocks(pool: torch.cuda.MemPool, stream: torch.cuda.Stream) -> list[int]:
-    """Bytes of each piece of ``pool`` that ``stream`` could be given now."""
+    """Bytes of each free block of ``pool`` that ``stream`` could be given now."""
     held: list[dict[str, Any]] = pool.snapshot()  # type: ignore[no-untyped-call]
     return [
         block["size"]
@@ -345,10 +324,10 @@ UNUSED_STREAMS = 32
 
 
 def unused_stream(device_index: int) -> torch.cuda.Stream:
-    """A stream that stands for others where memory is allocated, and runs nothing.
+    """A stream of an unused priority, to allocate memory under; nothing runs on it.
 
-    Of a priority that nobody asks for. Where a device has it not, a stream that is being captured may be among them:
-    what is then allocated under it comes from the graph's memory, as it would without.
+    On a device without that priority it may be a stream that is captured; allocations under it then come from the
+    graph's memory, as they would without it.
     """
     stream: torch.cuda.Stream = torch.cuda.Stream(device_index, priority=-3)  # type: ignore[no-untyped-call]
     return stream
@@ -365,7 +344,7 @@ def symmetric_handle(tensor: torch.Tensor, group: dist.ProcessGroup) -> Symmetri
     from torch.distributed import _symmetric_memory
 
     with warnings.catch_warnings():
-        # Some versions warn of a tensor in other memory, which is what is asked here.
+        # Some versions warn of a tensor in other memory, for which None is the answer here.
         warnings.simplefilter("ignore")
         handle: SymmetricHandle | None = _symmetric_memory.rendezvous(tensor, group.group_name)
     return handle

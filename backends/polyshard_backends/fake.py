@@ -19,9 +19,9 @@ from polyshard.interfaces import (
     Work,
 )
 
-from .groups import REDUCIBLE_DTYPES, check_blocks, check_source, own_group
+from .tensors import REDUCIBLE_DTYPES, check_blocks, check_source, own_group
 
-#: How many of the latest calls are kept: enough for a few steps of a large model, bounded for long runs.
+#: Number of calls that are kept: a few steps of a large model, bounded for long runs.
 CALLS_KEPT = 16384
 
 
@@ -108,9 +108,9 @@ class FakeCollectives(Collectives):
         self.calls: deque[FakeCall] = deque(maxlen=CALLS_KEPT)
         """The latest operations, oldest first."""
         self.batches: deque[int] = deque(maxlen=CALLS_KEPT)
-        """How many of the operations each ``all_gather_many`` carried, oldest first."""
+        """Number of operations in each ``all_gather_many``, oldest first."""
         self.reduction_batches: deque[int] = deque(maxlen=CALLS_KEPT)
-        """How many each ``reduce_scatter_many`` carried, oldest first."""
+        """Number of operations in each ``reduce_scatter_many``, oldest first."""
 
     @property
     def capabilities(self) -> CollectivesCapabilities:
@@ -147,12 +147,7 @@ class FakeCollectives(Collectives):
         return super().all_gather_many(pairs)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         rank = self._rank
         out.copy_(full.view(self._world_size, out.numel())[rank])

@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import CollectiveError, RankMismatchError
+from polyshard.errors import RankMismatchError
 from polyshard.interfaces import CollectivesCapabilities, ReduceOp, Work
 
-from .groups import check_blocks, check_same_dtype, check_slices
-from .process_group import (
+from .process_group import ProcessGroupCollectives, torch_op
+from .tensors import (
     GROUP_DTYPES,
-    ProcessGroupCollectives,
     as_bytes,
     carried_blocks,
+    check_blocks,
+    check_contiguous,
+    check_gather,
+    check_slices,
     receive_buffer,
     reduce_rows,
-    torch_op,
 )
 
 _CAPABILITIES = CollectivesCapabilities(
@@ -36,15 +38,14 @@ _CAPABILITIES = CollectivesCapabilities(
     exchanges=True,
 )
 
-#: What tells the length of an object from the checksum of an announcement: ranks that part may send one against the
-#: other, and a checksum would be taken for a length.
+#: Marks the length of an object: ranks that diverged may send it against the checksum of an announcement.
 _OBJECT = 1 << 62
-#: Of an announcement, bytes that are told where ranks differ.
+#: Bytes of an announcement that are shown where ranks differ.
 _TEXT_NBYTES = 1024
 
 
 class _GlooWork:
-    """An operation in flight, and the local part that follows it."""
+    """An operation in flight, and the local work that follows it."""
 
     __slots__ = ("_collectives", "_finish", "_operation", "_timeout", "_work")
 
@@ -54,7 +55,7 @@ class _GlooWork:
         operation: str,
         collectives: GlooCollectives,
         timeout: timedelta,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None,
     ) -> None:
         self._work = work
         self._operation = operation
@@ -115,16 +116,19 @@ class GlooCollectives(ProcessGroupCollectives):
         return [each ^ _OBJECT for each in heads]
 
     def _heads(self, mine: int) -> list[int]:
-        """Every rank's number: of what it announces, or of the bytes that it sends next."""
+        """Every rank's number: the checksum of its announcement, or the length of its object."""
         everyone = torch.empty(self._world_size, dtype=torch.int64)
         self.all_gather(everyone, torch.tensor([mine])).wait()
         return [int(each) for each in everyone.tolist()]
 
     def _refusal(self, what: str) -> RankMismatchError:
-        """Why this rank goes no further, on every rank: some are about to do something else than ``what``."""
-        # All have seen that they differ, so none announces anything in between.
-        texts = self._texts(what)
-        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        """The error on every rank, where some are about to issue something else than ``what``."""
+        # All ranks have seen the difference, and exchange their texts now.
+        mine = what.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
+        everyone = torch.empty(self._world_size * _TEXT_NBYTES, dtype=torch.uint8)
+        self.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).wait()
+        texts = [row.numpy().tobytes().decode(errors="replace") for row in everyone.view(self._world_size, -1)]
+        listed = "\n".join(f"  rank {rank}: {text.rstrip()}" for rank, text in enumerate(texts))
         return RankMismatchError(
             f"Ranks are about to issue different collectives (rank {self._rank}):\n{listed}\n"
             "Let every rank run the same modules in the same order; one that caught an exception goes on from there. "
@@ -132,25 +136,12 @@ class GlooCollectives(ProcessGroupCollectives):
             "policy."
         )
 
-    def _texts(self, mine: str) -> list[str]:
-        encoded = mine.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
-        everyone = torch.empty(self._world_size * _TEXT_NBYTES, dtype=torch.uint8)
-        self.all_gather(everyone, torch.frombuffer(bytearray(encoded), dtype=torch.uint8)).wait()
-        rows = everyone.view(self._world_size, _TEXT_NBYTES)
-        return [row.numpy().tobytes().decode(errors="replace").rstrip() for row in rows]
-
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        check_slices("all_gather", out, shard, self._rank, self._world_size)
-        check_same_dtype("all_gather", out, shard, self._rank)
+        check_gather(out, shard, self._rank, self._world_size)
         return self._issue("all_gather", self._all_gather, as_bytes(out), as_bytes(shard))
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         check_slices("reduce_scatter", full, out, self._rank, self._world_size)
         received = receive_buffer(full, scratch)
@@ -163,7 +154,7 @@ class GlooCollectives(ProcessGroupCollectives):
         return self._issue("reduce_scatter", dist.all_to_all_single, as_bytes(received), as_bytes(full), finish=finish)
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        self._check_contiguous("all_reduce", tensor)
+        check_contiguous("all_reduce", tensor, self._rank)
         # Summed in fp32: fp16 overflows in a sum that its mean would fit.
         narrow = tensor.dtype in (torch.float16, torch.bfloat16)
         with torch.no_grad():
@@ -181,7 +172,7 @@ class GlooCollectives(ProcessGroupCollectives):
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         source = self._root_of(src)
-        self._check_contiguous("broadcast", tensor)
+        check_contiguous("broadcast", tensor, self._rank)
         return self._issue("broadcast", dist.broadcast, as_bytes(tensor), src=source)
 
     def all_to_all(
@@ -201,10 +192,6 @@ class GlooCollectives(ProcessGroupCollectives):
 
     def barrier(self) -> None:
         self._issue("barrier", dist.barrier).wait()
-
-    def _check_contiguous(self, operation: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_contiguous():
-            raise CollectiveError(f"{operation} on rank {self._rank}: the tensor must be contiguous")
 
     def _issue(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,17 +14,20 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginContext, ReduceOp, Work
 
 from . import _torch_private
-from .groups import check_blocks, check_same_dtype, check_slices
-from .process_group import GROUP_DTYPES, ProcessGroupCollectives, carried_blocks, receive_buffer, reduce_rows
-from .shared_groups import SharedGroups
-from .shared_scope import SharedScope
-from .thresholds import LONG_ROW, SMALLEST_REGISTERED_MIB
+from .process_group import ProcessGroupCollectives, SharedGroups
+from .tensors import GROUP_DTYPES, carried_blocks, check_blocks, check_gather, check_slices, receive_buffer, reduce_rows
 
 MIB = 2**20
-#: What ``allocation`` answers where memory comes from the usual pool.
+#: MiB of a whole unit from which on its gather buffer is registered with NCCL: gathers of 4 MiB are no faster so, those
+#: of 69 MiB by a quarter on two GPUs (docs/figures.md, "Gathers and reductions alone").
+SMALLEST_REGISTERED_MIB = 16
+#: Results of fewer elements are summed by torch: starting the kernel would cost the host more than it saves the device.
+LONG_ROW = 1 << 22
+
+#: Answer of ``allocation`` for memory of the usual pool.
 _USUAL_MEMORY: AbstractContextManager[Any] = nullcontext()
 
-#: What ``torch.distributed`` raises for arguments that do not fit, and for a transport that failed.
+#: Errors of ``torch.distributed`` for arguments that do not fit, and for a transport that failed.
 _FAILURES = (RuntimeError, TypeError, ValueError)
 
 _CAPABILITIES = CollectivesCapabilities(
@@ -38,7 +42,6 @@ _CAPABILITIES = CollectivesCapabilities(
     exchanges=True,
 )
 
-
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -52,23 +55,16 @@ def _find_mean_of_rows() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
 
 
 def check_mib(context: PluginContext, option: str, value: object) -> None:
-    """Refuse a size that is none.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Raise ``ConfigError`` where ``value`` is not a number of MiB."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"collectives {context.name!r}: {option} is {value!r}; give an integer, 0 or more")
 
 
 class StreamWork:
-    """Orders the waiting stream after the operation, which runs on the stream that issued it.
+    """Orders the waiting stream after the stream that issued the operation, where these differ.
 
-    On that stream itself there is nothing to do. Another one is ordered after all that the issuing stream was given
-    before the wait: perhaps more than the operation, but no event is recorded for waits that never come.
-
-    Args:
-        device_index: the CUDA device of the operation; None for the current one.
+    After all that the issuing stream was given before the wait, which may be more than the operation; but no event is
+    recorded for waits that never come. ``device_index``: the CUDA device of the operation; None for the current one.
     """
 
     __slots__ = ("_issued_on",)
@@ -87,15 +83,14 @@ class StreamWork:
 class NcclCollectives(ProcessGroupCollectives):
     """Ranks that are processes, with tensors on one CUDA device each.
 
-    Operations run on the stream that is current when they are issued, so that memory which that stream allocated and
-    frees needs no further care, and a captured graph needs no stream but the caller's. Gathers use the given group and
-    reductions a second communicator: on one, they would wait for each other even on two streams. Where the group is a
-    part of a job whose communicator is bound to a device, no second one can be made by its ranks alone, and both share
-    the given one, with a warning; ``partition`` of the whole job does not have that limit.
+    Operations run on the stream that is current when they are issued, so that memory of that stream needs no further
+    care, and a captured graph needs no other stream. Gathers use the given group and reductions a second communicator:
+    on one, they would wait for each other even on two streams. Where the group is a part of a job whose communicator is
+    bound to a device, its ranks cannot make a second one alone, and both share the given one, with a warning;
+    ``partition`` of the whole job does not have that limit.
 
-    Exchanges use the reductions' communicator. They carry what reductions left, so that waiting for those loses
-    nothing, while gathers of the next forward overlap with them; and reductions that widen have made its connections
-    from every rank to every other already, which a third communicator would hold once more.
+    Exchanges use the reductions' communicator: they carry results of reductions and come behind these anyway, while
+    gathers of the next forward overlap with them, and a third communicator would hold its connections once more.
 
     A rank that never arrives is found by NCCL's own watchdog, after the process group's timeout.
 
@@ -161,7 +156,7 @@ class NcclCollectives(ProcessGroupCollectives):
             return _USUAL_MEMORY
         scope = self._scope
         if torch.cuda.is_current_stream_capturing():
-            # More of it would have to be registered, for which no capture waits.
+            # New memory would have to be registered, which a capture cannot wait for.
             return scope if scope is not None and scope.has_room(nbytes) else _USUAL_MEMORY
         return scope or self._make_scope()
 
@@ -170,8 +165,7 @@ class NcclCollectives(ProcessGroupCollectives):
             self._scope.share(stream, like)
 
     def _make_scope(self) -> AbstractContextManager[Any]:
-        # A pool can be registered only with a communicator that exists, and the first operation makes it. Memory that
-        # the pool takes later is registered as it is taken.
+        # A pool can be registered only with a communicator that exists, and the first operation makes it.
         self.barrier()
         try:
             pool = _torch_private.registered_pool(self.gather_group(), self.device)
@@ -184,15 +178,14 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         channel = self._gather_channel or self._open_gathers()
-        # Sizes and dtypes are checked by the transport before it sends anything; ours would be a second time.
+        # The transport checks sizes and dtypes before it sends anything; our checks name what was wrong.
         try:
             if out.dtype in GROUP_DTYPES:
                 channel.all_gather(out, shard)
             else:
                 channel.all_gather(out.view(torch.uint8), shard.view(torch.uint8))
         except _FAILURES as error:
-            check_slices("all_gather", out, shard, self._rank, self._world_size)
-            check_same_dtype("all_gather", out, shard, self._rank)
+            check_gather(out, shard, self._rank, self._world_size)
             raise self._translated(error, "all_gather") from error
         return StreamWork(self._device_index)
 
@@ -202,8 +195,7 @@ class NcclCollectives(ProcessGroupCollectives):
         shards: list[torch.Tensor] = []
         # Unlike those of single gathers, sizes and dtypes are not checked by the transport.
         for out, shard in pairs:
-            check_slices("all_gather", out, shard, self._rank, self._world_size)
-            check_same_dtype("all_gather", out, shard, self._rank)
+            check_gather(out, shard, self._rank, self._world_size)
             known = out.dtype in GROUP_DTYPES
             outs.append(out if known else out.view(torch.uint8))
             shards.append(shard if known else shard.view(torch.uint8))
@@ -214,14 +206,9 @@ class NcclCollectives(ProcessGroupCollectives):
         return StreamWork(self._device_index)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
-        # Looked at first: inside a backward, where gradients are reduced, it is off already.
+        # Usually off already: gradients are reduced inside a backward.
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._reduce(out, full, op, scratch)
@@ -229,20 +216,13 @@ class NcclCollectives(ProcessGroupCollectives):
             self._reduce(out, full, op, scratch)
         return StreamWork(self._device_index)
 
-    def _reduce(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        op: ReduceOp,
-        scratch: torch.Tensor | None,
-    ) -> None:
+    def _reduce(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp, scratch: torch.Tensor | None) -> None:
         channel = self._reduction_channel or self._open_reductions()
         try:
             if out.dtype is full.dtype:
                 channel.reduce_scatter(out, full, op)
             else:
-                # Narrow bytes travel and wide sums are taken on arrival: half of what a wide reduce-scatter sends, and
-                # the same answer.
+                # Narrow values travel and are summed wide on arrival: half the bytes of a wide reduce-scatter.
                 received = receive_buffer(full, scratch)
                 rows = received.view(self._world_size, out.numel())
                 self._exchange(channel, received, full)
@@ -308,8 +288,8 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         source = self._root_of(src)
-        carried = tensor if tensor.dtype in GROUP_DTYPES else tensor.view(torch.uint8)
         try:
+            carried = tensor if tensor.dtype in GROUP_DTYPES else tensor.view(torch.uint8)
             dist.broadcast(carried, src=source, group=self.gather_group())
         except _FAILURES as error:
             raise self._translated(error, "broadcast") from error
@@ -318,7 +298,7 @@ class NcclCollectives(ProcessGroupCollectives):
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
     ) -> Work:
-        # Not left to the transport: it does not know what this rank expects of itself.
+        # The transport does not check the own block.
         check_blocks(out, out_splits, input, in_splits, self._rank, self._world_size)
         channel = self._reduction_channel or self._open_reductions()
         received, received_splits = carried_blocks(out, out_splits, GROUP_DTYPES)
@@ -348,7 +328,7 @@ class NcclCollectives(ProcessGroupCollectives):
         return torch.cuda.current_device() if self._device_index is None else self._device_index
 
     def _warn(self, text: str) -> None:
-        # Every rank has the same to say.
+        # Every rank would warn of the same.
         if self._rank == 0:
             warnings.warn(f"collectives {self._context.name!r}: {text}", stacklevel=3)
 
@@ -356,3 +336,63 @@ class NcclCollectives(ProcessGroupCollectives):
         self._scope = None
         self._gather_channel = self._reduction_channel = None
         super().close()
+
+
+class SharedScope:
+    """Allocations inside come from ``pool``, in eager steps and captured ones. May be entered again, not nested.
+
+    Only allocations may be inside: an operation would run on a stream that nothing waits for.
+
+    [Note: allocation streams]
+    Memory of the pool is allocated under an *allocation stream*, on which nothing runs: one for each stream that uses
+    memory. The allocator gives back to a stream what was freed under it. Allocations under a stream that is captured
+    come from the graph's own memory, which is neither registered nor mapped by other processes; allocation streams are
+    never captured, so that their memory comes from the pool in a capture, too.
+
+    Args:
+        pool: of memory that does not come from the usual allocator.
+        index: of the CUDA device.
+    """
+
+    def __init__(self, pool: torch.cuda.MemPool, index: int) -> None:
+        self._pool = pool
+        self._inner = _torch_private.pool_scope(pool, index)
+        self._index = index
+        self._streams: dict[_torch_private.StreamKey, _torch_private.StreamKey] = {}
+        self._outer: _torch_private.StreamKey = (0, index, 0)
+
+    def share(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
+        """Let ``stream`` and ``like`` reuse each other's freed memory. The caller orders the two."""
+        self._streams[_torch_private.key_of(stream)] = self._stream_for(_torch_private.key_of(like))
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the pool has ``nbytes`` free for the current stream. Walks the whole pool."""
+        stream = _torch_private.stream_of(self._stream_for(_torch_private.current_stream(self._index)))
+        return any(size >= nbytes for size in _torch_private.idle_blocks(self._pool, stream))
+
+    def __enter__(self) -> None:
+        outer = _torch_private.current_stream(self._index)
+        allocating = self._stream_for(outer)
+        # First: where torch refuses, the current stream must stay.
+        self._inner.__enter__()
+        self._outer = outer
+        _torch_private.set_stream(allocating)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _torch_private.set_stream(self._outer)
+        self._inner.__exit__(kind, error, at)
+
+    def _stream_for(self, key: _torch_private.StreamKey) -> _torch_private.StreamKey:
+        found = self._streams.get(key)
+        if found is None:
+            found = self._streams[key] = self._unused_stream() or key
+        return found
+
+    def _unused_stream(self) -> _torch_private.StreamKey | None:
+        # torch hands out its streams in turns: one that serves another already would let the two have each other's
+        # memory. Where all serve, a stream allocates under itself, and its captures use the graph's memory.
+        for _ in range(_torch_private.UNUSED_STREAMS):
+            key = _torch_private.key_of(_torch_private.unused_stream(self._index))
+            if key not in self._streams.values():
+                return key
+        return None

@@ -1,12 +1,13 @@
-"""What the backends over ``torch.distributed`` share: finding the group, making further ones, and plain exchanges."""
+"""Backends over ``torch.distributed``: finding the group, making further ones, sharing them, and plain exchanges."""
 
 from __future__ import annotations
 
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -21,16 +22,7 @@ from polyshard.errors import (
 )
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 
-from .groups import own_group
-from .shared_groups import SharedGroups, shared_groups
-
-#: Dtypes that every version of gloo and NCCL knows by itself. Others travel as their bytes.
-_KNOWN_DTYPES = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
-)
-
-#: Dtypes that can be summed on both.
-GROUP_DTYPES = _KNOWN_DTYPES | {torch.bfloat16}
+from .tensors import check_source, own_group
 
 _TORCH_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -40,88 +32,9 @@ _TORCH_OPS = {
 }
 
 
-class _FlatCollective(Protocol):
-    def __call__(self, output: torch.Tensor, input: torch.Tensor, /, *, group: Any, async_op: bool) -> Any: ...
-
-
 def torch_op(op: ReduceOp) -> Any:
     """``torch.distributed``'s name for ``op``."""
     return _TORCH_OPS[op]
-
-
-def flat_collective(new_name: str, old_name: str) -> _FlatCollective:
-    """The function of ``torch.distributed`` under its newer name, or under the older one where there is no newer."""
-    function: _FlatCollective = getattr(dist, new_name, None) or getattr(dist, old_name)
-    return function
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself, or, in a dtype that a transport may not know, its bytes."""
-    return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.view(torch.uint8)
-
-
-def carried_blocks(
-    tensor: torch.Tensor, splits: Sequence[int], known: Collection[torch.dtype] = _KNOWN_DTYPES
-) -> tuple[torch.Tensor, list[int]]:
-    """A flat ``tensor`` and its ``splits``, or, in a dtype that is not ``known``, its bytes and how many of them."""
-    if tensor.dtype in known:
-        return tensor, list(splits)
-    nbytes = tensor.element_size()
-    return tensor.view(torch.uint8), [nbytes * numel for numel in splits]
-
-
-def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp) -> None:
-    """``out = op(rows)`` over the first dimension.
-
-    ``rows``: ``[world_size, n]``, overwritten in some cases; ``out``: ``[n]``, of the same or a wider dtype. Sums are
-    taken in ``out``'s dtype, but at least in fp32.
-    """
-    if op is ReduceOp.MEAN and out.dtype is torch.float32:
-        # What the engine asks for once a unit and step; the rest of this function decides the same in more steps.
-        torch.mean(rows, 0, dtype=torch.float32, out=out)
-    elif op in (ReduceOp.MAX, ReduceOp.MIN):
-        out.copy_(rows.amax(0) if op is ReduceOp.MAX else rows.amin(0))
-    else:
-        # fp16 overflows in a sum that its mean would fit; bf16 loses half of its digits.
-        narrow = out.dtype in (torch.float16, torch.bfloat16)
-        total = torch.empty(out.shape, dtype=torch.float32, device=out.device) if narrow else out
-        if op is ReduceOp.MEAN and total.is_floating_point():
-            torch.mean(rows, 0, dtype=total.dtype, out=total)
-        else:
-            torch.sum(rows, 0, dtype=total.dtype, out=total)
-            if op is ReduceOp.MEAN:
-                total.div_(rows.shape[0], rounding_mode="trunc")
-        if narrow:
-            out.copy_(total)
-
-
-def receive_buffer(full: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
-    """Memory shaped like ``full``: the caller's ``scratch`` (uint8), or new memory where there is none."""
-    if scratch is None:
-        return torch.empty_like(full)
-    nbytes = full.numel() * full.element_size()
-    if scratch.numel() < nbytes:
-        raise CollectiveError(
-            f"reduce_scatter was given {scratch.numel()} bytes of scratch and needs {nbytes}; ask scratch_nbytes"
-        )
-    if scratch.numel() > nbytes:
-        scratch = scratch[:nbytes]
-    return scratch.view(full.dtype)
-
-
-def translated(error: Exception, operation: str, rank: int, timeout_s: float) -> CollectiveError:
-    """``error`` from ``torch.distributed`` as one of polyshard's."""
-    text = str(error)
-    if "timed out" in text.lower() or "timeout" in text.lower():
-        return CollectiveTimeoutError(
-            f"{operation} on rank {rank} did not end within {timeout_s:g} s: {text}; look for a rank that failed, or "
-            f"that issued something else"
-        )
-    if "connection" in text.lower():
-        return CollectiveAbortedError(
-            f"{operation} on rank {rank} lost its peer: {text}; look at the rank that ended first"
-        )
-    return CollectiveError(f"{operation} on rank {rank} failed: {text}")
 
 
 def resolve_group(context: PluginContext) -> dist.ProcessGroup:
@@ -180,15 +93,74 @@ def new_group(ranks: Sequence[int], backend: str, timeout: Any, *, everywhere: b
     return group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks else None
 
 
-#: Groups in which an operation did not end, and which. Of the process, as torch's groups are, and gone with them.
+class SharedGroups:
+    """Process groups that were made together, until their last user releases them.
+
+    All models over the same ranks share them: connections, threads and communicators belong to a group, and making one
+    is a meeting of its ranks, so that every rank must know alike whether there is one. Users are therefore counted
+    where every rank calls alike: in ``partition``, at a first operation, and in ``close``. A finalizer would not do,
+    since ranks collect objects at different times. Groups that nobody closed serve the next model over the same ranks,
+    and end with the group that they were made of.
+    """
+
+    def __init__(self, table: dict[Hashable, SharedGroups], key: Hashable, groups: list[dist.ProcessGroup]) -> None:
+        self.groups = groups
+        self._table = table
+        self._key = key
+        self.users = 0
+
+    def release(self) -> None:
+        """One user less; the last one ends the groups, on all ranks in the same order."""
+        self.users -= 1
+        if self.users > 0:
+            return
+        if self._table.get(self._key) is self:
+            del self._table[self._key]
+        # One by one: gloo's connections and threads end with the last reference to the group.
+        while self.groups:
+            group = self.groups.pop()
+            if dist.is_initialized():
+                # A destroyed world has destroyed its groups.
+                with suppress(ValueError):
+                    dist.destroy_process_group(group)
+
+    @property
+    def alive(self) -> bool:
+        """Whether torch knows all groups: a program may destroy groups that it did not make."""
+        try:
+            return all(dist.get_process_group_ranks(group) for group in self.groups)
+        except (KeyError, ValueError):
+            return False
+
+
+# Of the process, as torch's groups are; an entry ends with its group.
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, SharedGroups]] = WeakKeyDictionary()
+
+
+def shared_groups(
+    parent: dist.ProcessGroup, key: Hashable, make: Callable[[], list[dist.ProcessGroup]]
+) -> SharedGroups:
+    """The groups of ranks of ``parent`` under ``key``, for one more user; made at the first call.
+
+    Every rank of ``parent`` calls it, at the same point of the program.
+    """
+    table = _MADE.setdefault(parent, {})
+    shared = table.get(key)
+    if shared is None or not shared.alive:
+        shared = table[key] = SharedGroups(table, key, make())
+    shared.users += 1
+    return shared
+
+
+#: The operation that did not end, of each group where one did not. Of the process, as torch's groups are.
 _FAILED: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 class ProcessGroupCollectives(Collectives):
     """Base of the backends over ``torch.distributed``.
 
-    Groups are made at the first operation, which every rank issues, or in ``partition``, which every rank calls: both
-    are points at which all ranks meet, as making a group requires. Models over the same ranks share what was made.
+    Groups are made at the first operation or in ``partition``, where all ranks meet, as making a group requires. Models
+    over the same ranks share them.
     """
 
     #: The transport that the group must use, and the device type that it is used for.
@@ -215,12 +187,13 @@ class ProcessGroupCollectives(Collectives):
                 f"collectives {context.name!r}: rank {dist.get_rank()} is not in the process group that it was given; "
                 f"give one that contains it"
             )
-        self._leased: list[SharedGroups] = []
+        self._shared: list[SharedGroups] = []
         self._gathers: dist.ProcessGroup | None = None
         self._reductions: dist.ProcessGroup | None = None
-        self._all_gather = flat_collective("all_gather_single", "all_gather_into_tensor")
+        # The newer name first: where torch has it, the older one warns.
+        self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._closed = False
-        # Of these groups, the operation that did not end.
+        # The operation of these groups that did not end.
         self._failure: str | None = None
         _USERS.add(self)
 
@@ -264,7 +237,7 @@ class ProcessGroupCollectives(Collectives):
         if self._closed:
             raise self._was_closed()
         self._refuse_failed()
-        # Both at once: which of the two a rank needs first may differ between ranks, the order of making may not.
+        # Both at once: the order of making must not depend on which of the two a rank needs first.
         if group_backend(self.process_group, self.device_type) == self.transport:
             self._gathers = self.process_group
         else:
@@ -294,31 +267,35 @@ class ProcessGroupCollectives(Collectives):
                     stacklevel=2,
                 )
             return self._gathers
-        # Gathers and reductions overlap on two: a transport of another kind than the given group's has one of each.
+        # Where the given group is of another transport, gathers need a new group, too.
         use = "gathers" if self._gathers is None else "reductions"
+        shared = self._further_groups([range(len(ranks))], 1, use)
+        self._shared.append(shared)
+        return shared.groups[0]
+
+    def _further_groups(self, rank_lists: Sequence[Sequence[int]], each: int, use: str) -> SharedGroups:
+        """This rank's groups, ``each`` for its list, over ranks of the given group; shared by equal ``use``."""
+        ranks = dist.get_process_group_ranks(self.process_group)
+        everywhere = len(ranks) == dist.get_world_size()
+        timeout = self._context.timeout
 
         def make() -> list[dist.ProcessGroup]:
-            group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
-            assert group is not None
-            return [group]
+            lists = [members for members in rank_lists if everywhere or self._rank in members]
+            wanted = [[ranks[member] for member in members] for members in lists for _ in range(each)]
+            groups = [new_group(members, self.transport, timeout, everywhere=everywhere) for members in wanted]
+            return [group for group in groups if group is not None]
 
-        return self._lease((use, self.transport, self._context.timeout), make).groups[0]
-
-    def _lease(self, key: Hashable, make: Callable[[], list[dist.ProcessGroup]]) -> SharedGroups:
-        shared = shared_groups(self.process_group, key, make)
-        self._leased.append(shared)
-        return shared
+        return shared_groups(
+            self.process_group, (use, tuple(map(tuple, rank_lists)), each, self.transport, timeout), make
+        )
 
     def _splits_the_job(self) -> bool:
-        """Whether torch makes groups by splitting the job's communicator, in which all of its ranks must take part."""
+        """Whether torch makes groups by splitting the job's communicator, which takes all of its ranks."""
         job: Any = dist.group.WORLD
         return self.transport == "nccl" and job.bound_device_id is not None
 
     def _root_of(self, src: int) -> int:
-        if not 0 <= src < self._world_size:
-            raise CollectiveError(
-                f"broadcast on rank {self._rank}: source {src} is not a group rank; use 0 to {self._world_size - 1}"
-            )
+        check_source(src, self._rank, self._world_size)
         return dist.get_global_rank(self.process_group, src)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -332,32 +309,43 @@ class ProcessGroupCollectives(Collectives):
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def _lengths(self, mine: int) -> list[int]:
-        """How many bytes each rank's object has."""
+        """Number of bytes of each rank's object."""
         sizes = torch.empty(self._world_size, dtype=torch.int64, device=self.device)
         self.all_gather(sizes, torch.tensor([mine], device=self.device)).wait()
         return [int(size) for size in sizes.tolist()]
 
     def _translated(self, error: Exception, operation: str) -> CollectiveError:
-        return translated(error, operation, self._rank, self._context.timeout.total_seconds())
+        """``error`` from ``torch.distributed`` as one of polyshard's."""
+        text, rank = str(error), self._rank
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return CollectiveTimeoutError(
+                f"{operation} on rank {rank} did not end within {self._context.timeout.total_seconds():g} s: {text}; "
+                "look for a rank that failed, or that issued something else"
+            )
+        if "connection" in text.lower():
+            return CollectiveAbortedError(
+                f"{operation} on rank {rank} lost its peer: {text}; look at the rank that ended first"
+            )
+        return CollectiveError(f"{operation} on rank {rank} failed: {text}")
 
     def failed(self, error: Exception, operation: str) -> CollectiveError:
-        """``error`` of ``operation`` as one of polyshard's; what did not end lets nothing more into its groups.
+        """``error`` of ``operation`` as one of polyshard's; an operation that did not end closes its groups to others.
 
-        Ranks stand at different places of their order then: what is sent next meets an earlier operation of another
-        rank, for which gloo ends the process. That holds for all who use these groups.
+        Ranks then stand at different places of their order: the next operation would meet an earlier one of another
+        rank, for which gloo ends the process. That holds for all users of these groups.
         """
-        told = self._translated(error, operation)
-        if isinstance(told, CollectiveTimeoutError | CollectiveAbortedError):
+        translation = self._translated(error, operation)
+        if isinstance(translation, CollectiveTimeoutError | CollectiveAbortedError):
             groups = [group for group in (self._gathers, self._reductions) if group is not None]
             for group in groups:
-                _FAILED.setdefault(group, str(told).partition(";")[0])
+                _FAILED.setdefault(group, str(translation).partition(";")[0])
             for other in list(_USERS):
                 if other._gathers in groups or other._reductions in groups:
                     other._leave_failed()
-        return told
+        return translation
 
     def _leave_failed(self) -> None:
-        """Use no groups of which one failed; what comes next raises in ``_make_groups``."""
+        """Drop both groups where one of them failed; the next operation raises in ``_make_groups``."""
         for group in (self._gathers, self._reductions):
             if group is not None and group in _FAILED:
                 self._failure = _FAILED[group]
@@ -365,55 +353,35 @@ class ProcessGroupCollectives(Collectives):
                 return
 
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> ProcessGroupCollectives:
-        own = own_group(rank_lists, self._rank, self._world_size)
-        global_ranks = dist.get_process_group_ranks(self.process_group)
-        everywhere = len(global_ranks) == dist.get_world_size()
-        if not everywhere and self._splits_the_job():
+        own_group(rank_lists, self._rank, self._world_size)
+        size = len(dist.get_process_group_ranks(self.process_group))
+        if size != dist.get_world_size() and self._splits_the_job():
             raise StateError(
                 f"collectives {self._context.name!r} on rank {self._rank} cannot partition a group of "
-                f"{len(global_ranks)} of {dist.get_world_size()} ranks once the job is bound to devices; partition the "
+                f"{size} of {dist.get_world_size()} ranks once the job is bound to devices; partition the "
                 f"whole job, or call init_process_group without device_id"
             )
-        communicators = 2 if self.separate_reductions else 1
-
-        def make() -> list[dist.ProcessGroup]:
-            made: list[dist.ProcessGroup] = []
-            for members in rank_lists if everywhere else [own]:
-                ranks = [global_ranks[member] for member in members]
-                for _ in range(communicators):
-                    group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
-                    if group is not None:
-                        made.append(group)
-            return made
-
-        lists = tuple(map(tuple, rank_lists))
-        shared = shared_groups(self.process_group, (lists, communicators, self.transport, self._context.timeout), make)
         part = object.__new__(type(self))
-        part._enter_part(self, shared)
+        part._enter_part(self, self._further_groups(rank_lists, 2 if self.separate_reductions else 1, "part"))
         return part
 
     def _enter_part(self, whole: Any, shared: SharedGroups) -> None:
         self._enter(whole._context, shared.groups[0])
         self._gathers, self._reductions = shared.groups[0], shared.groups[-1]
-        self._leased = [shared]
+        self._shared = [shared]
         self._leave_failed()
-
-    def abort(self, reason: str) -> None:
-        # Only groups made here: the user may go on using the given one.
-        for shared in self._leased:
-            shared.abort()
 
     def _was_closed(self) -> StateError:
         return StateError(f"collectives {self._context.name!r} on rank {self._rank} were closed; construct them anew")
 
     def close(self) -> None:
         self._closed = True
-        # A group ends where nobody refers to it. One that the user destroys next must not live on in a closed model:
-        # its threads would outlive the interpreter, and abort a process that was about to end well.
+        # A group ends with its last reference. A closed model must not keep one alive that the user destroys: its
+        # threads would outlive the interpreter, and abort the process at exit.
         self._given = self._gathers = self._reductions = None
-        while self._leased:
-            self._leased.pop().give_back()
+        while self._shared:
+            self._shared.pop().release()
 
 
-#: All that may use such a group.
+#: All instances, to tell the users of a group that it failed.
 _USERS: WeakSet[ProcessGroupCollectives] = WeakSet()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import enum
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,36 +18,35 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, Work
 
 from . import _torch_private
-from .nccl import MIB, NcclCollectives, StreamWork, check_mib
-from .peer_memory import PeerMemory, Place, obstacle
-from .shared_groups import SharedGroups
-from .thresholds import SMALLEST_COPIED_MIB
+from .nccl import MIB, NcclCollectives, SharedScope, StreamWork, check_mib
+from .process_group import SharedGroups
 
-#: What lies in symmetric memory.
+#: MiB of a whole unit from which on copy engines move what it sends. Below, two barriers of all ranks cost more than
+#: the multiprocessors that the copies leave to computation (docs/figures.md, "Gathers and reductions alone").
+SMALLEST_COPIED_MIB = 32
+#: Buffers in symmetric memory.
 _ROLES = (BufferRole.GATHER, BufferRole.REDUCE)
 
 
 class SymmetricCollectives(NcclCollectives):
     """``nccl``, whose large gathers and reductions are copies out of the other ranks' memory.
 
-    The engine's gather buffers and the inputs of its reductions are allocated in symmetric memory, which every rank of
-    the host has mapped of every other. A gather waits until all ranks have written their slices, copies them by the
-    copy engines, and waits until all have read: no multiprocessor moves bytes, so concurrent computation keeps all of
-    them. A reduction that widens copies in the same way what NCCL's all-to-all would send; the sum is a kernel as
-    there. Small operations, where two barriers cost more than that saves, reductions that do not widen, and all that is
-    in other memory are NCCL's, in memory as ``nccl`` has it by default. So are exchanges: where a rank's block lies in
-    another's memory follows from splits that only the other has. A captured step copies where the steps before it did.
+    Gather buffers and inputs of reductions lie in symmetric memory, which every rank of the host maps of every other. A
+    gather waits until all ranks have written their slices, copies them by the copy engines, and waits until all have
+    read: computation keeps all multiprocessors. A reduction that widens copies what NCCL's all-to-all would send, and
+    sums by a kernel. Small operations, reductions that do not widen, and tensors in other memory are NCCL's. So are
+    exchanges: a block's place in another rank's memory follows from splits that only that rank has. A captured step
+    copies where the steps before it did.
 
-    Where ranks are on several hosts, devices cannot access each other, torch has no symmetric memory (before 2.10) or
-    would set up multicast, every gather is NCCL's, on all ranks alike, with a warning from the first one.
+    Where ranks are on several hosts, devices cannot access each other, or torch has no symmetric memory or would set up
+    multicast, every gather is NCCL's, on all ranks alike, with a warning from the first rank.
 
     torch numbers a process's meetings over such memory through all groups (``StoreExchange`` in its headers, 2.13). So
     the ranks of a group must have met equally often before: groups side by side do, a group of some ranks and one of
     all do not, and the larger one's ranks then wait for each other until the process group's timeout.
 
-    Ranks must gather and release units in one order, as those do that run the same program: what is copied is what lies
-    at the same place of another rank's memory. A rank that never arrives is found by the device, which fails after the
-    context's timeout; the error is CUDA's.
+    Ranks must gather and release units in one order: a copy reads the same place of another rank's memory. Where a rank
+    never arrives, the device fails after the context's timeout, with an error of CUDA's.
 
     Args:
         context: as for ``nccl``.
@@ -97,7 +102,7 @@ class SymmetricCollectives(NcclCollectives):
                 memory = self._memory or self._open_memory()
                 if memory is not None:
                     return memory.scope
-            # New memory would have to meet the other ranks, and be zeroed, which a capture can do neither of.
+            # A capture can take no new memory, which the other ranks would have to map.
             elif self._memory is not None and self._memory.scope.has_room(nbytes):
                 return self._memory.scope
         return super().allocation(role, nbytes)
@@ -181,7 +186,7 @@ class SymmetricCollectives(NcclCollectives):
             self._exchange(channel, out, full)
 
     def _fits(self, out: torch.Tensor, shard: torch.Tensor) -> bool:
-        """Whether NCCL would not refuse these, or has nothing to do."""
+        """Whether these are tensors that NCCL would accept, and not empty."""
         return (
             0 < out.nbytes == shard.nbytes * self._world_size
             and out.dtype is shard.dtype
@@ -190,7 +195,7 @@ class SymmetricCollectives(NcclCollectives):
         )
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        # Objects are how ranks agree about this memory, and must not depend on it.
+        # Ranks agree about this memory by objects, which must not travel through it.
         memory, self._memory = self._memory, None
         try:
             return super().all_gather_object(obj)
@@ -202,3 +207,336 @@ class SymmetricCollectives(NcclCollectives):
             self._memory.close()
             self._memory = None
         super().close()
+
+
+#: Bytes a rank of the gather by which new memory is tried.
+_PROBE_BYTES = 64 * 1024
+
+
+class Use(enum.IntEnum):
+    """The use of memory; also the channel on which ranks signal each other about it."""
+
+    GATHER = 0
+    EXCHANGE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A piece of device memory that every rank has alike."""
+
+    begin: int
+    nbytes: int
+    handle: _torch_private.SymmetricHandle
+    use: Use
+
+
+class Pull(NamedTuple):
+    """The copies of one gather: into the other ranks' slices of the own buffer."""
+
+    copies: tuple[tuple[Callable[[torch.Tensor, bool], Any], torch.Tensor], ...]
+    """``copy_`` of each slice, and the same slice of the rank that it belongs to."""
+    own: torch.Tensor
+    """This rank's slice, as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place where a rank runs, which decides whose memory it can map."""
+
+    host: str
+    device_index: int
+    device_count: int
+    problem: str
+
+    @classmethod
+    def here(cls, device_index: int) -> Place:
+        """This process's."""
+        return cls(
+            socket.gethostname(),
+            device_index,
+            torch.cuda.device_count(),
+            _torch_private.symmetric_problem(device_index),
+        )
+
+
+def obstacle(places: list[Place]) -> str:
+    """The reason why ranks at ``places`` cannot map each other's memory; empty where none is known.
+
+    The same on every rank that is given the same places.
+    """
+    problems = [place.problem for place in places if place.problem]
+    if problems:
+        return problems[0]
+    hosts = {place.host for place in places}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    devices = [place.device_index for place in places]
+    # Processes that see one device each all call it number 0; then only trying tells.
+    if len(set(devices)) == len(devices) and max(devices) < min(place.device_count for place in places):
+        for one in devices:
+            for other in devices:
+                if one != other and not torch.cuda.can_device_access_peer(one, other):
+                    return f"device {one} cannot access device {other}"
+    return ""
+
+
+class PeerMemory:
+    """A pool whose segments every rank of ``group`` has mapped of every other.
+
+    [Note: one rank's buffer is every rank's]
+    A gather copies from another rank's memory at the place of its own buffer. Ranks allocate and release in one order,
+    so that the allocator serves them alike, with one exception: among free blocks of one size, older versions of torch
+    take the one at the lowest address, and addresses differ between ranks. So a new segment must have the same place in
+    the order of addresses on every rank; otherwise all ranks stop using the pool.
+
+    Args:
+        group: with NCCL for CUDA; its ranks all construct one, and call ``meet``.
+        device: of this rank.
+        exchange: every rank's object, in rank order.
+        timeout: after which a rank that waits for another fails.
+        reserve_nbytes: size of a first segment that is divided among buffers; 0 for one segment a buffer.
+
+    Raises:
+        RuntimeError: there is no such memory here.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        exchange: Callable[[Any], list[Any]],
+        timeout: timedelta,
+        reserve_nbytes: int = 0,
+    ) -> None:
+        self._group = group
+        self._rank = group.rank()
+        self._world_size = group.size()
+        # Each rank begins with its neighbour, so that no rank is read by all at once.
+        self._peers = [(self._rank + step) % self._world_size for step in range(1, self._world_size)]
+        self._exchange = exchange
+        self._timeout_ms = max(1, round(timeout.total_seconds() * 1e3))
+        self._divisible = reserve_nbytes > 0
+        self._pool = _torch_private.symmetric_pool(device, divisible=self._divisible)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.scope = ZeroedScope(self._pool, index)
+        """Memory that is allocated inside is taken from the pool."""
+        self.problem = ""
+        """The reason why the pool is used no more; the same on every rank."""
+        self._segments: list[_Segment] = []
+        self._pulls: dict[tuple[int, int], Pull] = {}
+        self._parts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        self._signals: _torch_private.SymmetricHandle | None = None
+        self._last_streams: dict[Use, tuple[int, int, int]] = {}
+        self._index = index
+        with torch.inference_mode(False), self.scope:
+            self._probe = torch.empty(self._world_size * _PROBE_BYTES, dtype=torch.uint8, device=device)
+            if reserve_nbytes:
+                # Back in the pool at once, and cut into buffers from there.
+                torch.empty(reserve_nbytes, dtype=torch.uint8, device=device)
+
+    def meet(self) -> str:
+        """Map the other ranks' memory and try a gather; every rank calls it. Returns what went wrong, on all alike."""
+        # Never given back, so that its place among other segments does not matter.
+        segment = self._map(self._probe, Use.GATHER, ordered=False)
+        if segment is None:
+            self.problem = self.problem or "memory of the pool is not symmetric"
+            return self.problem
+        self._signals = segment.handle
+        problem = ""
+        try:
+            offset = self._probe.data_ptr() - segment.begin
+            problem = self._try(self._make_pull(segment, offset, self._probe.nbytes))
+        except RuntimeError as error:
+            problem = f"rank {self._rank}: {error}"
+        found = [text for text in self._exchange(problem) if text]
+        self.problem = found[0] if found else ""
+        return self.problem
+
+    def _try(self, pull: Pull) -> str:
+        rows = self._probe.view(self._world_size, _PROBE_BYTES)
+        # Twice, with other values: shows stale memory, and barriers that do not wait.
+        for turn in (1, 101):
+            rows[self._rank].fill_(turn + self._rank)
+            self.run(pull)
+            got = rows.amin(1).tolist() + rows.amax(1).tolist()
+            expected = [turn + rank for rank in range(self._world_size)] * 2
+            if got != expected:
+                return f"rank {self._rank} gathered {got} instead of {expected}"
+        return ""
+
+    def pull_of(self, out: torch.Tensor) -> Pull | None:
+        """The copies that gather into ``out`` (``[world_size * n]``, contiguous); None where it is in other memory.
+
+        Meets the other ranks where ``out`` lies in a segment that is new.
+        """
+        if self.problem:
+            return None
+        address, nbytes = out.data_ptr(), out.nbytes
+        pull = self._pulls.get((address, nbytes))
+        if pull is None:
+            segment = self._segment_of(address, nbytes) or self._new_segment(out, Use.GATHER)
+            if segment is not None:
+                pull = self._pulls[address, nbytes] = self._make_pull(segment, address - segment.begin, nbytes)
+        return pull
+
+    def parts_of(self, full: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        """This rank's part, as bytes, of what every rank has in the place of ``full`` (``[world_size * n]``), by rank.
+
+        None where ``full`` is in other memory. Meets the other ranks as ``pull_of`` does.
+        """
+        if self.problem:
+            return None
+        address, nbytes = full.data_ptr(), full.nbytes
+        parts = self._parts.get((address, nbytes))
+        if parts is None:
+            segment = self._segment_of(address, nbytes) or self._new_segment(full, Use.EXCHANGE)
+            if segment is not None:
+                offset, n = address - segment.begin, nbytes // self._world_size
+                with torch.inference_mode(False):
+                    parts = tuple(
+                        _slice_of(segment, rank, offset + self._rank * n, n) for rank in range(self._world_size)
+                    )
+                self._parts[address, nbytes] = parts
+        return parts
+
+    def _segment_of(self, address: int, nbytes: int) -> _Segment | None:
+        position = bisect.bisect_right(self._segments, address, key=lambda segment: segment.begin) - 1
+        if position >= 0:
+            segment = self._segments[position]
+            if address + nbytes <= segment.begin + segment.nbytes:
+                return segment
+        return None
+
+    def _new_segment(self, out: torch.Tensor, use: Use) -> _Segment | None:
+        if torch.cuda.is_current_stream_capturing():
+            # Memory of the graph, which no other process maps; and nothing may wait here.
+            return None
+        if not _torch_private.holds(self._pool, out):
+            return None
+        segment = self._map(out, use, ordered=True)
+        if segment is not None:
+            bisect.insort(self._segments, segment, key=lambda each: each.begin)
+        return segment
+
+    def _map(self, tensor: torch.Tensor, use: Use, *, ordered: bool) -> _Segment | None:
+        """The segment that ``tensor`` lies in, once all ranks have one alike; None, and perhaps a problem, if not."""
+        segment, problem = None, ""
+        try:
+            handle = _torch_private.symmetric_handle(tensor, self._group)
+            if handle is None:
+                return None
+            segment = _Segment(handle.buffer_ptrs[self._rank], handle.buffer_size, handle, use)
+            facts: tuple[int, ...] = (segment.nbytes, tensor.data_ptr() - segment.begin, tensor.nbytes)
+            if ordered:
+                # Undivided, a block is a segment, and only those of one size, that one stream took, can be taken for
+                # each other.
+                rivals = [
+                    each
+                    for each in self._segments
+                    if each.use is use and (self._divisible or each.nbytes == segment.nbytes)
+                ]
+                facts += (len(rivals), sum(each.begin < segment.begin for each in rivals))
+        except RuntimeError as error:
+            facts, problem = (), f"rank {self._rank} could not map the others' memory: {error}"
+        everyone = self._exchange((problem, facts))
+        problems = [text for text, _ in everyone if text]
+        if not problems and any(each != everyone[0] for each in everyone):
+            problems = [f"segment {len(self._segments)} does not lie alike on all ranks: {[f for _, f in everyone]}"]
+        if problems:
+            self.problem = problems[0]
+            return None
+        return segment
+
+    def _make_pull(self, segment: _Segment, offset: int, nbytes: int) -> Pull:
+        n = nbytes // self._world_size
+        # Written by every gather from now on, which an inference tensor could not be.
+        with torch.inference_mode(False):
+            own = _slice_of(segment, self._rank, offset + self._rank * n, n)
+            copies = tuple(
+                (
+                    _slice_of(segment, self._rank, offset + peer * n, n).copy_,
+                    _slice_of(segment, peer, offset + peer * n, n),
+                )
+                for peer in self._peers
+            )
+        return Pull(copies, own)
+
+    def run(self, pull: Pull) -> None:
+        """Gather, on the current stream; what was issued there before has written the own slice."""
+        self._meet_on_stream(Use.GATHER)
+        for copy, source in pull.copies:
+            copy(source, True)
+        self._part_on_stream(Use.GATHER)
+
+    def exchange(self, parts: Sequence[torch.Tensor], received: torch.Tensor) -> None:
+        """Bring ``parts`` together in ``received`` (``[world_size * n]``, contiguous), on the current stream.
+
+        What was issued there before has written this rank's memory.
+        """
+        rows = received.view(torch.uint8).view(self._world_size, -1)
+        self._meet_on_stream(Use.EXCHANGE)
+        for peer in self._peers:
+            rows[peer].copy_(parts[peer], True)
+        self._part_on_stream(Use.EXCHANGE)
+        # Behind the barrier: no other rank reads or waits for it.
+        rows[self._rank].copy_(parts[self._rank], True)
+
+    def _meet_on_stream(self, use: Use) -> None:
+        """Order the current stream after all that the ranks have written for this."""
+        signals = self._signals
+        assert signals is not None
+        # A capture begins with an idle device, may wait for nothing before it, and uses one stream for each of these.
+        if not torch.cuda.is_current_stream_capturing():
+            stream = _torch_private.current_stream(self._index)
+            last = self._last_streams.get(use, stream)
+            if last != stream:
+                # Signals of two gathers at once would be taken for each other's.
+                _torch_private.stream_of(stream).wait_stream(_torch_private.stream_of(last))
+            self._last_streams[use] = stream
+        signals.barrier(use, self._timeout_ms)
+
+    def _part_on_stream(self, use: Use) -> None:
+        """Order the current stream after all that the ranks have read, which may then be written again."""
+        assert self._signals is not None
+        self._signals.barrier(use, self._timeout_ms)
+
+    def close(self) -> None:
+        """Let go of the memory. Buffers that were allocated from the pool keep theirs."""
+        self.problem = self.problem or "closed"
+        self._pulls.clear()
+        self._parts.clear()
+        self._segments.clear()
+        self._signals = None
+
+
+class ZeroedScope(SharedScope):
+    """``SharedScope`` of a pool whose new segments torch zeroes on the legacy default stream.
+
+    torch's own streams do not wait for that one, and zeros would overwrite the slice that a gather wrote meanwhile. So
+    the current stream waits for it when the scope is left.
+    """
+
+    def __init__(self, pool: torch.cuda.MemPool, index: int) -> None:
+        super().__init__(pool, index)
+        self._segments = self._count()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        super().__exit__(kind, error, at)
+        made = self._count()
+        if made != self._segments:
+            self._segments = made
+            # A capture takes no new segment of this pool: new ones are others'.
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(self._index).wait_stream(torch.cuda.default_stream(self._index))
+
+    def _count(self) -> int:
+        made: int = torch.cuda.memory_stats_as_nested_dict(self._index)["segment"]["all"]["allocated"]
+        return made
+
+
+def _slice_of(segment: _Segment, owner: int, at: int, nbytes: int) -> torch.Tensor:
+    """``nbytes`` of a rank's memory, ``at`` bytes behind the segment's begin."""
+    tensor = segment.handle.get_buffer(owner, (nbytes,), torch.uint8, at)
+    if tensor.data_ptr() != segment.handle.buffer_ptrs[owner] + at:
+        raise RuntimeError(f"torch {torch.__version__} gave memory of rank {owner} at another offset than {at}")
+    return tensor

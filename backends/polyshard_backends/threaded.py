@@ -1,4 +1,4 @@
-"""Collectives between the threads of a ``ThreadedWorld``: real exchanges without processes, for tests on CPU."""
+"""Collectives between ranks that are threads of a ``ThreadedWorld``, for tests on CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import torch
 from polyshard.errors import CollectiveError, ConfigError, DeviceError, WorldSizeError
 from polyshard.interfaces import Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
 
-from .groups import REDUCIBLE_DTYPES, check_blocks, check_same_dtype, check_slices, check_source, own_group
+from .tensors import (
+    REDUCIBLE_DTYPES,
+    check_blocks,
+    check_contiguous,
+    check_gather,
+    check_slices,
+    check_source,
+    own_group,
+)
 from .threaded_world import Meeting, ThreadedWorld
 
 __all__ = ["ThreadedCollectives", "ThreadedWorld"]
@@ -60,7 +68,7 @@ def _reduce_scatter(requests: Sequence[_Request], op: ReduceOp) -> None:
 
 def _all_reduce(requests: Sequence[_Request], op: ReduceOp) -> None:
     with torch.no_grad():
-        # Inputs and outputs are the same tensors, so that the result needs memory of its own.
+        # Inputs and outputs are the same tensors: the result needs memory of its own.
         total = torch.empty_like(requests[0].out)
         _accumulate(total, [request.source for request in requests], op)
         for request in requests:
@@ -121,9 +129,8 @@ class _MeetingWork:
 class ThreadedCollectives(Collectives):
     """One rank of a ``ThreadedWorld``.
 
-    The rank travels in this object and not in the thread, so that autograd may call from a thread of its own. An
-    operation runs in the thread of the last rank to issue it; sums are taken in rank order, in ``out``'s dtype, and
-    are the same from run to run.
+    This object, not the thread, knows its rank: autograd calls from a thread of its own. The last rank to issue an
+    operation carries it out. Sums are taken in rank order, in ``out``'s dtype, and are the same from run to run.
 
     Args:
         context: its ``device`` must be the CPU; its ``timeout`` applies where it is shorter than the world's.
@@ -155,7 +162,7 @@ class ThreadedCollectives(Collectives):
 
     @classmethod
     def make_world(cls, world_size: int, timeout: float) -> ThreadedWorld:
-        """A world for ``world``, where the class is known by its name alone; raises as ``ThreadedWorld``."""
+        """A ``ThreadedWorld``, for callers that know this class by its plugin's name alone."""
         return ThreadedWorld(world_size, timeout)
 
     def _enter(self, context: PluginContext, world: ThreadedWorld, group: tuple[int, ...], rank: int) -> None:
@@ -182,30 +189,24 @@ class ThreadedCollectives(Collectives):
         return self._context.device
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        check_slices("all_gather", out, shard, self._rank, self.world_size)
-        check_same_dtype("all_gather", out, shard, self._rank)
+        check_gather(out, shard, self._rank, self.world_size)
         return self._issue("all_gather", _Request(_unversioned(out), shard), out, _all_gather)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         check_slices("reduce_scatter", full, out, self._rank, self.world_size)
         request = _Request(_unversioned(out), full)
         return self._issue(f"reduce_scatter({op.name})", request, full, lambda all_: _reduce_scatter(all_, op))
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        self._check_contiguous("all_reduce", tensor)
+        check_contiguous("all_reduce", tensor, self._rank)
         request = _Request(_unversioned(tensor), tensor)
         return self._issue(f"all_reduce({op.name})", request, tensor, lambda all_: _all_reduce(all_, op))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         check_source(src, self._rank, self.world_size)
-        self._check_contiguous("broadcast", tensor)
+        check_contiguous("broadcast", tensor, self._rank)
         request = _Request(_unversioned(tensor), tensor)
         return self._issue(f"broadcast(from {src})", request, tensor, lambda all_: _broadcast(all_, src))
 
@@ -233,20 +234,13 @@ class ThreadedCollectives(Collectives):
 
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> ThreadedCollectives:
         members = own_group(rank_lists, self._rank, self.world_size)
-        # A meeting of its own, so that ranks with different lists find out here and not in the first collective.
+        # Ranks with different lists fail here, and not in the first collective.
         meeting = self._meet(f"partition into {[list(ranks) for ranks in rank_lists]}", None, len)
         self._world.await_end(meeting, self._group[self._rank], self._timeout)
         part = object.__new__(type(self))
         group = tuple(self._group[member] for member in members)
         part._enter(self._context, self._world, group, members.index(self._rank))
         return part
-
-    def abort(self, reason: str) -> None:
-        self._world.abort(f"rank {self._group[self._rank]} gave up: {reason}")
-
-    def _check_contiguous(self, operation: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_contiguous():
-            raise CollectiveError(f"{operation} on rank {self._rank}: the tensor must be contiguous")
 
     def _issue(self, operation: str, request: _Request, whole: torch.Tensor, perform: Any) -> Work:
         meeting = self._meet(f"{operation} of {whole.numel()} {whole.dtype} elements", request, perform)
@@ -257,6 +251,6 @@ class ThreadedCollectives(Collectives):
 
 
 def _unversioned(tensor: torch.Tensor) -> torch.Tensor:
-    # Another rank's thread writes the result, at a time this rank does not choose. As with a network backend, that
-    # write must not bump the version that autograd saved.
+    # Another rank's thread writes the result, at any time. As with a network backend, that must not bump the version
+    # that autograd saved.
     return tensor.data

@@ -1,13 +1,15 @@
-"""Where the threads of a ``ThreadedWorld`` meet, and how they are started, timed and stopped."""
+"""Ranks that are threads: how they start, meet in collectives, time out and stop."""
 
 from __future__ import annotations
 
 import enum
+import gc
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
 from polyshard.errors import (
@@ -20,17 +22,15 @@ from polyshard.errors import (
     WorldSizeError,
 )
 
-from .threaded_garbage import ThreadedGarbage
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-#: Seconds that threads get to leave after they were told to stop.
+#: Seconds that threads have to end after the world was given up.
 _GRACE = 2.0
 
 
 class MeetingState(enum.Enum):
-    """How far one collective of one group has come."""
+    """The progress of one collective of one group."""
 
     GATHERING = "gathering"
     """Some ranks have not issued it yet."""
@@ -101,11 +101,11 @@ class ThreadedWorld:
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
         self._announced: dict[int, str] = {}
-        # Meetings that ranks did not come to, or wanted different things in, by rank, until that rank was told.
+        # Meetings that failed for lack of a rank or for a mismatch, by rank, until that rank has raised.
         self._diverged: dict[int, Meeting] = {}
         self._threads: dict[int, int] = {}
         self._abort_reason: str | None = None
-        self._garbage = ThreadedGarbage()
+        self._garbage = _Garbage()
 
     @property
     def aborted(self) -> bool:
@@ -117,12 +117,7 @@ class ThreadedWorld:
         self._announced[rank] = what
 
     def meet(
-        self,
-        group: tuple[int, ...],
-        rank: int,
-        signature: str,
-        payload: Any,
-        perform: Callable[[Sequence[Any]], Any],
+        self, group: tuple[int, ...], rank: int, signature: str, payload: Any, perform: Callable[[Sequence[Any]], Any]
     ) -> Meeting:
         """Issue ``rank``'s next collective of ``group``; both in ranks of this world. Does not block for others.
 
@@ -200,7 +195,7 @@ class ThreadedWorld:
                 self._check_alive(rank)
                 earlier = self._diverged.get(rank)
                 if earlier is not None and meeting.state is MeetingState.GATHERING:
-                    # Others were told where they waited for that one, and do not come here.
+                    # Others raised in that one, and do not come here.
                     meeting.fail(earlier.error, earlier.message)
                     self._changed.notify_all()
                     break
@@ -250,12 +245,7 @@ class ThreadedWorld:
             parts.append(f"rank {rank}:\n{stack}")
         return "".join(parts)
 
-    def run(
-        self,
-        fn: Callable[[int, ThreadedWorld, *Ts], T],
-        *args: *Ts,
-        timeout: float = 60.0,
-    ) -> list[T]:
+    def run(self, fn: Callable[[int, ThreadedWorld, *Ts], T], *args: *Ts, timeout: float = 60.0) -> list[T]:
         """Call ``fn(rank, self, *args)`` in a thread for each rank; return the results in rank order.
 
         When a rank raises, the others are aborted, and the first error that did not itself follow from an abort is
@@ -316,3 +306,41 @@ class ThreadedWorld:
                 f"ranks {stuck} of a threaded world of {self.world_size} had not returned after {timeout:g} s; see "
                 f"below where every rank stood\n{stacks}"
             ) from (errors[0][1] if errors else None)
+
+
+class _Garbage:
+    """Keeps automatic garbage collection away from C++ code that holds a mutex.
+
+    Before Python 3.12 any allocation may collect, also one that torch makes under a mutex, such as that of the default
+    random generator. A collection runs Python code, which can hand the interpreter lock to another rank. If that rank
+    wants the same mutex, it waits with the interpreter lock held, and the process stands still for ever.
+    """
+
+    def __init__(self) -> None:
+        self._postponed = False
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Collect in ``collect_due`` only, until the context ends. Nothing changes where collection is off already."""
+        # From 3.12 on Python itself collects between bytecodes only.
+        if sys.version_info >= (3, 12) or not gc.isenabled():
+            yield
+            return
+        gc.disable()
+        self._postponed = True
+        try:
+            yield
+        finally:
+            self._postponed = False
+            gc.enable()
+
+    def collect_due(self) -> None:
+        """Collect the oldest generation that is due; called where the thread holds no mutex of C++."""
+        if not self._postponed:
+            return
+        # Allocations are counted while collection is off, too.
+        counts, thresholds = gc.get_count(), gc.get_threshold()
+        for generation in reversed(range(len(counts))):
+            if 0 < thresholds[generation] < counts[generation]:
+                gc.collect(generation)
+                return

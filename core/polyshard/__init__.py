@@ -32,12 +32,12 @@ if TYPE_CHECKING:
         unsharded,
     )
     from .capture.step import CapturedStep, CaptureFallback, CaptureMode
-    from .catalog import UsedPlugin
     from .functions.lookup import Placement
     from .functions.memory import MemoryReport
     from .functions.torch_functions import exchanged_functions, restore_torch
     from .monitor import Straggler, Stragglers, check_replicas
     from .preemption import Preemption, random_states, restore_random_states, tell_failures
+    from .registry import UsedPlugin
 
 __all__ = [
     "CaptureFallback",
@@ -89,7 +89,7 @@ if not TYPE_CHECKING:
         "Preemption": "preemption",
         "Straggler": "monitor",
         "Stragglers": "monitor",
-        "UsedPlugin": "catalog",
+        "UsedPlugin": "registry",
         "check_replicas": "monitor",
         "exchanged_functions": "functions.torch_functions",
         "random_states": "preemption",

@@ -1,4 +1,4 @@
-"""The functions by which a model is sharded and used, in place."""
+"""The functions that shard a model in place and use it, and the wrapper that has them as methods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from .catalog import UsedPlugin
 from .config import ShardConfig
 from .errors import ConfigError, StateError
 from .functions.lookup import Placement, dtensor_of, live_roots, placement_of
@@ -19,7 +18,8 @@ from .functions.norms import clip_grad_norm
 from .functions.torch_functions import follow
 from .functions.whole import state_dicts_of_pieces, unsharded_parameters
 from .planning.plan import MODULE_STATE_ATTRIBUTE
-from .runtime.hooks import Forward
+from .registry import UsedPlugin
+from .runtime.hooks import ForwardHooks
 from .runtime.module_state import ModuleState
 from .runtime.root import Root, root_of
 from .setup.build import Request, refuse_broken
@@ -248,15 +248,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         StateError: ``module`` is no unit.
         ConfigError: it has no such method.
     """
-    module_state = _stage(module, "register_forward_method()")
+    module_state = _module_state(module, "register_forward_method()")
     method = getattr(module, name, None)
     if not callable(method):
         raise ConfigError(
-            f"{type(module)} does not have a method {name} ('{module_state.name or '(root)'}'). Name a method that computes."
+            f"{type(module)} does not have a method {name} ('{module_state.label}'). Name a method that computes."
         )
     # Its methods may compute with an embedding's weight.
     module_state.reads_in_backward = True
-    setattr(module, name, _computing(Forward(module_state), module, method))
+    setattr(module, name, _computing(ForwardHooks(module_state), module, method))
 
 
 def close(model: nn.Module) -> None:
@@ -298,26 +298,26 @@ def plugins(model: nn.Module) -> tuple[UsedPlugin, ...]:
     return plugins_of(model)
 
 
-def _computing(forward: Forward, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+def _computing(hooks: ForwardHooks, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def computes(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = forward.enter(module, args, kwargs)
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            forward.leave(module, args, kwargs, None)
+            hooks.post_forward(module, args, kwargs, None)
             raise
-        return forward.leave(module, args, kwargs, output)
+        return hooks.post_forward(module, args, kwargs, output)
 
     return computes
 
 
-def _stage(module: nn.Module, call: str) -> ModuleState:
+def _module_state(module: nn.Module, call: str) -> ModuleState:
     refuse_broken(module, call)
     module_state: ModuleState | None = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
     if module_state is None:
         raise StateError(
-            f"{call} needs a sharded module, but this {type(module).__name__} is none. "
+            f"{call} needs a sharded module, but this {type(module).__name__} is not sharded. "
             "Pass the module that was given to polyshard.shard or fully_shard."
         )
     return module_state
@@ -332,7 +332,7 @@ def _refuse_unsharded(model: nn.Module, call: str) -> None:
 
 
 def outermost_root(model: nn.Module, call: str) -> Root:
-    """What the units of ``model`` share; ``call`` is named in the error.
+    """The root of ``model``, whose outermost module it is; ``call`` begins the message of an error.
 
     Raises:
         StateError: ``model`` is not the outermost sharded module, or was closed.
@@ -347,7 +347,7 @@ def _outermost_root(model: nn.Module, call: str) -> Root:
     inner = model.__dict__.get("_modules", {}).get("module")
     if MODULE_STATE_ATTRIBUTE not in model.__dict__ and inner is not None and MODULE_STATE_ATTRIBUTE in inner.__dict__:
         model = inner
-    module_state = _stage(model, call)
+    module_state = _module_state(model, call)
     root = root_of(module_state)
     if root.module_states[0] is not module_state:
         raise StateError(
@@ -355,9 +355,6 @@ def _outermost_root(model: nn.Module, call: str) -> Root:
             f"{root.rank}). Pass the module that was sharded last, around all others."
         )
     return root
-
-
-# The engine as a module around the model.
 
 
 class FullyShardedDataParallel(nn.Module):

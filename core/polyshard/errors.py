@@ -228,7 +228,7 @@ class PeerFailedError(CollectiveAbortedError):
 
 
 class RankFailedError(PolyshardError, RuntimeError):
-    """A process of ``polyshard.testing`` died, or returned or raised what cannot be sent to another process."""
+    """A process of ``polyshard_testing`` died, or returned or raised what cannot be sent to another process."""
 
 
 class PolyshardDeprecationWarning(FutureWarning):
@@ -247,3 +247,12 @@ def deprecation(what: str, *, since: str, gone: str, instead: str) -> str:
     the line that uses it.
     """
     return f"{what} is deprecated since polyshard {since} and will be gone in {gone}. {instead}."
+
+
+def words(error: BaseException) -> str:
+    """The type of ``error`` and what it says, for other ranks. Raises nothing."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as failed:
+        # The program's error is on its way, and another one must not take its place.
+        return f"{type(error).__name__}, whose words cannot be told: its __str__ raised {type(failed).__name__}"

@@ -1,4 +1,4 @@
-"""Tells listeners what happens to one sharded model."""
+"""Calls the hooks of one sharded model's listeners."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ class Events:
         self._manager.add_hookspecs(hookspecs)
         self._hook_names = frozenset(hook for hook in dir(hookspecs) if hasattr(self._manager.hook, hook))
         self._active = bool(listeners)
-        names = _distinct([name for name, _ in listeners])
+        given = [name for name, _ in listeners]
         # pluggy calls the last registered first.
-        for name, listener in reversed(list(zip(names, (each for _, each in listeners), strict=True))):
-            self._register(name, listener)
+        for position in reversed(range(len(given))):
+            name, listener = listeners[position]
+            # pluggy wants each name once, and two objects may share a class.
+            earlier = given[:position].count(name)
+            self._register(f"{name}#{earlier + 1}" if earlier else name, listener)
         self._check_pending()
 
     @property
@@ -77,7 +80,8 @@ class Events:
         for answer in answers:
             if not isinstance(answer, Observer):
                 asked = ", ".join(repr(each.plugin_name) for each in self._manager.hook.make_observer.get_hookimpls())
-                missing = [name for name in _OBSERVER_METHODS if not hasattr(answer, name)]
+                methods = [name for name in vars(Observer) if not name.startswith("_")]
+                missing = [name for name in methods if not hasattr(answer, name)]
                 raise PluginContractError(
                     f"make_observer of listener {asked} answered {type(answer).__module__}:{type(answer).__qualname__} "
                     f"for unit {unit.label!r}, which is no Observer: it lacks {', '.join(missing)}. Add the "
@@ -110,26 +114,3 @@ class Events:
                         f"listener {name!r} implements a hook {hook.name!r} that does not exist."
                         f"{did_you_mean(hook.name, self._hook_names)} Hooks: {', '.join(sorted(self._hook_names))}."
                     )
-
-
-_OBSERVER_METHODS: tuple[str, ...] = (
-    "unshard",
-    "unsharded",
-    "compute",
-    "computed",
-    "wait",
-    "waited",
-    "reduce",
-    "reduced",
-    "reshard",
-)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """``names`` with a number behind repeated ones: pluggy wants each once, and two objects may share a class."""
-    seen: dict[str, int] = {}
-    result = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return result

@@ -1,9 +1,9 @@
 """The hooks that a listener may implement, and the markers for them.
 
 A listener is any object; a method becomes a hook implementation by ``@polyshard.hookimpl`` and may leave out arguments
-that it does not need. All these hooks are cold: at wrap, at a checkpoint, or once a step. What happens to single units
-inside a step is told to the observers that ``make_observer`` returned. Hooks run in the order in which the
-configuration names the listeners. One that raises ends the call that it was told about.
+that it does not need. All hooks are cold: at wrap, at a checkpoint, or once a step; the observers that
+``make_observer`` returns hear of single units inside a step. Hooks run in the order in which the configuration names
+the listeners. A hook that raises ends the call that it belongs to.
 """
 
 from __future__ import annotations
@@ -79,4 +79,4 @@ def step_end(model: torch.nn.Module) -> None:
 
 @hookspec
 def make_observer(unit: UnitSpec) -> Observer | None:
-    """What watches ``unit`` during steps, or None. Asked once for each unit, at wrap."""
+    """An observer of ``unit`` during steps, or None. Called once for each unit, at wrap."""

@@ -6,10 +6,11 @@ runtime. A handle refers to the runtime's object and keeps no copy: what it says
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,10 +18,17 @@ from torch import nn
 from .api import outermost_root
 from .errors import CollectiveError, StateError
 from .functions.lookup import live_roots
+from .functions.optimizers import NOT_BY_ELEMENT
+from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
+from .functions.torch_functions import replacing_values
 from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
-from .planning.plan import MODULE_STATE_ATTRIBUTE
+from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
+from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
+from .runtime import graph
+from .runtime.module_state import ModuleState
+from .runtime.root import root_of
 from .runtime.step import Phase
 from .runtime.unit import Reshard
 from .setup.build import refuse_broken
@@ -34,6 +42,8 @@ if TYPE_CHECKING:
     from .runtime.unit import Unit
 
 __all__ = [
+    "NOT_BY_ELEMENT",
+    "EndsWithModel",
     "FlatLayout",
     "Initializer",
     "LocatedParameter",
@@ -43,14 +53,20 @@ __all__ = [
     "ShardedParameter",
     "ShardedUnit",
     "Slot",
+    "Stream",
+    "StreamRecorder",
+    "WaitingTimes",
     "find",
     "idle_model",
     "is_sharded",
     "models",
     "models_changed",
     "outermost_model",
+    "refuse_unshardable",
     "send_from_first",
+    "sharded_model",
     "state_dicts_of_pieces",
+    "units_in",
 ]
 
 
@@ -66,6 +82,8 @@ class ShardedParameter:
     """Where it lies in the unit's flat buffer, and its whole shape."""
     piece: Piece | None
     """The elements of this rank; None for none."""
+    sharded: bool
+    """Whether ranks hold different elements of it."""
 
     @property
     def name(self) -> str:
@@ -92,13 +110,17 @@ class ShardedUnit:
         """Fully-qualified name of its module, ``(root)`` for the outermost, and a suffix where that has several."""
         return self._unit.name
 
+    def reference(self) -> object:
+        """Equal for handles of the same unit; does not keep it alive."""
+        return weakref.ref(self._unit)
+
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
         """In the order of the flat buffer."""
         unit = self._unit
         pieces = {piece.slot: piece for piece in unit.pieces}
         return tuple(
-            ShardedParameter(each.original, each.names, slot, pieces.get(index))
+            ShardedParameter(each.original, each.names, slot, pieces.get(index), unit.grid.shard is not None)
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )
 
@@ -182,6 +204,38 @@ class ShardedUnit:
         """Its offload plugin."""
         return self._unit.offload
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gathered unit; 0 where compute uses the master."""
+        return self._unit.gathered_nbytes
+
+    @property
+    def reduction_nbytes(self) -> int:
+        """Bytes of its whole gradient while ranks reduce it; 0 where none is reduced."""
+        unit = self._unit
+        return unit.gradients.input.nbytes if unit.trainable and not unit.resident else 0
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of the result on this rank, which replicas add up; 0 where none is reduced."""
+        if not self.reduction_nbytes:
+            return 0
+        reduction = self._unit.gradients.input
+        return reduction.layout.shard_numel * reduction.result_dtype.itemsize
+
+    @property
+    def gather_buffer(self) -> torch.Tensor | None:
+        """The flat buffer that gathers fill, whose memory comes and goes; None where compute uses the master."""
+        return None if self._unit.permanent else self._unit.buffer.flat
+
+    @property
+    def reduction_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffers of whole gradients: the next reduction's input, and the sum of microbatches before it."""
+        if self.shard is None or not self.reduction_nbytes:
+            return ()
+        reduction = self._unit.gradients.input
+        return tuple(each.flat for each in (reduction.buffer, reduction.sum) if each is not None)
+
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """The whole flat tensor (``[padded_numel]``) of which each rank has ``own`` (``[shard_numel]``).
 
@@ -194,18 +248,23 @@ class ShardedUnit:
 class ShardedModel:
     """A model, seen at its outermost sharded module. Handles of one model are equal."""
 
-    __slots__ = ("_root", "units")
+    __slots__ = ("_root", "_units")
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        #: Every unit, in module order.
-        self.units: tuple[ShardedUnit, ...] = tuple(map(ShardedUnit, root.units))
+        self._units: tuple[ShardedUnit, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardedModel) and other._root is self._root
 
     def __hash__(self) -> int:
         return hash(self._root)
+
+    @property
+    def units(self) -> tuple[ShardedUnit, ...]:
+        """Every unit, in module order."""
+        self._units = self._units or tuple(map(ShardedUnit, self._root.units))
+        return self._units
 
     @property
     def module(self) -> nn.Module:
@@ -226,6 +285,28 @@ class ShardedModel:
     def phase(self) -> Phase:
         """Where the model stands in a step."""
         return self._root.phase
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that ranks wait for each other, by the configuration."""
+        return self._root.timeout_s
+
+    def reference(self) -> Callable[[], ShardedModel | None]:
+        """A call that gives this handle anew as long as the model lives, and does not keep it alive."""
+        reference = weakref.ref(self._root)
+
+        def model() -> ShardedModel | None:
+            root = reference()
+            return None if root is None else ShardedModel(root)
+
+        return model
+
+    def attached(self, make: Callable[[], A]) -> A:
+        """What ``make`` gave for this model at the first call. It lives with the model and is closed before it."""
+        if self._root.attached is None:
+            self._root.attached = _Attached(make())
+        found: A = self._root.attached.value  # type: ignore[attr-defined]
+        return found
 
     def refuse_inside_step(self, call: str) -> None:
         """Raise unless the model is between steps, open, and not whole; ``call`` begins the message.
@@ -283,6 +364,10 @@ class ShardedModel:
         """
         return self._root.meeting(operation, groups, detail)
 
+    def tell_failure(self, error: Exception) -> None:
+        """Let the other ranks know of an exception of this rank's program."""
+        self._root.recorder.post_error(error)
+
     def fail(self, error: CollectiveError) -> None:
         """Let every later use be refused: a communication did not end, and ranks stand at different places."""
         self._root.recorder.fail(error)
@@ -290,6 +375,50 @@ class ShardedModel:
     def wait_for_communication(self) -> None:
         """Order compute on the current stream after every gather and reduction that was issued."""
         self._root.streams.drain()
+
+    def gathers_per_step(self, unit: ShardedUnit) -> int:
+        """How often a forward and a backward gather ``unit``: twice where it is released in between."""
+        if unit.shard is None or unit._unit.permanent:
+            return 0
+        # The backward of the outermost module follows its forward at once.
+        return 2 if unit._unit.releases(unit._unit in self._root.module_states[0].units) else 1
+
+    def record_streams(self, recorder: StreamRecorder) -> None:
+        """Run communication where it is issued from now on, and report to ``recorder`` the streams of a device."""
+        self._root.use_streams(RecordedStreams(recorder))
+
+    def refuse_replaced_values(self, call: str) -> None:
+        """Raise inside ``replacing_values``; ``call`` begins the message.
+
+        Raises:
+            StateError: naming the context.
+        """
+        if self._root.replaced:
+            raise StateError(
+                f"{call} was called inside of {self._root.replaced[0]} (rank {self.rank}). Leave the context first."
+            )
+
+    @contextmanager
+    def replacing_values(self, context: str, values: str) -> Iterator[None]:
+        """Inside, masters hold other values than the trained ones: optimizers and backwards refuse the model.
+
+        Args:
+            context: What the program calls, for the messages.
+            values: What the masters hold, for the messages: ``averages``.
+        """
+        with replacing_values(self._root, context, values):
+            yield
+
+    def copy_into_masters(self, values: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+        """Copy ``values`` into ``places``, masters or parameters, behind everything that still reads these."""
+        root = self._root
+        # A gather that no forward waited for may still read, and the host writes what is parked beside the device.
+        root.streams.drain()
+        if root.streams.here() is not None and any(unit.parks for unit in root.units):
+            torch.cuda.synchronize(root.collectives.device)
+        with torch.no_grad():
+            for value, place in zip(values, places, strict=True):
+                place.copy_(value)
 
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:
@@ -317,6 +446,47 @@ class ShardedModel:
         """Inside, every parameter is whole on this rank, with ``values`` by first name; nothing is communicated."""
         return whole_on_this_rank(self._root, values)
 
+    @property
+    def groups(self) -> Iterable[Collectives]:
+        """All groups of ranks that it communicates over, each once."""
+        return graph.groups_of(self._root)
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the first steps still decide: which units stay gathered, and whether ranks issue the same."""
+        return self._root.budget_pending
+
+    def capture_obstacle(self) -> str | None:
+        """Why no step can be recorded in a CUDA graph, alike on all ranks; None where steps can be."""
+        return graph.capture_obstacle(self._root)
+
+    def step_obstacle(self) -> str | None:
+        """Why the next step cannot be recorded or replayed; None where it can."""
+        if self._root.audit is not None:
+            return "No warm-up step ran the model forward and backward. Let train_step do both."
+        return graph.step_obstacle(self._root)
+
+    def prepare_recording(self) -> RecordedModel:
+        """Do everything that a forward does before its first operation, and release all gather buffers.
+
+        Raises:
+            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+        """
+        graph.prepare_recording(self._root)
+        return graph.RecordedState(self._root)
+
+    def release_buffers(self) -> None:
+        """Take all gather buffers' memory, and order the current stream after everything that was issued."""
+        graph.release_buffers(self._root)
+
+    def recover_from_recording(self) -> None:
+        """Back to the state between steps, behind a recording that failed."""
+        graph.recover_from_recording(self._root)
+
+    def begin_gathers(self) -> None:
+        """Order the next gathers behind the current stream."""
+        self._root.streams.begin_forward()
+
     def tell_saved(self, model: nn.Module, path: Path) -> None:
         """Call the listeners' ``on_save``."""
         self._root.events.on_save(model, path)
@@ -324,6 +494,60 @@ class ShardedModel:
     def tell_loaded(self, model: nn.Module, path: Path) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
+
+
+class RecordedModel(Protocol):
+    """The model as it was when a step was recorded in a CUDA graph."""
+
+    @property
+    def released(self) -> bool:
+        """Whether no gather buffer has got memory since."""
+
+    def obstacle(self) -> tuple[str, bool] | None:
+        """Why the recording cannot be replayed, and whether that lasts until it is recorded anew; None where it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    """What stands above the runtime, as the runtime sees it."""
+
+    value: EndsWithModel
+
+    def close(self, root: Root) -> None:
+        self.value.close(ShardedModel(root))
+
+
+class EndsWithModel(Protocol):
+    """What is kept with a model, and ends before the model's communicators do."""
+
+    def close(self, model: ShardedModel) -> None:
+        """The model is closed. Every rank calls it."""
+
+
+A = TypeVar("A", bound=EndsWithModel)
+
+
+class WaitingTimes:
+    """Measures how long the steps of a model wait for other ranks, from its making until ``stop``."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._streams = model._root.streams
+        self._stalls = self._streams.stalls = self._streams.measure()
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards were measured; a CUDA graph that replays has none."""
+        return self._stalls.forwards
+
+    def stop(self) -> None:
+        """Measure no more."""
+        self._stalls.stop()
+        self._streams.stalls = None
+
+    def read(self) -> tuple[float, float]:
+        """Seconds of all measured steps that this rank did not wait for others, and seconds altogether."""
+        times = self._stalls.read()
+        return times.own_s, times.wall_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +565,33 @@ class LocatedParameter:
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` itself was sharded; not what is inside it."""
     return MODULE_STATE_ATTRIBUTE in module.__dict__
+
+
+def sharded_model(module: nn.Module) -> ShardedModel | None:
+    """The model that ``module`` is a sharded module of, closed or not; None where polyshard did not shard ``module``.
+
+    Modules that a drop-in sharded are not its own: they form a model at their first forward.
+    """
+    state = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+    return ShardedModel(root_of(state)) if type(state) is ModuleState else None
+
+
+def units_in(model: nn.Module) -> Iterator[ShardedUnit]:
+    """The units of every sharded module in ``model``, in module order."""
+    for module in model.modules():
+        state: ModuleState | None = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        yield from map(ShardedUnit, () if state is None else state.units)
+
+
+def refuse_unshardable(model: nn.Module, rank: int) -> None:
+    """Raise where ``shard`` would refuse ``model``, without changing it.
+
+    Raises:
+        AlreadyShardedError: a module in it is sharded.
+        ParameterError: a parameter cannot be sharded.
+    """
+    refuse_sharded(model, rank)
+    refuse_unshardable_parameters(model, ignored_modules=(), ignored_parameters=(), rank=rank)
 
 
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:

@@ -15,13 +15,9 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, RankMismatchError, StateError
+from .inspect import ShardedModel, ShardedUnit, WaitingTimes, idle_model
 from .interfaces import Collectives, ReduceOp
-from .runtime.root import Root
-from .runtime.streams import Stalls
-from .runtime.unit import Unit
-from .state.exchange import speaks
-from .state.resting import resting_root
-from .state.rounds import Round, gathering
+from .state.exchange import Round, gathering, speaks
 
 #: Elements that are summed at once: what bounds the memory that a checksum takes.
 _AT_ONCE = 1 << 20
@@ -48,17 +44,17 @@ def check_replicas(model: nn.Module) -> None:
         ConfigError: the strategy keeps each element on one rank alone.
         StateError: inside a step, or ``model`` is not the outermost sharded module.
     """
-    root = resting_root(model, "check_replicas()")
+    root = idle_model(model, "check_replicas()")
     if speaks(root.collectives):
         with root.meeting("comparison of replicas", (root.collectives,)):
             _compare(model, root)
 
 
-def _compare(model: nn.Module, root: Root) -> None:
-    groups: dict[Collectives, list[Unit]] = {}
+def _compare(model: nn.Module, root: ShardedModel) -> None:
+    groups: dict[Collectives, list[ShardedUnit]] = {}
     for unit in root.units:
-        if unit.grid.replicate is not None:
-            groups.setdefault(unit.grid.replicate, []).append(unit)
+        if unit.replicate is not None:
+            groups.setdefault(unit.replicate, []).append(unit)
     if not groups:
         raise ConfigError(
             f"check_replicas() found no parameter that a second rank holds (rank {root.rank}): the strategy keeps each "
@@ -77,11 +73,11 @@ def _compare(model: nn.Module, root: Root) -> None:
         _raise(model, root, groups, sums)
 
 
-def _checksums(units: Sequence[Unit], device: torch.device) -> torch.Tensor:
+def _checksums(units: Sequence[ShardedUnit], device: torch.device) -> torch.Tensor:
     """One for each parameter of ``units``, int64: of this rank's piece."""
     with torch.no_grad():
         # As many on each rank, whether or not it holds a piece.
-        found = [_checksum(each).to(device) for unit in units for each in unit.originals.tensors]
+        found = [_checksum(each).to(device) for unit in units for each in unit.tensors]
     return torch.stack(found)
 
 
@@ -99,17 +95,20 @@ def _checksum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _raise(
-    model: nn.Module, root: Root, groups: dict[Collectives, list[Unit]], sums: dict[Collectives, torch.Tensor]
+    model: nn.Module,
+    root: ShardedModel,
+    groups: dict[Collectives, list[ShardedUnit]],
+    sums: dict[Collectives, torch.Tensor],
 ) -> None:
     # By the unit's and the parameter's place, and the first rank that holds the piece: for each, one value is right.
     mine: dict[tuple[int, int, int], int] = {}
-    places = {id(unit): index for index, unit in enumerate(root.units)}
+    places = {unit: index for index, unit in enumerate(root.units)}
     for group, units in groups.items():
         values = iter(sums[group].tolist())
         holder = min(group.all_gather_object(root.collectives.rank))
         for unit in units:
-            for slot in range(len(unit.originals.tensors)):
-                mine[places[id(unit)], slot, holder] = next(values)
+            for slot in range(len(unit.tensors)):
+                mine[places[unit], slot, holder] = next(values)
     held: dict[tuple[int, int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, theirs in enumerate(root.collectives.all_gather_object(mine)):
         for place, value in theirs.items():
@@ -118,7 +117,7 @@ def _raise(
     index, slot, _ = wrong[0]
     unit = root.units[index]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tensor = unit.originals.tensors[slot]
+    tensor = unit.tensors[slot]
     sides = sorted(held[wrong[0]].values(), key=lambda ranks: (-len(ranks), ranks))
     parameters = len({place[:2] for place in wrong})
     more = f" {parameters - 1} more differ." if parameters > 1 else ""
@@ -128,7 +127,7 @@ def _raise(
     else:
         which = "no value of it is on most: " + ", ".join(str(side) for side in sides) + " agree among themselves"
     raise RankMismatchError(
-        f"Parameter '{names.get(id(tensor), unit.parameters[slot].names[0])}' of unit '{unit.name}' differs between "
+        f"Parameter '{names.get(id(tensor), unit.parameters[slot].name)}' of unit '{unit.name}' differs between "
         f"ranks that hold the same of it: {which} (rank {root.rank}).{more} Load the last checkpoint, and look at what "
         "changes parameters on some ranks alone, or at those ranks' devices."
     )
@@ -202,11 +201,11 @@ class Stragglers:
         self._every = every
         self._factor = factor
         self._measured = max(1, min(_MEASURED, every // 2))
-        self._root: Root | None = None
+        self._root: ShardedModel | None = None
         self._hosts: Sequence[str] = ()
         # Calls since the one that ended the last window; None before the first, which ends the steps that warm up.
         self._calls: int | None = None
-        self._stalls: Stalls | None = None
+        self._waits: WaitingTimes | None = None
         self._round: Round | None = None
         self._times: dict[int, int] = {}
         self._told_unseen = False
@@ -219,7 +218,7 @@ class Stragglers:
         """
         if self._root is not None:
             raise StateError("A Stragglers was entered twice. Enter it once, around the loop of training.")
-        root = resting_root(self._model, "Stragglers")
+        root = idle_model(self._model, "Stragglers")
         if speaks(root.collectives):
             with root.meeting("exchange of the names of machines", (root.collectives,)):
                 self._hosts = root.collectives.all_gather_object(socket.gethostname())
@@ -229,10 +228,10 @@ class Stragglers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        root, self._root = self._root, None
-        if root is not None:
-            root.streams.stalls = None
-        self._calls = self._stalls = None
+        self._root = None
+        if self._waits is not None:
+            self._waits.stop()
+        self._calls = self._waits = None
         pending, self._round = self._round, None
         if pending is not None and kind is None:
             # Communicators may be closed next. Behind an exception another rank may never come to it; what is on its
@@ -263,30 +262,29 @@ class Stragglers:
             self._begin(root)
             return found
         self._calls += 1
-        if self._calls == self._measured and self._stalls is not None:
-            self._stalls.stop()
-            root.streams.stalls = None
+        if self._calls == self._measured and self._waits is not None:
+            self._waits.stop()
         if self._calls == self._every:
             with root.meeting("exchange of step times", (root.collectives,)):
                 self._round = gathering(root.collectives, self._measurement())
             self._begin(root)
         return found
 
-    def _begin(self, root: Root) -> None:
+    def _begin(self, root: ShardedModel) -> None:
         self._calls = 0
-        self._stalls = root.streams.stalls = root.streams.measure()
+        self._waits = WaitingTimes(root)
 
     def _measurement(self) -> tuple[float, float]:
         """Own and whole seconds of a step; not a number where they are not known."""
-        stalls = self._stalls
-        assert stalls is not None
-        if stalls.forwards < self._measured:
+        waits = self._waits
+        assert waits is not None
+        if waits.forwards < self._measured:
             # Steps that a CUDA graph replays: its waits are inside of it.
             return math.nan, math.nan
-        times = stalls.read()
-        return times.own_s / self._measured, times.wall_s / self._measured
+        own_s, wall_s = waits.read()
+        return own_s / self._measured, wall_s / self._measured
 
-    def _judge(self, told: Sequence[float], root: Root) -> tuple[Straggler, ...]:
+    def _judge(self, told: Sequence[float], root: ShardedModel) -> tuple[Straggler, ...]:
         own, whole = told[::2], told[1::2]
         known = [seconds for seconds in own if not math.isnan(seconds)]
         if not known:

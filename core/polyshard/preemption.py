@@ -17,10 +17,8 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, StateError
-from .runtime.root import Root
-from .state.exchange import speaks
-from .state.resting import resting_root
-from .state.rounds import Round, summing
+from .inspect import ShardedModel, idle_model
+from .state.exchange import Round, speaks, summing
 
 #: Seconds within which signals are one request.
 _SAME_S = 1.0
@@ -69,7 +67,7 @@ class Preemption:
         self._agreed = False
         self._calls = 0
         self._round: Round | None = None
-        self._root: Root | None = None
+        self._root: ShardedModel | None = None
 
     def __enter__(self) -> Preemption:
         """Raises ``StateError`` outside of the main thread, where signals cannot be taken, and inside of itself."""
@@ -80,7 +78,7 @@ class Preemption:
                 "A Preemption was entered outside of the main thread, where Python takes no signals. Enter it in the "
                 "main thread, or give signals=() and call request()."
             )
-        self._root = resting_root(self._model, "Preemption")
+        self._root = idle_model(self._model, "Preemption")
         try:
             for each in self._signals:
                 self._former[each] = signal.signal(each, self._note)
@@ -167,11 +165,11 @@ def tell_failures(model: nn.Module) -> Iterator[None]:
     Raises:
         StateError: inside of a step, or ``model`` is not the outermost sharded module.
     """
-    recorder = resting_root(model, "tell_failures()").recorder
+    sharded = idle_model(model, "tell_failures()")
     try:
         yield
     except Exception as error:
-        recorder.post_error(error)
+        sharded.tell_failure(error)
         raise
 
 
@@ -187,7 +185,7 @@ def random_states(model: nn.Module) -> list[dict[str, Any]]:
     Raises:
         StateError: inside a step, or ``model`` is not the outermost sharded module.
     """
-    root = resting_root(model, "random_states()")
+    root = idle_model(model, "random_states()")
     own = own_state(root.collectives.device)
     if not speaks(root.collectives):
         return [own]
@@ -203,7 +201,7 @@ def restore_random_states(model: nn.Module, states: Sequence[Mapping[str, Any]])
             from new seeds then, on every rank, and other numbers follow.
         StateError: inside a step, or ``model`` is not the outermost sharded module.
     """
-    collectives = resting_root(model, "restore_random_states()").collectives
+    collectives = idle_model(model, "restore_random_states()").collectives
     ranks = collectives.world_size if speaks(collectives) else 1
     if len(states) != ranks:
         raise ConfigError(

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from pairs import loaders, small_bert
 from polyshard import ShardConfig
-from polyshard.accelerate import Accelerator
+from polyshard_accelerate import Accelerator
 from transformers import get_linear_schedule_with_warmup
 
 

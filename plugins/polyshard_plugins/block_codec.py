@@ -1,16 +1,16 @@
 """Numbers of eight bits with one scale for every block of elements: the format, and its codec in plain torch.
 
 [Note: the format]
-A shard of n elements is cut into blocks of ``block`` elements, the last one shorter. On the wire stand, in this order,
+A shard of n elements is cut into blocks of ``block`` elements, the last one shorter. The wire has, in this order,
 
 1. n codes, one byte each, padded with zeros to a multiple of 16 bytes;
 2. one fp32 scale a block, padded to a multiple of 16 bytes with the smallest scale;
-3. where all of this is 64 KiB and more, zeros up to a multiple of 256 bytes, which NCCL takes its fast path for.
+3. from 64 KiB on, zeros up to a multiple of 256 bytes, for which NCCL takes its fast path.
 
 With M the largest code value (127 for int8, 448 for fp8) and a the largest magnitude in a block, its scale is
 ``s = max(a fl(1/M), 2**-126)``, and element x travels as ``x / s``, rounded to the nearest code, ties to even. It
-arrives as ``code s``, computed in fp32 and rounded once to the dtype that computes. Every step is one IEEE operation in
-fp32, so that CPU, CUDA and ``block_kernels.py`` write and read the same bits.
+arrives as ``code s``, computed in fp32 and rounded once to the compute dtype. Every step is one IEEE operation in fp32,
+so that CPU, CUDA and ``block_kernels.py`` write and read the same bits.
 
 - The factor is a number, not a division by M: torch divides by numbers in two ways, depending on the device.
 - No block has a subnormal scale, which devices may flush to zero. Values below 2**-127 therefore arrive as 0.
@@ -35,7 +35,7 @@ SMALLEST_SCALE = 2.0**-126
 
 
 class Number(enum.Enum):
-    """What a code is."""
+    """The kind of a code."""
 
     INT8 = "int8"
     """Two's complement, from -127 to 127: equal steps, so the error is the same for all values of a block."""

@@ -12,8 +12,7 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PrecisionCapabilities, UnitSpec, WireSpec
 
 from .block_codec import BlockCode, Number
-from .dtypes import DtypeSetting, resolve_dtype
-from .precision import Configured, PrecisionSettings, switch
+from .precision import Configured, DtypeSetting, PrecisionSettings, changed_settings, resolve_dtype
 
 #: Sizes of a block: the kernels take powers of two, and a tile of them holds four blocks.
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1024
@@ -22,16 +21,16 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1024
 class BlockScaled(Configured):
     """Weights travel as codes and scales and compute in a plain dtype.
 
-    Each gather encodes the master itself, so errors do not add up from step to step, and every rank decodes what
-    travelled, its own part too: all compute with the same weights. Backward's gather carries the same bytes as
-    forward's, unless something wrote to the master in between.
+    Each gather encodes the master itself, so errors do not add up from step to step. Every rank decodes the gathered
+    codes, its own too, so all compute with the same weights. Backward's gather carries the same bytes as forward's,
+    unless something wrote to the master in between.
 
-    Where the master has an infinity or a NaN, the whole block that it is in computes with NaN.
+    If the master has an infinity or a NaN, its whole block computes with NaN.
     """
 
     api_version = 1
 
-    #: What weights travel as.
+    #: The kind of codes in which weights travel.
     number: ClassVar[Number]
 
     def __init__(
@@ -61,16 +60,17 @@ class BlockScaled(Configured):
                 ``wire``.
         """
         where = f"precision {context.name!r}"
-        settings = PrecisionSettings(
-            param=resolve_dtype(compute, f"compute of {where}"),
-            reduce=resolve_dtype(reduce, f"reduce of {where}"),
-            wire=resolve_dtype(wire, f"wire of {where}"),
-            buffer=resolve_dtype(buffer, f"buffer of {where}"),
-            output=resolve_dtype(output, f"output of {where}"),
-            cast_inputs=switch(cast_inputs, f"cast_inputs of {where}"),
-            cast_root_inputs=switch(cast_root_inputs, f"cast_root_inputs of {where}"),
-            keep_low_precision_grads=switch(keep_low_precision_grads, f"keep_low_precision_grads of {where}"),
-        )
+        options = {
+            "reduce": reduce,
+            "wire": wire,
+            "buffer": buffer,
+            "output": output,
+            "cast_inputs": cast_inputs,
+            "cast_root_inputs": cast_root_inputs,
+            "keep_low_precision_grads": keep_low_precision_grads,
+        }
+        computes = PrecisionSettings(param=resolve_dtype(compute, f"compute of {where}"))
+        settings = changed_settings(computes, options, where)
         super().__init__(context, settings, leave_alone)
         self.capabilities = PrecisionCapabilities(loss_scaling=settings.in_half_range(), encodes=True)
         self._code = BlockCode(self.number, _block(block, f"block of {where}"))

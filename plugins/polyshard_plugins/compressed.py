@@ -29,24 +29,23 @@ _ACCUMULATION = torch.float32
 class Compressed(CollectivesDecorator):
     """Means of floating-point tensors travel as numbers of eight bits with a scale for each ``block`` elements.
 
-    A rank sends each other rank the slice that this one keeps, encoded, and takes the mean of what it receives in fp32:
-    an exchange of blocks instead of a reduction, as ZeRO++ does it (Wang et al., 2023, arXiv:2306.10209, section 3.3).
-    Of n elements over N ranks, (N - 1) / N n (1 + 4 / block) bytes leave each, against 2 (N - 1) / N n in bf16. What is
-    averaged in place, over replicas, is sent twice: to be averaged, and as the mean.
+    A rank sends each other rank the slice that this one keeps, encoded, and averages the slices that it receives in
+    fp32: an exchange of blocks instead of a reduction, as in ZeRO++ (Wang et al., 2023, arXiv:2306.10209, section 3.3).
+    Of n elements over N ranks, (N - 1) / N n (1 + 4 / block) bytes leave each, against 2 (N - 1) / N n in bf16. Tensors
+    averaged in place, over replicas, are sent twice: to be averaged, and as the mean.
 
     Each element is off by half a step of its block's scale at most (``block_codec``), each time that it is sent, and
-    nothing is carried over to the next step. A block with an infinity or a NaN arrives as NaN, which gradient scalers
-    see.
-    Sums, maxima, minima, integers, and tensors under ``min_numel`` travel as ``inner`` sends them.
+    no error is carried over to the next step. A block with an infinity or a NaN arrives as NaN, which gradient scalers
+    notice. Sums, maxima, minima, integers, and tensors under ``min_numel`` travel as ``inner`` sends them.
 
     Args:
         context: makes the inner collectives.
-        inner: which do the work: a name, or a table of a name and options. They must exchange blocks.
+        inner: collectives that send: a name, or a table of a name and options. They must exchange blocks.
         number: ``"int8"`` or ``"fp8"`` (e4m3).
         block: elements that share a scale, a multiple of 16.
-        min_numel: elements of a slice from which on it is encoded; a small one costs a launch more than it saves.
-        slices: whether slices of units are encoded, which ranks that shard a unit reduce.
-        replicas: whether what replicas average is, the links between nodes of hybrid strategies.
+        min_numel: elements of the smallest slice that is encoded; a smaller one costs a launch more than it saves.
+        slices: whether reductions between the ranks that shard a unit are encoded.
+        replicas: whether averages over replicas are: those of hybrid strategies cross the links between nodes.
 
     Raises:
         ConfigError: an option has a value that it cannot take, or the inner collectives do not exchange blocks.
@@ -158,7 +157,9 @@ class Compressed(CollectivesDecorator):
         """Send row k of ``sent`` (``[world_size, bytes]``) to rank k; what arrives has the same shape."""
         received = torch.empty_like(sent)
         splits = [sent.size(1)] * self.world_size
-        return received, _Holding(self.inner.all_to_all(received.view(-1), splits, sent.view(-1), splits), sent)
+        work = self.inner.all_to_all(received.view(-1), splits, sent.view(-1), splits)
+        # The function holds ``sent`` until the operation has ended.
+        return received, _Then(work, lambda: sent)
 
     def _mean(self, received: torch.Tensor, numel: int) -> torch.Tensor:
         """The mean of every rank's row, fp32: in the order of ranks, so that it is the same from run to run."""
@@ -171,18 +172,8 @@ class Compressed(CollectivesDecorator):
         return total[0].div_(self.world_size)
 
 
-class _Holding:
-    """Keeps what is sent until the operation has ended."""
-
-    def __init__(self, work: Work, sent: torch.Tensor) -> None:
-        self._work, self._sent = work, sent
-
-    def wait(self) -> None:
-        self._work.wait()
-
-
 class _Then:
-    """Does something with what arrived, once."""
+    """Waits for an operation, then calls ``finish``, once."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work: Work = work

@@ -1,8 +1,7 @@
-"""The listener ``finite``: tells which unit's output was the first that is infinite or not a number."""
+"""The listener ``finite``: names the unit whose output was the first that is infinite or not a number."""
 
 from __future__ import annotations
 
-import enum
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -14,50 +13,38 @@ from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
 from polyshard.nested import iter_tensors
 from torch import nn
 
-__all__ = ["Finite"]
-
-
-class _Action(enum.Enum):
-    """What a step with such an output leads to."""
-
-    RAISE = "raise"
-    """``NonFiniteError``, on this rank."""
-    WARN = "warn"
-    """A warning, and training goes on."""
-
 
 class Finite(Listener):
-    """``finite``: whether what units' modules return is finite, in every step.
+    """``finite``: whether the outputs of units' modules are finite, in every step.
 
-    A step is an outermost forward of the model and what follows until the next. As the next one begins, a step in which
-    a module returned anything infinite, or not a number, is an error or a warning, with the unit whose output was the
-    first, the step, counted from 1, and the rank. Modules that hold units are looked at, and floating-point tensors of
-    what they return, also in containers. A model that means to return infinities is none for this listener.
+    A step is an outermost forward of the model and all that follows until the next. If a module's output has an
+    infinity or a NaN, the begin of the next step raises or warns, with the unit whose output was the first, the step,
+    counted from 1, and the rank. Floating-point tensors in outputs are looked at, also in containers. This listener is
+    not for models that return infinities on purpose.
 
-    On a CUDA device nothing waits: what a step found is told at the first begin of a later one by which the device has
-    got through it. ``check`` waits, for behind the last step. Of a step that a CUDA graph replays it is told at the
-    next one that is not replayed, with all that were.
+    On a CUDA device nothing waits: a step is reported at the first begin of a later one by which the device has
+    finished it. ``check`` waits, for use behind the last step. Steps that a CUDA graph replays are reported together at
+    the next one that is not replayed.
 
-    Nothing is exchanged. The rank that found it raises alone, and the others end as they do where a rank fails. Each
-    output is read once more: an infinity norm a tensor.
+    Nothing is exchanged: the rank with such an output raises alone, and the others end as after any rank's failure.
+    Each output is read once more: an infinity norm a tensor.
     """
 
     api_version = 1
 
     def __init__(self, context: PluginContext, action: str = "raise") -> None:
-        """``action``: ``"raise"`` or ``"warn"``; anything else raises ``ConfigError``."""
-        try:
-            self._action = _Action(action)
-        except ValueError:
+        """``action``: ``"raise"`` for ``NonFiniteError`` on this rank, or ``"warn"``; else ``ConfigError``."""
+        if action not in ("raise", "warn"):
             raise ConfigError(
                 f"{action!r} is no action, in action of listener {context.name!r}. Write 'raise' or 'warn'."
-            ) from None
+            )
+        self._raises = action == "raise"
         self._device = context.device
-        self._rank = _rank_of(context)
+        self._rank = rank_of(context)
         self._step = 0
         self._specs: dict[str, UnitSpec] = {}
         self._watches: list[_Watch] = []
-        #: Places among the watches, as they returned in this step.
+        #: Indices of the watches, in the order in which their modules returned in this step.
         self._order: list[int] = []
         self._pending: list[_Reading] = []
 
@@ -69,8 +56,8 @@ class Finite(Listener):
 
     @hookimpl
     def after_shard(self, model: nn.Module) -> None:
-        """Look at what the modules return from now on."""
-        # Units made one by one are cut again, under other names, by the call around them.
+        """Look at the outputs of the modules from now on."""
+        # A later call of ``fully_shard`` on a module around them makes the same units again, under other names.
         seen = {id(watch.module) for watch in self._watches}
         for name in self._specs:
             module = model.get_submodule(name)
@@ -82,21 +69,21 @@ class Finite(Listener):
 
     @hookimpl
     def step_begin(self, model: nn.Module) -> None:
-        """Tell what earlier steps found, and begin anew."""
+        """Report earlier steps, and begin anew."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Asking an event would also end the capture.
+            # Querying an event would end the capture, too.
             return
         self._end_step()
         self._step += 1
-        self._tell(model, wait=False)
+        self._report(model, wait=False)
 
     def check(self, model: nn.Module) -> None:
-        """Wait until the device has got through all steps, and tell what they found: for behind the last one.
+        """Wait until the device has finished all steps, and report them: for use behind the last one.
 
         ``model``: the outermost sharded module. Raises ``NonFiniteError`` where the option ``action`` says so.
         """
         self._end_step()
-        self._tell(model, wait=True)
+        self._report(model, wait=True)
 
     def _end_step(self) -> None:
         if not self._order:
@@ -107,7 +94,7 @@ class Finite(Listener):
         self._pending.append(_Reading.start(self._step, list(dict.fromkeys(self._order)), flags))
         self._order.clear()
 
-    def _tell(self, model: nn.Module, *, wait: bool) -> None:
+    def _report(self, model: nn.Module, *, wait: bool) -> None:
         while self._pending and self._pending[0].arrived(wait=wait):
             reading = self._pending.pop(0)
             bad = reading.bad()
@@ -121,8 +108,8 @@ class Finite(Listener):
                 f"The output of unit '{unit}' was not finite in step {reading.step} (rank {self._rank}){more}. Look at "
                 "that step's batch, at the learning rate, and at parameters, which may not be finite themselves."
             )
-            if self._action is _Action.RAISE:
-                # Later steps computed with what this one left.
+            if self._raises:
+                # Later steps computed with this one's parameters.
                 self._pending.clear()
                 raise NonFiniteError(message)
             warnings.warn(message, stacklevel=2)
@@ -131,14 +118,14 @@ class Finite(Listener):
 class _Watch:
     """The forward hook of one module."""
 
-    def __init__(self, module: nn.Module, place: int, order: list[int], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, index: int, order: list[int], device: torch.device) -> None:
         self.module = module
         self.flag = torch.zeros((), device=device)
-        self._place = place
+        self._index = index
         self._order = order
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._order.append(self._place)
+        self._order.append(self._index)
         with torch.no_grad():
             for tensor in iter_tensors(output):
                 # A subclass may communicate where it is reduced.
@@ -183,12 +170,13 @@ class _Reading:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def bad(self) -> list[int]:
-        """Places of modules with such an output, in the order in which they returned."""
+        """Indices of modules with such an output, in the order in which they returned."""
         flags = self.flags.tolist()
-        return [place for place in self.order if flags[place] != 0]
+        return [index for index in self.order if flags[index] != 0]
 
 
-def _rank_of(context: PluginContext) -> int:
+def rank_of(context: PluginContext) -> int:
+    """This process's rank: polyshard tells listeners theirs, a user who constructs one may not."""
     if context.rank is not None:
         return context.rank
     if context.process_group is not None:

@@ -1,16 +1,24 @@
-"""The built-in offload managers: masters stay on the compute device, or live in host memory."""
+"""The built-in offload managers: masters stay on the compute device, live in host memory, or some of each."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import difflib
+import math
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from polyshard.errors import ConfigError, DeviceError
-from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
+from polyshard.interfaces import Group, OffloadCapabilities, OffloadManager, PluginContext, UnitSpec, bytes_of
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _CPU = torch.device("cpu")
+#: Tensors of a master's size that AdamW keeps.
+_ADAMW_STATES = 2.0
+#: Names that a message lists.
+_LISTED = 8
 
 
 class NoOffload(OffloadManager):
@@ -46,14 +54,6 @@ class _Staging:
     """Recorded after the copy out of ``buffer``; until then the host must not write into it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OwedSum:
-    """A gradient on its way to the host, to be added to ``into`` once it is there."""
-
-    into: torch.Tensor
-    arriving: torch.Tensor
-
-
 class CpuOffload(OffloadManager):
     """``cpu``: masters, gradients and so the optimizer live in host memory.
 
@@ -84,7 +84,8 @@ class CpuOffload(OffloadManager):
         self._staging: MutableMapping[torch.Tensor, _Staging] = WeakTensorKeyDictionary()
         self._master_read: MutableMapping[torch.Tensor, torch.Event] = WeakTensorKeyDictionary()
         self._arriving: list[torch.Event] = []
-        self._owed: list[_OwedSum] = []
+        #: Sums, and gradients on their way to the host that will be added to them.
+        self._owed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def capabilities(self) -> OffloadCapabilities:
@@ -122,7 +123,7 @@ class CpuOffload(OffloadManager):
         self._arriving.append(arrived)
         if into is None:
             return arriving
-        self._owed.append(_OwedSum(into, arriving))
+        self._owed.append((into, arriving))
         return into
 
     @torch.no_grad()
@@ -132,8 +133,8 @@ class CpuOffload(OffloadManager):
             event.synchronize()
         self._arriving.clear()
         # Only when all have arrived: `into` may itself be a tensor that was still arriving, on another stream.
-        for owed in self._owed:
-            owed.into.add_(owed.arriving)
+        for into, arriving in self._owed:
+            into.add_(arriving)
         self._owed.clear()
 
     def _fetch_cast(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
@@ -164,6 +165,215 @@ class CpuOffload(OffloadManager):
                     f"cannot page-lock {tensor.numel() * tensor.element_size()} bytes of host memory for unit "
                     f"{unit.label!r}: {error}. Raise the limit on locked memory, or set pin_memory = false."
                 ) from error
+
+
+class PartialOffload(OffloadManager):
+    """``partial``: parks some units with another manager; the engine serves the others as if there were none.
+
+    With ``keep = "compute"`` the device keeps a copy of each parked unit's own slice, in the compute dtype, from a
+    forward to the end of its backward: the master crosses the link once instead of twice. ``begin_forward`` of the
+    contract says why not longer.
+    """
+
+    api_version = 1
+
+    def __init__(
+        self,
+        context: PluginContext,
+        units: str | Iterable[str] = (),
+        device_bytes: int | str | None = None,
+        state_factor: float | None = None,
+        keep: str = "nothing",
+        inner: Any = "cpu",
+    ) -> None:
+        """Options. One of ``units`` and ``device_bytes`` says which units are parked.
+
+        ``units``: shell patterns of the names of modules whose units are parked; see ``ByPattern``.
+        ``device_bytes``: bytes of each rank's device for the units that stay, as an int or text such as ``"4 GiB"``:
+        masters, gradients and the optimizer's state. The rest is parked; see ``ByBudget``. Counted anew in each call of
+        ``shard`` and ``fully_shard``.
+        ``state_factor``: bytes of the optimizer's state for each byte of master, for ``device_bytes``: 2 (AdamW) where
+        it is left out.
+        ``keep``: ``"nothing"`` or ``"compute"``.
+        ``inner``: the manager that parks: a name, or a table of a name and options.
+
+        Raises ``ConfigError`` for values that these cannot take.
+        """
+        where = f"offload {context.name!r}"
+        if keep not in ("nothing", "compute"):
+            raise ConfigError(f"keep of {where} is {keep!r}. Choose from: nothing, compute.")
+        self._rule = _rule(units, device_bytes, state_factor, where)
+        self._kept = KeptSlices() if keep == "compute" else None
+        self._inner = context.construct(Group.OFFLOAD, inner)
+        if not self._inner.capabilities.parks:
+            raise ConfigError(f"inner of {where} is {inner!r}, which parks nothing. Name a manager that does: 'cpu'.")
+
+    @property
+    def capabilities(self) -> OffloadCapabilities:
+        return OffloadCapabilities(parks=True)
+
+    def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
+        return self._inner.units_to_park(self._rule.parked(units))
+
+    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
+        return self._inner.place(unit, shard)
+
+    @torch.no_grad()
+    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        if self._kept is None:
+            self._inner.fetch(unit, master, own_slice)
+        elif not self._kept.serve(master, own_slice):
+            self._inner.fetch(unit, master, own_slice)
+            self._kept.keep(master, own_slice)
+
+    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        return self._inner.store_grad(unit, grad, into)
+
+    def begin_forward(self) -> None:
+        if self._kept is not None:
+            self._kept.expire()
+        self._inner.begin_forward()
+
+    def sync_for_step(self) -> None:
+        self._inner.sync_for_step()
+
+
+@dataclass(frozen=True, slots=True)
+class ByPattern:
+    """Units whose module's name matches one of ``patterns``, in the way of file names in a shell.
+
+    ``*`` stands for any characters, dots too, ``?`` for one, ``[0-9]`` for one of a set; letter case counts. The
+    outermost module's name is ``(root)``.
+    """
+
+    patterns: tuple[str, ...]
+    where: str
+    """The setting, in messages."""
+
+    def parked(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
+        """Those of ``units`` that leave the device. Raises ``ConfigError`` where a pattern matches no unit."""
+        names = {unit: unit.module_name or "(root)" for unit in units}
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names.values()):
+                raise ConfigError(self._unmatched(pattern, list(dict.fromkeys(names.values()))))
+        return tuple(unit for unit, name in names.items() if any(fnmatchcase(name, each) for each in self.patterns))
+
+    def _unmatched(self, pattern: str, names: list[str]) -> str:
+        near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        return (
+            f"{self.where} has the pattern {pattern!r}, which matches no unit.{hint} Patterns are those of file names, "
+            "and match whole names of units' modules, seen from the module that is sharded. There are: "
+            f"{', '.join(names[:_LISTED])}{more}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ByBudget:
+    """All units but those that fit into ``nbytes`` of the device, taken in the order of the model.
+
+    A unit that no longer fits is parked, and a smaller one behind it may stay. One that stays takes, on each rank,
+
+        shard_numel * itemsize * (1 + 1 + state_factor)
+
+    bytes for its master, its gradient and the optimizer's state, in the master's dtype; a frozen one its master alone.
+    """
+
+    nbytes: int
+    state_factor: float
+
+    def parked(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
+        """Those of ``units`` that leave the device, in their order."""
+        left, parked = float(self.nbytes), []
+        for unit in units:
+            tensors = 2 + self.state_factor if unit.trained else 1
+            nbytes = unit.shard_numel * unit.master_dtype.itemsize * tensors
+            if nbytes <= left:
+                left -= nbytes
+            else:
+                parked.append(unit)
+        return tuple(parked)
+
+
+class KeptSlices:
+    """A copy of each unit's own slice, in the compute dtype, on the device that computes.
+
+    All calls come on the stream that gathers, which orders a copy behind the one before it.
+    """
+
+    def __init__(self) -> None:
+        # By master, and for as long as that lives: a unit has another name once its model is part of a larger one, and
+        # where two models share a manager, units of theirs may be equal.
+        self._copies: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+        # Addresses of masters whose copies are current.
+        self._current: set[int] = set()
+        self._begun = False
+
+    def expire(self) -> None:
+        """A forward begins: every copy is old from now on; its memory waits for the next."""
+        self._current.clear()
+        self._begun = True
+
+    def serve(self, master: torch.Tensor, own_slice: torch.Tensor) -> bool:
+        """Write the copy of ``master`` into ``own_slice`` (``[shard_numel]``); False where there is no current one."""
+        copy = self._copies.get(master)
+        if copy is None or master.data_ptr() not in self._current or copy.dtype != own_slice.dtype:
+            return False
+        own_slice.copy_(copy)
+        return True
+
+    def keep(self, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        """Copy ``own_slice``, just written from ``master``; not before the first forward, when a fetch is a trial."""
+        if not self._begun:
+            return
+        copy = self._copies.get(master)
+        if copy is None or copy.dtype != own_slice.dtype:
+            # One that was first made in an inference forward must serve training, too.
+            with torch.inference_mode(False):
+                copy = self._copies[master] = torch.empty_like(own_slice)
+        copy.copy_(own_slice)
+        self._current.add(master.data_ptr())
+
+
+def _rule(
+    units: str | Iterable[str], device_bytes: int | str | None, state_factor: float | None, where: str
+) -> ByPattern | ByBudget:
+    patterns = (units,) if isinstance(units, str) or not isinstance(units, Iterable) else tuple(units)
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ConfigError(f"units of {where} takes patterns of names, such as ['blocks.[0-9]'], not {units!r}.")
+    if patterns and device_bytes is not None:
+        raise ConfigError(
+            f"{where} has both units and device_bytes, which may mean different units. Give the patterns of what is "
+            "parked, or the bytes that stay."
+        )
+    if device_bytes is not None:
+        return _budget(device_bytes, _ADAMW_STATES if state_factor is None else state_factor, where)
+    if not patterns:
+        raise ConfigError(
+            f"{where} does not say what is parked. Give units = ['blocks.*'], patterns of the names of modules, or "
+            "device_bytes = '4 GiB', what may stay on the device. To park everything, choose 'cpu'."
+        )
+    if state_factor is not None:
+        raise ConfigError(
+            f"state_factor of {where} is {state_factor!r}, which changes nothing where units says what is parked. "
+            "Leave it out."
+        )
+    return ByPattern(patterns, f"units of {where}")
+
+
+def _budget(device_bytes: int | str, factor: float, where: str) -> ByBudget:
+    nbytes = bytes_of(device_bytes)
+    if nbytes is None or nbytes < 0:
+        raise ConfigError(
+            f"device_bytes of {where} must be bytes, 0 or more, a number or text such as '4 GiB', not {device_bytes!r}."
+        )
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise ConfigError(
+            f"state_factor of {where} is {factor!r}. Give bytes of optimizer state for each byte of master, 0 or more: "
+            "2 for AdamW, 1 for SGD with momentum, 0 for SGD."
+        )
+    return ByBudget(nbytes, float(factor))
 
 
 def _record(event: torch.Event, device: torch.device) -> None:

@@ -1,9 +1,9 @@
-"""The built-in precision casters: dtypes that are plain casts, without scales or encodings."""
+"""The precision casters of plain casts, their settings, and the casts of inputs and outputs."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -21,9 +21,20 @@ from polyshard.interfaces import (
     resolve_class,
     resolve_classes,
 )
+from polyshard.nested import map_tensors
 
-from .casts import make_input_cast, make_output_cast
-from .dtypes import DtypeSetting, holds, narrower, resolve_dtype
+#: The value of a setting of a dtype: a name, a ``torch.dtype``, or None where the setting has a meaning for it.
+DtypeSetting = str | torch.dtype | None
+
+_NAMES = {
+    torch.float16: ("fp16", "float16", "half"),
+    torch.bfloat16: ("bf16", "bfloat16"),
+    torch.float32: ("fp32", "float32", "float"),
+    torch.float64: ("fp64", "float64", "double"),
+}
+_BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
+#: The dtypes that parameters compute in and gradients are reduced in, in order of width.
+COMPUTABLE = tuple(_NAMES)
 
 
 class Unchanged(PrecisionCaster):
@@ -66,9 +77,9 @@ class PrecisionSettings:
         master = unit.master_dtype
         compute = self.param or master
         reduce = self.reduce or compute
-        wire = self.wire or narrower(compute, reduce)
+        wire = self.wire or _narrower(compute, reduce)
         _require_wide_reduction(reduce, wire, f"{where}, unit {unit.label!r}")
-        grad = narrower(master, reduce) if self.keep_low_precision_grads else master
+        grad = _narrower(master, reduce) if self.keep_low_precision_grads else master
         return UnitDtypes(compute=compute, wire=wire, reduce=reduce, grad=grad, buffer=self.buffer)
 
     def check(self, where: str) -> None:
@@ -156,13 +167,9 @@ class _Uniform(Configured):
         of modules that keep their parameters' own dtype. Raises ``ConfigError`` for a value that it cannot take.
         """
         where = f"precision {context.name!r}"
-        cast_inputs = switch(cast_inputs, f"cast_inputs of {where}")
-        settings = PrecisionSettings(
-            param=self._compute,
-            reduce=resolve_dtype(reduce, f"reduce of {where}") or torch.float32,
-            cast_inputs=cast_inputs,
-            cast_root_inputs=cast_inputs,
-        )
+        cast = switch(cast_inputs, f"cast_inputs of {where}")
+        reduce = resolve_dtype(reduce, f"reduce of {where}") or torch.float32
+        settings = PrecisionSettings(param=self._compute, reduce=reduce, cast_inputs=cast, cast_root_inputs=cast)
         super().__init__(context, settings, leave_alone)
 
 
@@ -225,7 +232,7 @@ class Mixed(Configured):
         ``wire``.
         """
         where = f"precision {context.name!r}"
-        settings = _changed(
+        settings = changed_settings(
             PrecisionSettings(),
             {
                 "param": param,
@@ -260,14 +267,6 @@ def _own_dtype(unit: UnitSpec) -> UnitDtypes:
     return UnitDtypes(compute=dtype, wire=dtype, reduce=dtype, grad=dtype)
 
 
-def _require_wide_reduction(reduce: torch.dtype, wire: torch.dtype, where: str) -> None:
-    if not holds(reduce, wire):
-        raise ConfigError(
-            f"reduce dtype {reduce} cannot hold gradients that travel in {wire}, in {where}. Set wire to {reduce} or "
-            f"narrower, or reduce to {wire} or wider."
-        )
-
-
 def _resolve_overrides(
     settings: PrecisionSettings, overrides: Mapping[type | str, Mapping[str, Any]], where: str
 ) -> dict[type | str, PrecisionSettings]:
@@ -281,13 +280,13 @@ def _resolve_overrides(
                 f"{entry} is a {type(changes).__name__}. Give a table of settings such as param = 'fp32'."
             )
         is_pattern = isinstance(key, str) and ":" not in key
-        changed = _changed(settings, changes, entry)
+        changed = changed_settings(settings, changes, entry)
         changed.check(entry)
         resolved[key if is_pattern else resolve_class(key, entry)] = changed
     return resolved
 
 
-def _changed(settings: PrecisionSettings, changes: Mapping[str, Any], where: str) -> PrecisionSettings:
+def changed_settings(settings: PrecisionSettings, changes: Mapping[str, Any], where: str) -> PrecisionSettings:
     """``settings`` with ``changes``, whose values are as users write them."""
     kinds = {field.name: isinstance(field.default, bool) for field in fields(PrecisionSettings)}
     resolved: dict[str, Any] = {}
@@ -301,8 +300,92 @@ def _changed(settings: PrecisionSettings, changes: Mapping[str, Any], where: str
     return replace(settings, **resolved)
 
 
+def make_input_cast(dtype: torch.dtype) -> InputCast:
+    """A cast of every floating-point tensor in a forward's ``(args, kwargs)`` to ``dtype``.
+
+    Looks into tuples, named tuples, lists, dicts and dataclasses. Integer, bool, complex and 8-bit floating-point
+    tensors pass as they are. A tensor at several places stays one tensor, as attention modules require. An object in
+    which nothing is cast is returned itself, not a copy. Differentiable: gradients of inputs arrive in the inputs' own
+    dtype.
+    """
+    castable, cast_tensor = _cast_to(dtype)
+
+    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Nearly every call in a step has inputs that are tensors in the right dtype already, and ends in this loop.
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if value is not None and (type(value) is not torch.Tensor or value.dtype in castable):
+                break
+        else:
+            return args, kwargs
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            return (args[0].to(dtype),), kwargs
+        return map_tensors(cast_tensor, (args, kwargs))
+
+    return cast
+
+
+def make_output_cast(dtype: torch.dtype) -> OutputCast:
+    """The same for a forward's output, which may be one tensor or nested containers of them."""
+    _, cast_tensor = _cast_to(dtype)
+
+    def cast(output: Any) -> Any:
+        return cast_tensor(output) if type(output) is torch.Tensor else map_tensors(cast_tensor, output)
+
+    return cast
+
+
+def _cast_to(dtype: torch.dtype) -> tuple[frozenset[torch.dtype], Callable[[torch.Tensor], torch.Tensor]]:
+    """The dtypes that are cast to ``dtype``, and the cast of one tensor."""
+    # Not 8-bit floats: these have a meaning only with the scales that travel beside them.
+    castable = frozenset(COMPUTABLE) - {dtype}
+    return castable, lambda tensor: tensor.to(dtype) if tensor.dtype in castable else tensor
+
+
+def resolve_dtype(value: DtypeSetting, where: str) -> torch.dtype | None:
+    """The dtype that ``value`` means, or None for None and for ``"none"`` (a TOML file cannot say None).
+
+    ``where`` names the setting in messages. Raises ``ConfigError`` for an unknown name and for a dtype that
+    parameters cannot compute in.
+    """
+    if value is None:
+        return None
+    if isinstance(value, torch.dtype):
+        if value in COMPUTABLE:
+            return value
+        raise ConfigError(
+            f"{value} is not a dtype to compute or reduce in, in {where}. Use one of "
+            f"{', '.join(str(dtype) for dtype in COMPUTABLE)}."
+        )
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"a {type(value).__name__} is not a dtype, in {where}. Give a name such as 'bf16', or a torch.dtype."
+        )
+    name = value.casefold().removeprefix("torch.")
+    if name == "none":
+        return None
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    near = difflib.get_close_matches(name, _BY_NAME, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"no dtype has the name {value!r}, in {where}. {hint}Names: {', '.join(_BY_NAME)}.")
+
+
 def switch(value: Any, where: str) -> bool:
     """``value``, which must be a bool; ``where`` names the setting in the ``ConfigError`` that is raised otherwise."""
     if isinstance(value, bool):
         return value
     raise ConfigError(f"{value!r} is neither true nor false, in {where}. Write true or false, without quotes.")
+
+
+def _narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """The one with fewer bytes an element; ``second`` where both have as many."""
+    return first if first.itemsize < second.itemsize else second
+
+
+def _require_wide_reduction(reduce: torch.dtype, wire: torch.dtype, where: str) -> None:
+    # fp16 and bf16 do not hold each other's values.
+    if reduce != wire and reduce.itemsize <= wire.itemsize:
+        raise ConfigError(
+            f"reduce dtype {reduce} cannot hold gradients that travel in {wire}, in {where}. Set wire to {reduce} or "
+            f"narrower, or reduce to {wire} or wider."
+        )

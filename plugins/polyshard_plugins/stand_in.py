@@ -11,13 +11,13 @@ from polyshard.errors import StateError
 
 
 class StandIn:
-    """What was put in the place of a package's names, until ``undo`` or the end of a ``with`` block."""
+    """Objects in the place of a package's names, until ``undo`` or the end of a ``with`` block."""
 
     def __init__(self, exchanged: list[tuple[ModuleType, str, Any, Any]]) -> None:
         self._exchanged = exchanged
 
     def undo(self) -> None:
-        """Put the package's own names back. What was imported meanwhile keeps what it got. Nothing the second time."""
+        """Put the package's own objects back, once; modules that imported ours meanwhile keep them."""
         while self._exchanged:
             module, name, ours, theirs = self._exchanged.pop()
             # Somebody else's since.
@@ -37,8 +37,8 @@ def stand_in(places: Mapping[ModuleType, Mapping[str, Any]], decisive: Collectio
     """Let names of modules stand for other objects.
 
     Args:
-        places: For each module, what its names are to stand for. Names that it does not have are left out.
-        decisive: Names of which nobody may hold the module's own already. Others are as good as what replaces them.
+        places: For each module, the objects for its names. Names that it does not have are left out.
+        decisive: Names whose originals no module may hold already. Originals of others are as good as ours.
         call: Of the user, for messages.
 
     Raises:

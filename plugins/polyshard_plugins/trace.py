@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import os
+import sys
+import time
 import warnings
-from collections.abc import Container, Iterable
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from polyshard import hookimpl
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
 
-from ._trace_marks import Clock, HostClock, Kind, Recording, StreamClock
-from .trace_files import read_trace, write_trace
-from .trace_picture import draw_trace
-from .trace_step import Lane, MemorySample, Span, StepTrace
+from .finite import rank_of
+from .trace_step import Lane, MemorySample, Span, StepTrace, draw_trace, read_trace, write_trace
 
 __all__ = ["Lane", "MemorySample", "Span", "StepTrace", "Trace", "draw_trace", "read_trace", "write_trace"]
 
@@ -24,15 +28,15 @@ _PICTURES = ("png", "svg", "none")
 
 
 class Trace(Listener):
-    """``trace``: when each unit gathered, computed and reduced in single steps, and what memory there was.
+    """``trace``: when each unit gathered, computed and reduced in single steps, and how much memory was taken.
 
-    A step is an outermost forward of the model and what follows until its backward has ended, or until the next forward
-    where that comes first. Of each step asked for, and each rank, two files come into the folder:
+    A step is an outermost forward of the model and all that follows until its backward has ended, or until the next
+    forward if that comes first. For each step asked for, and each rank, two files are written into the folder:
     ``step-3-rank-0.json`` in Chrome's trace format, which ``read_trace`` reads, and ``step-3-rank-0.png``.
 
-    On a CUDA device times are the device's, and nothing waits for it while training runs: files are written at the
-    first begin of a later step by which the device has got through the traced one; at a checkpoint; and by ``flush``
-    and ``close``, which wait. On other devices times are the host's, and files are written when the step ends.
+    On a CUDA device times are the device's, and training never waits for them: files are written at the first begin of
+    a later step by which the device has finished the traced one; at a checkpoint; and by ``flush`` and ``close``, which
+    wait. On other devices times are the host's, and files are written when the step ends.
 
     Between traced steps each call of an observer costs one comparison. A step that is captured in a CUDA graph is not
     traced, with a warning: nothing in it runs. A file that cannot be written is a warning, too.
@@ -52,11 +56,11 @@ class Trace(Listener):
     ) -> None:
         """``folder`` is made when something is written; files of the same step and rank are written anew.
 
-        ``steps``: which to trace, counted from 1: a number, a list, ``"first"`` or ``"every"``. The first one or two
-        are no good measure: memory is taken then, and the order of units is not known yet.
+        ``steps``: the steps to trace, counted from 1: a number, a list, ``"first"`` or ``"every"``. The first
+        two are not typical: they allocate memory, and do not know the order of units yet.
 
-        ``ranks``: which of them write: a number, a list, or ``"all"``. ``rank``: this process's, where neither a
-        process group that the user gave nor ``torch.distributed`` says it; otherwise 0.
+        ``ranks``: the ranks that write: a number, a list, or ``"all"``. ``rank``: this process's, where neither the
+        context nor ``torch.distributed`` knows it; otherwise 0.
 
         ``picture``: ``"png"``, ``"svg"`` or ``"none"``. Raises ``ConfigError`` for a value that an option cannot take,
         and for a picture without matplotlib.
@@ -64,7 +68,7 @@ class Trace(Listener):
         where = f"listener {context.name!r}"
         self._folder = _folder(folder, where)
         self._steps = _steps(steps, where)
-        self._rank = _rank_of(context) if rank is None else _number(rank, 0, "rank", where)
+        self._rank = rank_of(context) if rank is None else _number(rank, 0, "rank", where)
         self._traces = self._rank in _ranks(ranks, where)
         self._picture = _picture(picture, where) if self._traces else "none"
         self._device = context.device
@@ -80,7 +84,7 @@ class Trace(Listener):
 
     @hookimpl
     def step_begin(self) -> None:
-        """Write what is complete, and start to record where the step is asked for."""
+        """Write the recordings that are complete, and begin another if the step is asked for."""
         self._begun += 1
         if not self._traces:
             return
@@ -89,7 +93,7 @@ class Trace(Listener):
         if not (wanted or self._pending):
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Asking an event would also end the capture.
+            # Querying an event would end the capture, too.
             if wanted:
                 warnings.warn(
                     f"Step {self._begun} is captured in a CUDA graph and not traced (rank {self._rank}): nothing in it "
@@ -103,7 +107,7 @@ class Trace(Listener):
 
     @hookimpl
     def step_end(self) -> None:
-        """Stop to record."""
+        """Stop recording."""
         if self._observer.recording is not None:
             self._stop()
             self._write_complete()
@@ -114,13 +118,13 @@ class Trace(Listener):
         self.flush()
 
     def flush(self) -> None:
-        """Wait until the device has got through the steps that were traced, and write them."""
+        """Wait until the device has finished the traced steps, and write them."""
         for recording in self._pending:
             recording.wait()
         self._write_complete()
 
     def close(self) -> None:
-        """Stop to record, now and from now on, and flush."""
+        """Stop recording for good, and flush."""
         self._stop()
         self._steps = ()
         self.flush()
@@ -148,68 +152,253 @@ class Trace(Listener):
             warnings.warn(f"Step {trace.step} was traced, but {path} cannot be written: {error!r}", stacklevel=2)
 
 
+class Kind(enum.Enum):
+    """The method of the observer that made a mark."""
+
+    UNSHARD = enum.auto()
+    UNSHARDED = enum.auto()
+    COMPUTE = enum.auto()
+    COMPUTED = enum.auto()
+    WAIT = enum.auto()
+    WAITED = enum.auto()
+    REDUCE = enum.auto()
+    REDUCED = enum.auto()
+    RESHARD = enum.auto()
+
+
+_BEGINS = {Kind.UNSHARD: Lane.GATHER, Kind.COMPUTE: Lane.COMPUTE, Kind.WAIT: Lane.WAIT, Kind.REDUCE: Lane.REDUCE}
+_ENDS = {Kind.UNSHARDED: Lane.GATHER, Kind.COMPUTED: Lane.COMPUTE, Kind.WAITED: Lane.WAIT, Kind.REDUCED: Lane.REDUCE}
+#: Marks of the stream that computes, which also note the memory taken.
+_WITH_MEMORY = frozenset({Kind.COMPUTE, Kind.COMPUTED, Kind.RESHARD})
+
+
+def _marks(kind: Kind) -> Callable[..., None]:
+    """An observer's method."""
+
+    def mark(self: _UnitObserver, unit: UnitSpec, backward: bool = False) -> None:
+        if self.recording is not None:
+            self.recording.mark(kind, unit, backward)
+
+    return mark
+
+
 class _UnitObserver:
-    """Passes on what units do, while something records."""
+    """Marks the operations of units while a step is recorded."""
 
     __slots__ = ("recording",)
 
     def __init__(self) -> None:
         self.recording: Recording | None = None
 
-    def unshard(self, unit: UnitSpec) -> None:
-        if self.recording is not None:
-            self.recording.mark(Kind.UNSHARD, unit)
-
-    def unsharded(self, unit: UnitSpec) -> None:
-        if self.recording is not None:
-            self.recording.mark(Kind.UNSHARDED, unit)
-
-    def compute(self, unit: UnitSpec, backward: bool) -> None:
-        if self.recording is not None:
-            self.recording.mark_with_memory(Kind.COMPUTE, unit, backward)
-
-    def computed(self, unit: UnitSpec, backward: bool) -> None:
-        if self.recording is not None:
-            self.recording.mark_with_memory(Kind.COMPUTED, unit, backward)
-
-    def wait(self, unit: UnitSpec) -> None:
-        if self.recording is not None:
-            self.recording.mark(Kind.WAIT, unit)
-
-    def waited(self, unit: UnitSpec) -> None:
-        if self.recording is not None:
-            self.recording.mark(Kind.WAITED, unit)
-
-    def reduce(self, unit: UnitSpec) -> None:
-        if self.recording is not None:
-            self.recording.mark(Kind.REDUCE, unit)
-
-    def reduced(self, unit: UnitSpec) -> None:
-        if self.recording is not None:
-            self.recording.mark(Kind.REDUCED, unit)
-
-    def reshard(self, unit: UnitSpec) -> None:
-        if self.recording is not None:
-            self.recording.mark_with_memory(Kind.RESHARD, unit)
+    unshard, unsharded = _marks(Kind.UNSHARD), _marks(Kind.UNSHARDED)
+    compute, computed = _marks(Kind.COMPUTE), _marks(Kind.COMPUTED)
+    wait, waited = _marks(Kind.WAIT), _marks(Kind.WAITED)
+    reduce, reduced = _marks(Kind.REDUCE), _marks(Kind.REDUCED)
+    reshard = _marks(Kind.RESHARD)
 
 
-class _Every(Container[int]):
-    """Holds all numbers."""
+class Memory(NamedTuple):
+    """Bytes of a device's allocator."""
 
-    def __contains__(self, number: object) -> bool:
+    allocated: int
+    reserved: int
+
+
+class Clock(ABC):
+    """Takes stamps of the current point of a step; they can be read once the device has reached that point."""
+
+    @property
+    @abstractmethod
+    def orders_lanes(self) -> bool:
+        """Whether stamps of different lanes are in the order in which they were taken."""
+
+    @abstractmethod
+    def stamp(self) -> Any:
+        """The current point. Must not synchronize with the device."""
+
+    @abstractmethod
+    def passed(self, stamp: Any) -> bool:
+        """Whether the device has reached ``stamp``."""
+
+    @abstractmethod
+    def wait(self, stamp: Any) -> None:
+        """Block until the device has reached ``stamp``."""
+
+    @abstractmethod
+    def microseconds(self, first: Any, then: Any) -> float:
+        """From ``first`` to ``then``, both of which have passed."""
+
+    @abstractmethod
+    def memory(self) -> Memory | None:
+        """Memory taken now; None without an allocator to ask."""
+
+
+class HostClock(Clock):
+    """For operations that run on the host, or that the host waits for."""
+
+    orders_lanes = True
+
+    def stamp(self) -> int:
+        return time.perf_counter_ns()
+
+    def passed(self, stamp: int) -> bool:
         return True
+
+    def wait(self, stamp: int) -> None:
+        return None
+
+    def microseconds(self, first: int, then: int) -> float:
+        return (then - first) / 1000
+
+    def memory(self) -> None:
+        return None
+
+
+class StreamClock(Clock):
+    """For CUDA: timing events on whichever stream is current."""
+
+    orders_lanes = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, stamp: torch.cuda.Event) -> bool:
+        return bool(stamp.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, stamp: torch.cuda.Event) -> None:
+        stamp.synchronize()
+
+    def microseconds(self, first: torch.cuda.Event, then: torch.cuda.Event) -> float:
+        return 1000 * float(first.elapsed_time(then))
+
+    def memory(self) -> Memory:
+        # One call: each of memory_allocated() and memory_reserved() makes and flattens the whole dictionary again.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return Memory(stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"])
+
+
+class _Mark(NamedTuple):
+    kind: Kind
+    unit: UnitSpec
+    backward: bool
+    stamp: Any
+    memory: Memory | None
+
+
+class Recording:
+    """The marks of one step, from the moment when it is made, and the ``StepTrace`` that they give afterwards."""
+
+    def __init__(self, step: int, rank: int, device: torch.device, clock: Clock) -> None:
+        self._step = step
+        self._rank = rank
+        self._device = device
+        self._clock = clock
+        self._marks: list[_Mark] = []
+        self._begin = clock.stamp()
+        self._memory_at_begin = clock.memory()
+        self._end: Any = None
+        self._memory_at_end: Memory | None = None
+
+    def mark(self, kind: Kind, unit: UnitSpec, backward: bool = False) -> None:
+        """The operation is at this point of the current stream."""
+        stamp = self._clock.stamp()
+        self._marks.append(_Mark(kind, unit, backward, stamp, self._clock.memory() if kind in _WITH_MEMORY else None))
+
+    def end(self) -> None:
+        """The step ends at this point of the current stream."""
+        self._end = self._clock.stamp()
+        self._memory_at_end = self._clock.memory()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the device has reached every mark."""
+        # The last ones first: those that are still to come are among them.
+        return self._clock.passed(self._end) and all(self._clock.passed(mark.stamp) for mark in reversed(self._marks))
+
+    def wait(self) -> None:
+        """Block until the device has reached every mark."""
+        for mark in self._marks:
+            self._clock.wait(mark.stamp)
+        self._clock.wait(self._end)
+
+    def trace(self) -> StepTrace:
+        """The step that the marks tell of, once they are complete."""
+        times = [self._clock.microseconds(self._begin, mark.stamp) for mark in self._marks]
+        duration = self._clock.microseconds(self._begin, self._end)
+        return StepTrace(
+            step=self._step,
+            rank=self._rank,
+            device=str(self._device),
+            duration_us=duration,
+            spans=tuple(self._spans(times, duration)),
+            memory=tuple(self._samples(times, duration)),
+        )
+
+    def _spans(self, times: list[float], duration: float) -> list[Span]:
+        begun: dict[tuple[Lane, UnitSpec, bool], deque[int]] = defaultdict(deque)
+        ended: dict[int, float] = {}
+        for position, mark in enumerate(self._marks):
+            if (lane := _BEGINS.get(mark.kind)) is not None:
+                begun[lane, mark.unit, mark.backward].append(position)
+            elif (lane := _ENDS.get(mark.kind)) is not None:
+                open_ones = begun[lane, mark.unit, mark.backward]
+                if open_ones:
+                    # A recomputation ends before the backward that holds it; gathers and reductions end in order.
+                    ended[open_ones.pop() if lane is Lane.COMPUTE else open_ones.popleft()] = times[position]
+        return [
+            Span(
+                lane=_BEGINS[mark.kind],
+                unit=mark.unit.label,
+                start_us=times[position],
+                end_us=ended.get(position, max(duration, times[position])),
+                backward=mark.backward,
+                nbytes=_nbytes(mark.unit),
+                dtype=str(mark.unit.master_dtype).removeprefix("torch."),
+                finished=position in ended,
+            )
+            for position, mark in enumerate(self._marks)
+            if mark.kind in _BEGINS
+        ]
+
+    def _samples(self, times: list[float], duration: float) -> list[MemorySample]:
+        """One for each mark that has memory: marks of one stream, which reaches them in the order of issue.
+
+        With a clock that orders all lanes, one for every mark.
+        """
+        samples = [_sample(0.0, 0, self._memory_at_begin)]
+        gathered: dict[UnitSpec, int] = {}
+        for mark, at in zip(self._marks, times, strict=True):
+            if mark.kind is Kind.UNSHARD:
+                gathered[mark.unit] = _nbytes(mark.unit)
+            elif mark.kind is Kind.RESHARD:
+                gathered.pop(mark.unit, None)
+            if self._clock.orders_lanes or mark.memory is not None:
+                samples.append(_sample(at, sum(gathered.values()), mark.memory))
+        samples.append(_sample(duration, sum(gathered.values()), self._memory_at_end))
+        return samples
+
+
+def _sample(at: float, gathered: int, memory: Memory | None) -> MemorySample:
+    return MemorySample(at, gathered, *(memory or ()))
+
+
+def _nbytes(unit: UnitSpec) -> int:
+    return unit.numel * unit.master_dtype.itemsize
 
 
 def _steps(value: int | str | Iterable[int], where: str) -> Container[int]:
     if value == "first":
         return (1,)
-    if value == "every":
-        return _Every()
-    return _numbers(value, 1, "steps", where, "'first', 'every'")
+    return range(1, sys.maxsize) if value == "every" else _numbers(value, 1, "steps", where, "'first', 'every'")
 
 
 def _ranks(value: int | str | Iterable[int], where: str) -> Container[int]:
-    return _Every() if value == "all" else _numbers(value, 0, "ranks", where, "'all'")
+    return range(sys.maxsize) if value == "all" else _numbers(value, 0, "ranks", where, "'all'")
 
 
 def _numbers(value: int | str | Iterable[int], least: int, option: str, where: str, words: str) -> frozenset[int]:
@@ -246,11 +435,3 @@ def _picture(value: str, where: str) -> str:
             "picture to 'none'."
         )
     return value
-
-
-def _rank_of(context: PluginContext) -> int:
-    if context.process_group is not None:
-        return int(context.process_group.rank())
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return 0

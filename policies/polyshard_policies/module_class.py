@@ -1,38 +1,85 @@
-"""``module_class`` and ``transformer``: units by the class of their module."""
+"""Policies that choose modules by their class: never, always, module_class, transformer and transformers.
+
+Other policies walk over a model by ``candidates`` and ``counted_parameters``, too.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_classes
 from torch import nn
 
-from .traversal import candidates
+#: Containers without a forward: their gather would never be issued, so their parameters belong to the module around.
+UNCALLED: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+_ATTRIBUTE = "_no_split_modules"
+_INSTEAD = "Name the classes of its blocks: policy={'name': 'transformer', 'layers': [...]}."
+
+
+class Never(WrapPolicy):
+    """``never``: the root is the only unit."""
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext) -> None:
+        del context
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        return {}
+
+
+class Always(WrapPolicy):
+    """``always``: every submodule with parameters of its own or below becomes a unit.
+
+    ``ModuleList``, ``ModuleDict``, ``ParameterList`` and ``ParameterDict`` become none: nothing calls them, so they
+    could not gather in time.
+    """
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext) -> None:
+        del context
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        counted = counted_parameters(root, context)
+        return {
+            module: {}
+            for _, module in candidates(root, context)
+            if not isinstance(module, UNCALLED) and not counted.keys().isdisjoint(module.parameters())
+        }
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        own = any(True for _ in module.parameters(recurse=False))
+        return "it has parameters of its own" if own else "there are parameters in it"
 
 
 class ModuleClass(WrapPolicy):
     """``module_class``: every instance of the given classes, or of their subclasses, becomes a unit.
 
-    Classes of which the model has no module are an error: it would be one unit without a word. Where others have some,
-    a class may have none, unless the model has another one of its name: two copies of a module's source.
+    If the model has no module of any of the classes, that is an error: it would silently be one unit. If it has modules
+    of some of them, another class may have none, unless the model has a different class of the same name: two copies of
+    a module's source.
     """
 
     api_version = 1
+    _option = "classes"
 
     def __init__(self, context: PluginContext, classes: type | str | Iterable[type | str]) -> None:
         """``classes``: one or several, each a class or ``"package.module:Name"``.
 
-        Raises ``ConfigError`` for what is not a class or cannot be imported, and for no class at all.
+        Raises ``ConfigError`` for a value that is not a class or cannot be imported, and for no class at all.
         """
-        self._option = "classes"
-        self._where = f"classes of policy {context.name!r}"
-        self._classes = _some_classes(classes, self._where)
+        self._where = f"{self._option} of policy {context.name!r}"
+        self._classes = resolve_classes(classes, self._where)
+        if not self._classes:
+            raise ConfigError(f"no class is given in {self._where}. Name at least one, or take the policy 'never'.")
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        """Raises ``ConfigError`` where ``root`` has no module of the classes, with the nearest that it has."""
-        # The root is a unit in any case, and what is ignored is there. A model of one module has nothing to choose.
+        """Raises ``ConfigError`` where ``root`` has no module of the classes, with the nearest class that it has."""
+        # The root is a unit in any case, and ignored modules count as present. One module alone has nothing to choose.
         present = dict.fromkeys(type(module) for module in root.modules())
         absent = [wanted for wanted in self._classes if not any(issubclass(each, wanted) for each in present)]
         named = {each.__name__ for each in present}
@@ -53,16 +100,88 @@ class Transformer(ModuleClass):
     """``transformer``: every transformer layer becomes a unit; the rest stays in the root."""
 
     api_version = 1
+    _option = "layers"
 
     def __init__(self, context: PluginContext, layers: type | str | Iterable[type | str]) -> None:
         """``layers``: the classes of the model's blocks, each a class or ``"package.module:Name"``.
 
-        Raises ``ConfigError`` for what is not a class or cannot be imported, and for no class at all.
+        Raises ``ConfigError`` for a value that is not a class or cannot be imported, and for no class at all.
         """
-        where = f"layers of policy {context.name!r}"
-        super().__init__(context, _some_classes(layers, where))
-        self._option = "layers"
-        self._where = where
+        super().__init__(context, layers)
+
+
+class NoSplitModules(WrapPolicy):
+    """``transformers``: every module whose class a Hugging Face model names in ``_no_split_modules`` becomes a unit.
+
+    These are its blocks, which Transformers itself never divides between devices. Every module may name some: a model
+    inside of an adapter's wrapper, or a vision tower in a language model, names its own. Transformers is not imported.
+    """
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext, leave_out: str | Iterable[str] = ()) -> None:
+        """``leave_out``: names of such classes that stay in the unit around them, because only some ranks run them in a
+        step: the layers of a vision tower, where a rank's batch may have no image.
+
+        Raises ``ConfigError`` for values that are no names.
+        """
+        names = (leave_out,) if isinstance(leave_out, str) else tuple(leave_out)
+        self._where = f"policy {context.name!r}"
+        if not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"leave_out of {self._where} takes names of classes, not {leave_out!r}.")
+        self._left_out = frozenset(names)
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        """Raises ``ConfigError`` where no module names any class, ``root`` has no module of those named, or
+        ``leave_out`` has a class that is not named."""
+        if not any(root.children()):
+            return {}
+        # An adapter's wrapper hands on the attribute of the model inside it, which is a module here as well.
+        named = frozenset(name for module in root.modules() for name in getattr(module, _ATTRIBUTE, None) or ())
+        listed = ", ".join(sorted(named))
+        if not named:
+            raise ConfigError(
+                f"{self._where} asks a model for its {_ATTRIBUTE}, but no module in this {type(root).__name__} names "
+                f"any. {_INSTEAD}"
+            )
+        present = named & {type(module).__name__ for module in root.modules()}
+        if not present:
+            raise ConfigError(
+                f"{type(root).__name__} has no module of the classes in its {_ATTRIBUTE}, {listed}, which "
+                f"{self._where} looks for. {_INSTEAD}"
+            )
+        for unknown in sorted(self._left_out - named):
+            near = difflib.get_close_matches(unknown, named, n=1)
+            raise ConfigError(
+                f"leave_out of {self._where} names {unknown!r}, which {type(root).__name__} has not in its "
+                f"{_ATTRIBUTE}. " + (f"Did you mean {near[0]!r}?" if near else f"It has: {listed}.")
+            )
+        wanted = present - self._left_out
+        return {module: {} for _, module in candidates(root, context) if type(module).__name__ in wanted}
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        return f"class {type(module).__name__} is in the model's {_ATTRIBUTE}"
+
+
+def candidates(root: nn.Module, context: PolicyContext) -> Iterator[tuple[str, nn.Module]]:
+    """Fully-qualified name and module of all below ``root`` that may be chosen, in the order of ``root.modules()``."""
+    ignored = all_ignored(context)
+    for name, module in root.named_modules():
+        if module is not root and module not in ignored:
+            yield name, module
+
+
+def all_ignored(context: PolicyContext) -> frozenset[nn.Module]:
+    """The ignored modules and everything inside them."""
+    return frozenset(inner for module in context.ignored_modules for inner in module.modules())
+
+
+def counted_parameters(module: nn.Module, context: PolicyContext) -> dict[nn.Parameter, int]:
+    """The parameters in ``module`` that are not ignored, each with its number of elements; shared ones once."""
+    left_out = set(context.ignored_parameters)
+    for ignored in context.ignored_modules:
+        left_out.update(ignored.parameters())
+    return {parameter: parameter.numel() for parameter in module.parameters() if parameter not in left_out}
 
 
 def _absent(wanted: type, present: Iterable[type], root: nn.Module, where: str) -> str:
@@ -80,10 +199,3 @@ def _absent(wanted: type, present: Iterable[type], root: nn.Module, where: str) 
 
 def _reference(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _some_classes(value: type | str | Iterable[type | str], where: str) -> tuple[type, ...]:
-    classes = resolve_classes(value, where)
-    if not classes:
-        raise ConfigError(f"no class is given in {where}. Name at least one, or take the policy 'never'.")
-    return classes

@@ -239,6 +239,7 @@ def assert_kept(outcome: Outcome, limit_s: float) -> None:
     assert outcome.seconds < limit_s, outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ABUSES, "half way"])
 def test_on_both_ranks(outcomes: list[dict[tuple[str, str], Outcome]], name: str) -> None:
     abuse = ABUSES.get(name, LATE)

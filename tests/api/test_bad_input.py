@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -10,12 +9,10 @@ from typing import Any, NoReturn
 import polyshard
 import pytest
 import torch
-from parity import on_ranks, threaded
 from polyshard import ShardConfig, errors
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard_backends.fake import FakeCollectives
-from polyshard_backends.threaded import ThreadedWorld
-from refusal import Holder, Silent, Subclass, Tower, description, refused, silent, step
+from refusal import Holder, Silent, Subclass, Tower, description, refused, silent
 from torch import nn
 
 
@@ -349,49 +346,3 @@ def test_without_a_launcher_it_says_what_to_do() -> None:
 
 
 # Several ranks.
-
-
-def test_what_is_wrong_on_one_rank_is_raised_on_all() -> None:
-    good, bad = Tower(), Tower(Holder(nn.Parameter(torch.tensor([1]), requires_grad=False)))
-    wanted = {0: step(copy.deepcopy(good)), 1: step(copy.deepcopy(bad)), 2: step(copy.deepcopy(good))}
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[nn.Module, Exception]:
-        with world.lock:
-            mine = copy.deepcopy(bad if rank == 1 else good)
-        before = description(mine)
-        try:
-            polyshard.shard(mine, threaded(world, rank, policy="always"))
-        except errors.PolyshardError as error:
-            assert description(mine) == before
-            return mine, error
-        raise AssertionError("nothing was raised")
-
-    ranks = on_ranks(3, on_rank)
-    assert [type(error) for _, error in ranks] == [
-        errors.RankMismatchError,
-        errors.ParameterError,
-        errors.RankMismatchError,
-    ]
-    for rank, (mine, error) in enumerate(ranks):
-        assert "inner.head.odd" in str(error)
-        assert "rank 1" in str(error)
-        for got, expected in zip(step(mine), wanted[rank], strict=True):
-            assert torch.equal(got, expected)
-
-
-def test_ranks_with_other_models_or_settings_are_told() -> None:
-    def shard_one(rank: int, world: ThreadedWorld, model: nn.Module, settings: Mapping[str, Any]) -> str:
-        before = description(model)
-        with pytest.raises(errors.RankMismatchError) as caught:
-            polyshard.shard(model, threaded(world, rank, **settings))
-        assert description(model) == before
-        return str(caught.value)
-
-    texts = on_ranks(2, lambda rank, world: shard_one(rank, world, nn.Linear(3, 4 + rank), {}))
-    assert all("[4, 3]" in text and "[5, 3]" in text for text in texts)
-    settings: list[dict[str, Any]] = [{"precision": "none"}, {"precision": "bf16"}]
-    texts = on_ranks(2, lambda rank, world: shard_one(rank, world, nn.Linear(3, 4), settings[rank]))
-    assert all("'none'" in text and "'bf16'" in text for text in texts)
-    settings = [{"strategy": "full_shard"}, {"strategy": "shard_grad_op"}]
-    texts = on_ranks(2, lambda rank, world: shard_one(rank, world, nn.Linear(3, 4), settings[rank]))
-    assert all("full_shard" in text and "shard_grad_op" in text for text in texts)

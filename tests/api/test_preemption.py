@@ -78,6 +78,7 @@ def signal_one(rank: int) -> list[bool]:
     return answers
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_ends_all_behind_the_same_step() -> None:
     with RankPool(3) as pool:
         assert pool.run(signal_one) == [[False, False, False, True, True]] * 3
@@ -109,6 +110,7 @@ def test_former_handlers_are_put_back_behind_an_exception_too() -> None:
         assert heard == [signal.SIGUSR1]
 
 
+@pytest.mark.slow
 def test_a_second_signal_counts_as_the_first_within_a_second_and_goes_to_the_former_handler_later() -> None:
     heard: list[int] = []
     with (
@@ -180,7 +182,7 @@ def test_wrong_uses_are_refused_and_the_model_trains_on() -> None:
             preemption.__enter__()
         train(model)
         assert not preemption.requested()
-    with pytest.raises(StateError, match="Preemption needs a sharded model"), polyshard.Preemption(nn.Linear(2, 2)):
+    with pytest.raises(StateError, match="Preemption needs a sharded module"), polyshard.Preemption(nn.Linear(2, 2)):
         pass
     inner = next(each for each in model.modules() if isinstance(each, Block))
     with pytest.raises(StateError, match="Preemption needs"), polyshard.Preemption(inner):

@@ -49,6 +49,7 @@ def restore_from_file(rank: int, folder: str) -> tuple[Any, Any]:
     return expected, drawn()
 
 
+@pytest.mark.slow
 def test_every_rank_draws_on(tmp_path: Any) -> None:
     with RankPool(3) as pool:
         answers = pool.run(draw_on)
@@ -77,9 +78,9 @@ def test_states_of_another_number_of_ranks_are_refused_and_nothing_changes(count
 
 
 def test_models_that_are_not_sharded_are_refused() -> None:
-    with pytest.raises(StateError, match=r"random_states\(\) needs a sharded model"):
+    with pytest.raises(StateError, match=r"random_states\(\) needs a sharded module"):
         polyshard.random_states(nn.Linear(2, 2))
-    with pytest.raises(StateError, match=r"restore_random_states\(\) needs a sharded model"):
+    with pytest.raises(StateError, match=r"restore_random_states\(\) needs a sharded module"):
         polyshard.restore_random_states(nn.Linear(2, 2), [])
 
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 import polyshard
+import polyshard_huggingface
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from parity import Block, Net, adam, draw, on_ranks, seeded, sgd, sharded_copy, units_of
-from polyshard import checkpoint, huggingface
+from polyshard import checkpoint
 from polyshard.errors import BackgroundSaveError, ConfigError, ConfigTypeError, RankMismatchError, StateError
 from polyshard.hookspecs import hookimpl
 from polyshard.interfaces import Collectives, CollectivesDecorator, PluginContext, Work
-from polyshard.state.agreement import together
+from polyshard.state.exchange import together
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 
@@ -145,7 +146,6 @@ def test_ranks_whose_learning_rates_drifted_apart_are_told(tmp_path: Path) -> No
 DIFFERENT_LOADS: list[tuple[Mapping[str, Any], str]] = [
     ({"make": None}, "'optimizer' is 'AdamW of 2 group(s)' on rank 0, and 'None' on rank 1"),
     ({"frozen": False}, "'frozen' is True on rank 0, and False on rank 1"),
-    ({"pickles": True}, "'pickles' is False on rank 0, and True on rank 1"),
 ]
 
 
@@ -224,8 +224,8 @@ def test_what_no_path_can_be_is_refused_by_name(tmp_path: Path, given: Any) -> N
         ("directory", lambda: checkpoint.load_dcp(given, model)),
         ("directory", lambda: checkpoint.verify(given)),
         ("folder", lambda: checkpoint.latest(given)),
-        ("folder", lambda: huggingface.save(model, given)),
-        ("path", lambda: huggingface.load(model, given)),
+        ("folder", lambda: polyshard_huggingface.save(model, given)),
+        ("path", lambda: polyshard_huggingface.load(model, given)),
     ):
         with pytest.raises(kind, match=f"^{name} is "):
             call()
@@ -255,7 +255,7 @@ def test_a_root_that_can_be_no_folder_is_refused_on_all_ranks_and_nothing_is_cha
         for save in (
             lambda: checkpoint.save(root, 1, model),
             lambda: checkpoint.async_save(root, 1, model),
-            lambda: huggingface.save(model, root),
+            lambda: polyshard_huggingface.save(model, root),
         ):
             with pytest.raises(
                 ConfigError if rank == 0 else RankMismatchError, match="can be no folder to save into"
@@ -277,7 +277,7 @@ def test_ranks_that_have_not_one_file_system_are_named_on_all_of_them(tmp_path: 
     single = polyshard.shard(seeded(Net), polyshard.ShardConfig(**config))
     checkpoint.save(tmp_path / "seen", 1, single)
     written_by_torch(tmp_path / "dcp", {})
-    huggingface.save(single, tmp_path / "files")
+    polyshard_huggingface.save(single, tmp_path / "files")
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
@@ -287,11 +287,11 @@ def test_ranks_that_have_not_one_file_system_are_named_on_all_of_them(tmp_path: 
         for call in (
             lambda: checkpoint.save(tmp_path / f"disk-{rank}", 1, model),
             lambda: checkpoint.async_save(tmp_path / f"disk-{rank}", 1, model),
-            lambda: huggingface.save(model, tmp_path / f"disk-{rank}"),
+            lambda: polyshard_huggingface.save(model, tmp_path / f"disk-{rank}"),
             lambda: checkpoint.load(own / "step-00000001", model),
             lambda: checkpoint.load(newest, model),
             lambda: checkpoint.load_dcp(tmp_path / ("dcp" if rank == 1 else "none"), model),
-            lambda: huggingface.load(model, tmp_path / ("files" if rank == 1 else "none")),
+            lambda: polyshard_huggingface.load(model, tmp_path / ("files" if rank == 1 else "none")),
         ):
             with pytest.raises(RankMismatchError, match="they have not one file system") as told:
                 call()
@@ -453,8 +453,8 @@ def test_what_one_ranks_listener_raises_is_told_on_all(tmp_path: Path) -> None:
             (f"the save of {directory}, which is", directory.name, lambda: checkpoint.save(tmp_path / "run", 1, model)),
             (f"the load of {directory}", directory.name, lambda: checkpoint.load(directory, model)),
             (f"the load of {foreign}", "dcp", lambda: checkpoint.load_dcp(foreign, model)),
-            (f"the export to {files}, which is written", "hf", lambda: huggingface.save(model, files)),
-            (f"the load of {files}", "hf", lambda: huggingface.load(model, files)),
+            (f"the export to {files}, which is written", "hf", lambda: polyshard_huggingface.save(model, files)),
+            (f"the load of {files}", "hf", lambda: polyshard_huggingface.load(model, files)),
         ):
             with pytest.raises(LookupError if rank == 1 else RankMismatchError) as told:
                 call()

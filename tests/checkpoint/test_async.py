@@ -19,10 +19,10 @@ from parity import on_ranks, threaded, units_of
 from plain_states import Odd, Part, adamw, differing, odd, train
 from polyshard import checkpoint
 from polyshard import state as states
-from polyshard.checkpoint.memory import HostCopy
 from polyshard.checkpoint.writing import Writing
 from polyshard.errors import BackgroundSaveError, CollectiveTimeoutError, ConfigError, RankMismatchError, StateError
 from polyshard.hookspecs import hookimpl
+from polyshard.io.memory import HostCopy
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -224,7 +224,10 @@ if sys.argv[2] == "asked":
 """
 
 
-@pytest.mark.parametrize("way", ["plain", "silent", "asked"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way", ["silent", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("plain", "asked"))]
+)
 def test_a_program_that_ends_behind_a_save_that_fails_says_so(tmp_path: Path, way: str) -> None:
     command = [sys.executable, "-c", LAST_SAVE, str(tmp_path), way]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

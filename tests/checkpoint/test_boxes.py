@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from polyshard.state.boxes import Box, inverse, range_boxes, storage_order
+from polyshard.io.boxes import Box, inverse, range_boxes, storage_order
 
 #: No deadline: a busy machine is no wrong answer.
 relaxed = settings(deadline=None, max_examples=60)

@@ -99,6 +99,7 @@ _VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(values=st.lists(_VALUES, max_size=6))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_come_back_as_they_were(values: list[Any], tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_random_states_come_back(tmp_path: Path) -> None:
 
 
 def test_tensors_of_every_dtype_and_layout_come_back(tmp_path: Path) -> None:
-    from polyshard.checkpoint.dtypes import DTYPES
+    from polyshard.io.memory import DTYPES
 
     raw = torch.arange(256, dtype=torch.uint8)
     held = {name: raw.view(dtype) for name, dtype in DTYPES.items() if name != "bool"}

@@ -162,7 +162,7 @@ def assert_third_step(results: list[Values], make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_an_unsharded_model_and_optimizer_go_on(tmp_path: Path, world_size: int, make: Make) -> None:
     directory = save(tmp_path, make, world_size)
     plain = Net(seed=1)
@@ -200,8 +200,9 @@ def test_flat_state_goes_on_in_groups_and_with_shards_on_the_cpu(tmp_path: Path)
     assert_third_step(resume(directory, adam, 3, offload="cpu"), adam)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_flat_and_own_parameters_load_each_others_checkpoints(tmp_path: Path, world_size: int, make: Make) -> None:
     directory = save(tmp_path / "flat", make, world_size)
     assert_third_step(resume(directory, make, 5 - world_size, own), make)
@@ -210,7 +211,7 @@ def test_flat_and_own_parameters_load_each_others_checkpoints(tmp_path: Path, wo
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_run_without_shards_goes_on_with_flat_parameters(tmp_path: Path, world_size: int, make: Make) -> None:
     model, optimizer = unsharded(make, 2)
     on_ranks(1, lambda rank, world: shard(model, rank, world, strategy="no_shard"))

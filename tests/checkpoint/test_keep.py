@@ -12,7 +12,7 @@ import pytest
 import torch
 from polyshard import checkpoint
 from polyshard.errors import RankMismatchError
-from polyshard.testing import Rank, run_ranks
+from polyshard_testing import Rank, run_ranks
 from torch import nn
 
 

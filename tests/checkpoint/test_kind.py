@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import polyshard
+import polyshard.state
 import pytest
 import torch
 from parity import Block, Net, seeded, units_of
-from pickled_checkpoints import write_pickled
 from polyshard import checkpoint, flat_parameters
 from polyshard.errors import ConfigError
 from torch import nn
@@ -42,12 +42,16 @@ def saved(root: Path, make: Make, dtype: torch.dtype = torch.float64) -> Path:
     return checkpoint.save(root, 1, model, optimizer)
 
 
-def saved_by_0_1(root: Path, make: Make) -> Path:
-    """A checkpoint in which nothing tells the optimizer's class."""
+def state_of(make: Make) -> dict[str, Any]:
+    """A state dict, which does not name the optimizer's class."""
     model = sharded()
     optimizer = make(model.parameters())
     train(model, optimizer)
-    return write_pickled(root, 1, model, optimizer, version=1)
+    return polyshard.state.get_optimizer_state_dict(model, optimizer)
+
+
+def give_state(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    polyshard.state.set_optimizer_state_dict(model, optimizer, state)
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -78,35 +82,37 @@ SETTINGS: list[tuple[str, Make, Make, str]] = [
 ]
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["told", "format 1"])
+@pytest.mark.parametrize("known", [True, False], ids=["checkpoint", "state dict"])
 @pytest.mark.parametrize(("save", "load", "words"), [x[1:] for x in OTHERS], ids=[x[0] for x in OTHERS])
 def test_state_of_another_optimizer_is_refused(tmp_path: Path, save: Make, load: Make, words: str, known: bool) -> None:
-    directory = saved(tmp_path, save) if known else saved_by_0_1(tmp_path, save)
+    source = saved(tmp_path, save) if known else state_of(save)
     if not known:
         words = "Group 0 of the optimizer does not fit the state .* (is missing|'decoupled_weight_decay' was)"
-    _refused(directory, load, words)
+    _refused(source, load, words)
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["told", "format 1"])
+@pytest.mark.parametrize("known", [True, False], ids=["checkpoint", "state dict"])
 @pytest.mark.parametrize(("save", "load", "words"), [x[1:] for x in SETTINGS], ids=[x[0] for x in SETTINGS])
 def test_settings_that_decide_the_state_are_compared(
     tmp_path: Path, save: Make, load: Make, words: str, known: bool
 ) -> None:
-    directory = saved(tmp_path, save) if known else saved_by_0_1(tmp_path, save)
-    _refused(directory, load, words)
+    source = saved(tmp_path, save) if known else state_of(save)
+    _refused(source, load, words)
 
 
-def _refused(directory: Path, load: Make, words: str) -> None:
+def _refused(source: Path | dict[str, Any], load: Make, words: str) -> None:
     for choose in (nn.Module.parameters, flat_parameters):
         model = sharded()
         optimizer = load(choose(model))  # type: ignore[operator]
         train(model, optimizer)
         before = everything(model, optimizer)
+        give = checkpoint.load if isinstance(source, Path) else give_state
         with pytest.raises(ConfigError, match=words):
-            checkpoint.load(directory, model, optimizer, pickles=True)
+            give(source, model, optimizer)  # type: ignore[operator]
         torch.testing.assert_close(everything(model, optimizer), before, rtol=0, atol=0)
         # The model alone may be taken, and goes on.
-        checkpoint.load(directory, model, pickles=True)
+        if isinstance(source, Path):
+            checkpoint.load(source, model)
         train(model, optimizer)
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import polyshard
 import pytest
 from polyshard import checkpoint
-from polyshard.checkpoint.attempt import attempt_in
-from polyshard.checkpoint.marker import Marker
+from polyshard.checkpoint.folder import attempt_in
+from polyshard.checkpoint.manifest import Marker
 from polyshard.errors import ConfigError
 from torch import nn
 
@@ -44,6 +44,7 @@ def start(root: Path, step: int) -> subprocess.Popen[str]:
     return other
 
 
+@pytest.mark.slow
 def test_another_jobs_folder_is_refused_until_that_job_ends_however_it_does(tmp_path: Path) -> None:
     model = sharded()
     with start(tmp_path, 1) as other:
@@ -68,6 +69,7 @@ def test_models_of_one_process_are_one_job(tmp_path: Path) -> None:
     assert checkpoint.save(tmp_path, 2, other).name == "step-00000002"
 
 
+@pytest.mark.slow
 def test_a_closed_model_gives_its_folder_back(tmp_path: Path) -> None:
     model = sharded()
     checkpoint.save(tmp_path, 1, model)
@@ -83,6 +85,7 @@ def test_a_closed_model_gives_its_folder_back(tmp_path: Path) -> None:
     assert taken.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
     """A loader's workers outlive a killed parent by seconds, in which the job may be started again."""
     model = sharded()
@@ -98,7 +101,15 @@ def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
         child.join()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"[]", b"[" * 4000, b'{"process": [1, 2], "since": -1}'])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 4000,
+        b'{"process": [1, 2], "since": -1}',
+        *(pytest.param(content, marks=pytest.mark.nightly) for content in (b"", b"\x80", b"[]")),
+    ],
+)
 def test_a_lock_that_says_nothing_is_refused_all_the_same(tmp_path: Path, content: bytes) -> None:
     model = sharded()
     with start(tmp_path, 1) as other:
@@ -118,6 +129,7 @@ def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["lock", "folder"])
 def test_a_job_whose_lock_was_removed_learns_at_its_next_save_that_another_has_the_folder(
     tmp_path: Path, what: str
@@ -150,7 +162,7 @@ def test_a_job_whose_lock_was_removed_learns_at_its_next_save_that_another_has_t
 HOLDS = """
 import sys, time
 from pathlib import Path
-from polyshard.checkpoint.job_lock import JobLock
+from polyshard.checkpoint.folder import JobLock
 Path(sys.argv[1]).mkdir(exist_ok=True)
 lock = JobLock(Path(sys.argv[1]))
 print("held", flush=True)

@@ -140,16 +140,19 @@ def assert_bit_equal(folder: Path, make: Make, choose: Choose, ranks: int, setti
     return resumed[0][0]
 
 
-#: A few quick ones; the others are marked as slow.
+#: A few quick ones. Of the usual optimizers `make test-nightly` tries the strategies beside full_shard.
 QUICK = frozenset({case for case in RESUMED if case[0] == "AdamW"} | {("SGD", "full_shard 2")})
+
+
+def _how_often(name: str, sharding: str) -> pytest.MarkDecorator | tuple[()]:
+    if (name, sharding) in QUICK:
+        return ()
+    return pytest.mark.nightly if name in USUAL and not sharding.startswith("full_shard") else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("name", "sharding"),
-    [
-        pytest.param(name, sharding, marks=() if (name, sharding) in QUICK else pytest.mark.slow)
-        for name, sharding in RESUMED
-    ],
+    [pytest.param(name, sharding, marks=_how_often(name, sharding)) for name, sharding in RESUMED],
 )
 def test_resuming_twice_is_not_stopping(tmp_path: Path, name: str, sharding: str) -> None:
     ranks, settings = SHARDINGS[sharding]
@@ -161,7 +164,7 @@ def test_resuming_twice_is_not_stopping(tmp_path: Path, name: str, sharding: str
 @pytest.mark.parametrize(
     ("name", "sharding"),
     [
-        pytest.param(name, sharding, marks=() if (name, sharding) in QUICK else pytest.mark.slow)
+        pytest.param(name, sharding, marks=_how_often(name, sharding))
         for name in ("AdamW", "NAdam", "Adagrad", "SGD")
         for sharding in ("full_shard 2", "shard_grad_op 3", "no_shard 2", "hybrid_shard 2 x 2")
     ],
@@ -170,9 +173,11 @@ def test_flat_parameters_resume_twice_as_well(tmp_path: Path, name: str, shardin
     assert_bit_equal(tmp_path, OPTIMIZERS[name], flat_parameters, *SHARDINGS[sharding])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choices", [(own, own, own), (own, flat_parameters, own)], ids=["own", "flat between"])
 @pytest.mark.parametrize(
-    "name", ["AdamW", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NAdam", "RAdam", "Adagrad", "ASGD"))]
+    "name",
+    ["AdamW", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NAdam", "RAdam", "Adagrad", "ASGD"))],
 )
 def test_every_leg_may_be_sharded_otherwise(tmp_path: Path, name: str, choices: tuple[Choose, ...]) -> None:
     legs = (SHARDINGS["full_shard 5"], SHARDINGS["hybrid_shard 2 x 2"], (3, {"strategy": "no_shard"}))
@@ -240,3 +245,22 @@ def test_a_rank_without_elements_is_given_no_state(tmp_path: Path) -> None:
     counts = on_ranks(5, on_rank)
     assert all(have == held for have, held in counts)
     assert sum(held for _, held in counts) > 0
+
+
+def test_numbers_of_steps_may_differ_between_parameters_of_a_unit(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, float]:
+        model = sharded_copy(net(), rank, world, policy=units_of(Block))
+        optimizer = OPTIMIZERS["AdamW"](own(model))
+        for turn in range(2):
+            step(model, turn, rank)
+            optimizer.step()
+        # As of a parameter that was frozen for a while.
+        if model.blocks[0].up.bias.numel():
+            optimizer.state[model.blocks[0].up.bias]["step"].fill_(1.0)
+        directory = checkpoint.save(tmp_path, 2, model, optimizer)
+        fresh = OPTIMIZERS["AdamW"](own(model))
+        checkpoint.load(directory, model, fresh)
+        return {name: float(fresh.state[each]["step"]) for name, each in model.named_parameters() if each.numel()}
+
+    for found in on_ranks(2, on_rank):
+        assert all(step == (1.0 if name == "blocks.0.up.bias" else 2.0) for name, step in found.items())

@@ -13,10 +13,10 @@ import polyshard
 import polyshard.state
 import pytest
 import torch
+from checkpoints import tensors_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity import on_ranks, threaded
-from plain_checkpoints import tensors_in
 from polyshard import checkpoint
 from polyshard.errors import PolyshardError
 from polyshard_backends.threaded import ThreadedWorld
@@ -84,6 +84,7 @@ def fitting(ranks: int, run: dict[str, Any]) -> dict[str, Any]:
     return run if run["strategy"] != "hybrid_shard" or ranks == 4 else {"strategy": "full_shard"}
 
 
+@pytest.mark.slow
 @given(
     parts=st.lists(st.tuples(_DTYPES, _SHAPES), min_size=1, max_size=3),
     one=st.tuples(st.integers(2, 4), _RUNS),

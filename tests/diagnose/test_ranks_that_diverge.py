@@ -12,9 +12,9 @@ import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import RankMismatchError
-from polyshard.testing import plugin_context
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.threaded import ThreadedWorld
+from polyshard_testing import plugin_context
 from processes import RankPool
 from torch import nn
 
@@ -82,6 +82,7 @@ def diverge(rank: int, way: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [0, 1])
 def test_processes_are_told_too(way: int) -> None:
     with RankPool(2) as pool:
@@ -103,6 +104,7 @@ def announce_against_an_object(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_send_objects_and_ranks_that_gather_are_told_apart() -> None:
     with RankPool(3) as pool:
         for rank, text in enumerate(pool.run(announce_against_an_object)):
@@ -133,6 +135,7 @@ def watch_on_one_rank(rank: int, how: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -191,6 +194,7 @@ def clip_otherwise(rank: int, how: str) -> tuple[str, float]:
     return str(caught.value), polyshard.clip_grad_norm_(model, 1.0).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "mine", "other"),
     [

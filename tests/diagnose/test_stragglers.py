@@ -56,6 +56,7 @@ def found_in(
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [BLOCKS, {"strategy": "no_shard"}], ids=["shards", "copies"])
 def test_a_rank_that_sleeps_is_named_on_all_ranks_at_the_same_calls(settings: dict[str, Any]) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[tuple[Straggler, ...]]:
@@ -73,6 +74,7 @@ def test_a_rank_that_sleeps_is_named_on_all_ranks_at_the_same_calls(settings: di
     assert answers[0] == answers[1] == answers[2]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_slow_alike_are_none() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[tuple[Straggler, ...]]:
         model = sharded_copy(seeded(sleepy), rank, world, **BLOCKS)
@@ -86,6 +88,7 @@ def sleep_on_one(rank: int) -> list[tuple[Straggler, ...]]:
     return found_in(model, rank, 6, SLEEP_S if rank == 2 else 0.0, every=4, factor=2.0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_over_gloo() -> None:
     with RankPool(3) as pool:
         answers = pool.run(sleep_on_one)
@@ -176,7 +179,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: st
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
-    with pytest.raises(StateError, match="Stragglers needs a sharded model"), polyshard.Stragglers(nn.Linear(2, 2)):
+    with pytest.raises(StateError, match="Stragglers needs a sharded module"), polyshard.Stragglers(nn.Linear(2, 2)):
         pass
     model = seeded(Net)
     alone = polyshard.shard(model, polyshard.ShardConfig(strategy="no_shard", collectives="fake"))

@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import torch
 from polyshard import checkpoint
-from polyshard.testing import Rank, run_ranks
+from polyshard_testing import Rank, run_ranks
 from program import Block, build
 from torch import nn
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from fault_figures import record
 from polyshard import checkpoint
-from polyshard.checkpoint.documents import render
+from polyshard.checkpoint.encoding import render
 from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
 from saved import Alone, write
 
@@ -67,6 +67,7 @@ def flip(root: Path, count: int, seed: int) -> Counter[str]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_flipped_bits_are_named(tmp_path: Path) -> None:
     assert flip(tmp_path, 25, seed=1).total() == 25
 
@@ -113,6 +114,7 @@ def pipe(path: Path, other: Path) -> None:
 CHANGES: tuple[Callable[[Path, Path], None], ...] = (truncate, empty, remove, zero, lengthen, exchange, link, pipe)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_files_that_are_not_what_was_written_are_refused(tmp_path: Path, change: Callable[[Path, Path], None]) -> None:
@@ -188,6 +190,7 @@ def looks(directory: Path, alone: Alone) -> Iterator[Callable[[], Any]]:
     yield lambda: checkpoint.latest(directory.parent, verify=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:passed over")
 def test_planted_pickles_never_run(tmp_path: Path) -> None:
@@ -249,6 +252,7 @@ HOSTILE: tuple[Any, ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_hostile_manifest_is_refused_at_every_place(tmp_path: Path) -> None:
     """Whoever can write can sign: what is inside must hold by itself, without memory that no file could fill."""

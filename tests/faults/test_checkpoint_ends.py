@@ -21,10 +21,9 @@ import pytest
 import torch
 from fault_figures import record
 from polyshard import checkpoint
-from polyshard.checkpoint.job_lock import JobLock
+from polyshard.checkpoint.folder import JobLock
 from polyshard.errors import BackgroundSaveError, ConfigError, RankMismatchError
-from polyshard.testing import Rank, RankProcesses, run_ranks
-from polyshard.testing.rank_processes import Joined
+from polyshard_testing import Rank, RankProcesses, run_ranks
 from program import Block, build
 from torch import nn
 
@@ -81,7 +80,7 @@ def test_programs_that_end_behind_a_save_that_fails(tmp_path: Path) -> None:
     record("last_saves", programs=PROGRAMS, ranks=len(told), told=sum(told))
 
 
-def next_call(joined: Joined, root: Path, victim: int, name: str) -> tuple[str, str, bool]:
+def next_call(joined: Rank, root: Path, victim: int, name: str) -> tuple[str, str, bool]:
     """What the call behind a failed save raises and says, and whether the save that it asked for was begun."""
     model = polyshard.shard(build(), polyshard.ShardConfig(policy=POLICY, timeout_s=20.0))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

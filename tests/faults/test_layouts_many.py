@@ -13,9 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from polyshard.interfaces import Layout, ParameterGeometry, PluginContext, UnitGeometry
 from polyshard.planning.layout import laid_out
-from polyshard_layouts.blocks import Blocks
-from polyshard_layouts.flat import Flat
-from polyshard_layouts.rows import Rows
+from polyshard_layouts.layouts import Blocks, Flat, Rows
 
 EXAMPLES = 100_000
 CONTEXT = PluginContext("under test", torch.device("cpu"))
@@ -59,6 +57,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @given(**CASES)
 @settings(deadline=None, max_examples=100)
 def test_elements_lie_in_one_slice_each(

@@ -71,9 +71,9 @@ def err_and_resume(folder: Path, turn: int, plan: tuple[Kind, tuple[At, ...], in
 
 
 @pytest.mark.slow
-def test_one_mistake_of_each_kind_is_named_and_made_up_for(tmp_path: Path) -> None:
+def test_a_mistake_of_each_consequence_is_named_and_made_up_for(tmp_path: Path) -> None:
     expected = run_to_end(Job(tmp_path / "whole"))
-    for plan in PLANS:
+    for plan in {plan[3]: plan for plan in PLANS}.values():
         err_and_resume(tmp_path, 1, plan, expected)
 
 

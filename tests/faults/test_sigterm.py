@@ -17,7 +17,7 @@ import polyshard
 import pytest
 from fault_figures import record
 from killed_runs import EXAMPLE, SETTINGS, STEPS
-from programs import Finished, run_script
+from processes import Finished, run_script
 
 RANKS, SIGNALS = 2, 20
 #: Seconds until all have ended.
@@ -69,7 +69,7 @@ def end_and_go_on(folder: Path, turn: int, expected: tuple[Any, str]) -> tuple[f
     return seconds, int(match[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     whole, _ = run(tmp_path / "whole")
     end_and_go_on(tmp_path, 1, result(tmp_path / "whole", whole.output))

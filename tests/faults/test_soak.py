@@ -13,8 +13,7 @@ import pytest
 import torch
 from fault_figures import record
 from polyshard import checkpoint
-from polyshard.testing import RankProcesses
-from polyshard.testing.rank_processes import Joined
+from polyshard_testing import Rank, RankProcesses
 from program import Block, build
 
 STEPS, SAVE_EVERY, LOOK_EVERY = 10_000, 250, 1000
@@ -23,7 +22,7 @@ WARM = 3000
 GROWTH = 4 << 20
 
 
-def train(joined: Joined, folder: Path, steps: int) -> list[tuple[int, int, int]]:
+def train(joined: Rank, folder: Path, steps: int) -> list[tuple[int, int, int]]:
     """Resident bytes, threads and descriptors at every ``LOOK_EVERY`` steps."""
     chance = random.Random(joined.rank)
     model = polyshard.shard(build(), polyshard.ShardConfig(policy={"name": "module_class", "classes": [Block]}))

@@ -1,143 +1,117 @@
-"""The drop-in's names, signatures and settings beside those of ``torch.distributed.fsdp``; policies by themselves."""
+"""The drop-in's names, signatures and settings beside those of ``torch.distributed.fsdp``, and what trainers read."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from datetime import timedelta
 from enum import Enum
 from threading import Thread
 from typing import Any
 
-import polyshard_fsdp
 import pytest
 import torch
-from polyshard.errors import PolyshardError
-from polyshard_fsdp import _common_utils, api, wrap
+import torch.distributed.fsdp as theirs
+from parity import Block, Net, draw, on_ranks, seeded, square_step
+from polyshard.errors import ConfigTypeError, ParameterChangedError
+from polyshard.interfaces import PluginContext
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp import _common_utils, wrap
 from polyshard_fsdp._common_utils import TrainingState, clean_tensor_name
-from polyshard_fsdp.api import CPUOffload, FullStateDictConfig, MixedPrecision, ShardedStateDictConfig, ShardingStrategy
-from polyshard_fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, size_based_auto_wrap_policy
+from polyshard_fsdp.wrap import enable_wrap
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import _common_utils as torch_common_utils
-from torch.distributed.fsdp import api as torch_api
 from torch.distributed.fsdp import wrap as torch_wrap
 
-FSDP1_NAMES = sorted({*torch_api.__all__, "FullyShardedDataParallel", "FlatParameter", "OptimStateKeyType"})
-PRIVATE_POLICY_NAMES = [
-    "_Policy",
-    "_module_wrap_policy",
-    "_or_policy",
-    "_post_order_apply",
-    "_construct_wrap_fn",
-    "_recursive_wrap",
-    "_run_mixed_precision_override_policy",
-    "_wrap",
-    "_wrap_module_cls_individually",
-]
+CONTEXT = PluginContext("test", torch.device("cpu"), timeout=timedelta(seconds=10))
+OWN = {"FullyShardedDataParallel", "FlatParameter", "ShardedGradScaler", "enable_wrap", "wrap"}
+SUBMODULES = ["api", "wrap", "sharded_grad_scaler", "fully_sharded_data_parallel"]
+
+
+def group(rank: int = 0, size: int = 2) -> FakeCollectives:
+    return FakeCollectives(CONTEXT, rank=rank, world_size=size)
 
 
 class TestBesideTorch:
     """What a script that changes its import line meets."""
 
-    @pytest.mark.parametrize("name", FSDP1_NAMES)
-    def test_package_has_the_name(self, name: str) -> None:
-        assert name in dir(torch.distributed.fsdp), "an independent reference must have it"
-        ours = getattr(polyshard_fsdp, name)
-        assert (name in polyshard_fsdp.__all__) >= (name in torch.distributed.fsdp.__all__)
-        assert ours is not getattr(torch.distributed.fsdp, name)
-        assert inspect.isclass(ours)
-
-    @pytest.mark.parametrize(
-        "name",
-        ["api", "wrap", "sharded_grad_scaler", "fully_sharded_data_parallel"],
-    )
-    def test_submodule_has_the_names(self, name: str) -> None:
-        ours = importlib.import_module(f"polyshard_fsdp.{name}")
-        theirs = importlib.import_module(f"torch.distributed.fsdp.{name}")
-        public = getattr(theirs, "__all__", None) or ["ShardedGradScaler"]
-        assert [public_name for public_name in public if not hasattr(ours, public_name)] == []
-
-    @pytest.mark.parametrize("name", torch_api.__all__)
-    def test_setting_is_the_same(self, name: str) -> None:
-        ours, theirs = getattr(api, name), getattr(torch_api, name)
-        if issubclass(theirs, Enum):
-            assert {member: ours[member].value for member in ours.__members__} == {
-                member: theirs[member].value for member in theirs.__members__
-            }
-            assert str(next(iter(ours))) == str(next(iter(theirs)))
-            return
-        assert [(field.name, field.default) for field in dataclasses.fields(ours)] == [
-            (field.name, field.default) for field in dataclasses.fields(theirs)
-        ]
-        assert [base.__name__ for base in ours.__mro__] == [base.__name__ for base in theirs.__mro__]
-        if name != "StateDictSettings":
-            assert str(ours()) == str(theirs())
-
-    @pytest.mark.parametrize("name", [*torch_wrap.__all__, *PRIVATE_POLICY_NAMES])
-    def test_policy_has_the_same_arguments(self, name: str) -> None:
-        ours, theirs = getattr(wrap, name), getattr(torch_wrap, name)
-        assert _arguments(ours) == _arguments(theirs)
-        for method in ("__call__", "_run_policy") if inspect.isclass(theirs) else ():
-            if method in vars(theirs):
-                assert _arguments(getattr(ours, method)) == _arguments(getattr(theirs, method))
+    @pytest.mark.parametrize("module", ["", *(f".{name}" for name in SUBMODULES)])
+    def test_names_are_torchs_or_the_drop_ins_own(self, module: str) -> None:
+        ours = importlib.import_module(f"polyshard_fsdp{module}")
+        other = importlib.import_module(f"torch.distributed.fsdp{module}")
+        if module:
+            names = getattr(other, "__all__", None) or ["ShardedGradScaler"]
+        else:
+            fsdp2 = ("FSDPModule", "UnshardHandle", "DataParallelMeshDims")
+            names = [name for name in other.__all__ if not name.endswith("Policy") and name not in fsdp2]
+            names = ["FlatParameter", *(name for name in names if name[0].isupper() and "FSDP" not in name)]
+        assert len(names) > 0
+        for name in names:
+            assert (getattr(ours, name) is getattr(other, name)) == (name not in OWN)
+            assert name in ours.__all__
 
     @pytest.mark.parametrize("class_name", ["FullyShardedDataParallel", "ShardedGradScaler"])
     def test_class_has_the_same_methods(self, class_name: str) -> None:
         module = "sharded_grad_scaler" if class_name == "ShardedGradScaler" else "fully_sharded_data_parallel"
         ours = getattr(importlib.import_module(f"polyshard_fsdp.{module}"), class_name)
-        theirs = getattr(importlib.import_module(f"torch.distributed.fsdp.{module}"), class_name)
-        public = [name for name in vars(theirs) if not name.startswith("_") or name in ("__init__", "__getitem__")]
+        other = getattr(importlib.import_module(f"torch.distributed.fsdp.{module}"), class_name)
+        public = [name for name in vars(other) if not name.startswith("_") or name in ("__init__", "__getitem__")]
         assert {"__init__", "state_dict_type" if class_name != "ShardedGradScaler" else "unscale_"} <= set(public)
         assert [name for name in public if not hasattr(ours, name)] == []
-        different = {
-            name: (_arguments(getattr(ours, name)), _arguments(getattr(theirs, name)))
-            for name in public
-            if callable(getattr(theirs, name)) and _arguments(getattr(ours, name)) != _arguments(getattr(theirs, name))
-        }
-        assert different == {}
+        for name in public:
+            if callable(getattr(other, name)):
+                assert _arguments(getattr(ours, name)) == _arguments(getattr(other, name)), name
 
-    def test_default_classes_of_the_size_policy(self) -> None:
-        assert {nn.MultiheadAttention} == size_based_auto_wrap_policy.FORCE_LEAF_MODULES  # type: ignore[attr-defined]
-        assert {nn.ModuleList, nn.ModuleDict} == size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
+    @pytest.mark.parametrize("strategy", list(theirs.ShardingStrategy))
+    @pytest.mark.parametrize("use_orig_params", [False, True])
+    @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
+    def test_every_strategy_trains(self, strategy: theirs.ShardingStrategy, use_orig_params: bool) -> None:
+        groups: Any = (group(), group(size=1)) if "HYBRID" in strategy.name else group()
+        model = FSDP(seeded(Net), groups, strategy, use_orig_params=use_orig_params)
+        assert model.sharding_strategy is strategy
+        square_step(model, 0, 0)
+        assert all(p.grad is not None for p in model.parameters() if p.numel())
 
-    def test_training_states(self) -> None:
-        for name in ("TrainingState", "HandleTrainingState"):
-            ours, theirs = getattr(_common_utils, name), getattr(torch_common_utils, name)
-            assert list(ours.__members__) == list(theirs.__members__)
+    @pytest.mark.parametrize(
+        ("argument", "value", "kind"),
+        [
+            ("sharding_strategy", "FULL_SHARD", "ShardingStrategy"),
+            ("sharding_strategy", theirs.BackwardPrefetch.BACKWARD_PRE, "ShardingStrategy"),
+            ("backward_prefetch", "BACKWARD_PRE", "BackwardPrefetch"),
+            ("cpu_offload", True, "CPUOffload"),
+            ("mixed_precision", theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16), "MixedPrecision"),
+        ],
+    )
+    def test_other_settings_are_refused_and_the_model_is_unchanged(self, argument: str, value: Any, kind: str) -> None:
+        model = seeded(Net)
+        with pytest.raises(ConfigTypeError, match=rf"`{argument}` should be a {kind} but got "):
+            FSDP(model, group(), auto_wrap_policy=wrap.ModuleWrapPolicy({Block}), **{argument: value})
+        assert [type(each) for each in model.blocks] == [Block] * 3
+        assert FSDP(model, group()).rank == 0
 
+    @pytest.mark.filterwarnings("ignore:FSDP.state_dict_type:FutureWarning")
+    def test_other_types_of_state_dict_are_refused(self) -> None:
+        model = FSDP(seeded(Net), group())
+        for kind in ("FULL_STATE_DICT", None, theirs.ShardingStrategy.FULL_SHARD):
+            with pytest.raises(ConfigTypeError, match="`state_dict_type` should be a StateDictType but got"):
+                FSDP.set_state_dict_type(model, kind)  # type: ignore[arg-type]
+        for config in ({}, theirs.ShardedStateDictConfig()):
+            with pytest.raises(RuntimeError, match="Expected state_dict_config of type"):
+                FSDP.set_state_dict_type(model, theirs.StateDictType.FULL_STATE_DICT, config)  # type: ignore[arg-type]
+        assert FSDP.get_state_dict_type(model).state_dict_type is theirs.StateDictType.FULL_STATE_DICT
 
-class TestSettings:
-    """Equality and text by value."""
-
-    def test_cpu_offload(self) -> None:
-        assert CPUOffload(True) == CPUOffload(offload_params=True) != CPUOffload()
-        assert str(CPUOffload(True)) == "CPUOffload(offload_params=True)"
-
-    def test_mixed_precision(self) -> None:
-        low = MixedPrecision(torch.float16, torch.float32, torch.bfloat16)
-        same = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
-        assert low == same != MixedPrecision(param_dtype=torch.float16)
-        assert str(low) == (
-            "MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16, "
-            "keep_low_precision_grads=False, cast_forward_inputs=False, cast_root_forward_inputs=True, "
-            "_module_classes_to_ignore=(<class 'torch.nn.modules.batchnorm._BatchNorm'>,))"
-        )
-
-    def test_settings_of_different_kinds_are_not_equal(self) -> None:
-        assert FullStateDictConfig() != ShardedStateDictConfig()
-        assert str(ShardingStrategy.FULL_SHARD) == "ShardingStrategy.FULL_SHARD"
-
-    def test_settings_can_be_changed_before_use(self) -> None:
-        low = MixedPrecision()
-        low.param_dtype = torch.bfloat16
-        assert low == MixedPrecision(torch.bfloat16)
+    @pytest.mark.parametrize("device_id", [torch.device("cpu", 0), "cpu:0", torch.device("cpu"), "cpu"])
+    def test_a_cpu_with_an_index_is_the_cpu(self, device_id: Any) -> None:
+        model = FSDP(seeded(Net), group(), device_id=device_id, auto_wrap_policy=wrap.ModuleWrapPolicy({Block}))
+        assert model.compute_device == torch.device("cpu")
+        square_step(model, 0, 0)
 
 
 class TestNames:
-    """Names without what wrappers add."""
+    """Names without what wrappers add, and states of the step."""
 
     @pytest.mark.parametrize(
         ("name", "clean"),
@@ -146,11 +120,10 @@ class TestNames:
             ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight", "layers.0.weight"),
             ("a._checkpoint_wrapped_module._fsdp_wrapped_module.b", "a.b"),
             ("module.weight", "module.weight"),
-            ("_fsdp_wrapped_module._flat_param", "_flat_param"),
         ],
     )
     def test_clean_tensor_name(self, name: str, clean: str) -> None:
-        assert clean_tensor_name(name) == clean == torch_common_utils.clean_tensor_name(name)
+        assert clean_tensor_name(name) == clean
 
     @pytest.mark.parametrize(("once", "of_first"), [(True, ["0.weight"]), (False, ["0.weight", "1.weight"])])
     def test_every_parameter_has_its_clean_names(self, once: bool, of_first: list[str]) -> None:
@@ -160,86 +133,69 @@ class TestNames:
         names = _common_utils._get_param_to_fqns(model, dedup_shared_params=once)
         assert names == {first: of_first, model[0].bias: ["0.bias"]}
 
-
-class TestTrainingState:
-    """A call in the wrong state of the step."""
-
-    @pytest.mark.parametrize("rank", [0, 1])
-    def test_refused_by_both_states(self, rank: int, capsys: pytest.CaptureFixture[str]) -> None:
-        class State:
-            training_state = TrainingState.FORWARD_BACKWARD
-
-        state = State()
-        state.rank = rank  # type: ignore[attr-defined]
-        allowed = [TrainingState.IDLE]
-        with pytest.raises(
-            ValueError, match=r"expected to be in states .*IDLE.* but current state is .*FORWARD_BACKWARD"
-        ):
-            _common_utils._assert_in_training_states(state, allowed)  # type: ignore[arg-type]
-        assert ("ERROR: expected to be in states" in capsys.readouterr().out) == (rank == 0)
-        _common_utils._assert_in_training_states(state, [TrainingState.FORWARD_BACKWARD])  # type: ignore[arg-type]
+    def test_a_call_in_another_state_of_the_step_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for rank in (0, 1):
+            model = FSDP(seeded(Net), group(rank))
+            with pytest.raises(ValueError, match=r"expected to be in states .*FORWARD.* but current state is .*IDLE"):
+                model._assert_state([TrainingState.FORWARD_BACKWARD])
+            assert ("ERROR: expected to be in states" in capsys.readouterr().out) == (rank == 0)
+            model._assert_state(TrainingState.IDLE)
 
 
 class TestPolicies:
-    """What policies answer and refuse."""
+    """Policies of torch, and wrapping by hand."""
 
-    @pytest.mark.parametrize("answer", [None, 1, "yes", [True]])
-    def test_custom_policy_refuses_other_answers(self, answer: Any) -> None:
-        policy = CustomPolicy(lambda module: answer)
-        match = "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned"
-        with pytest.raises(ValueError, match=match) as caught:
-            policy._run_policy(nn.Linear(1, 1), set(), {})
-        assert f"it returned {answer} " in str(caught.value)
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            torch_wrap.ModuleWrapPolicy({Block}),
+            torch_wrap.CustomPolicy(lambda module: isinstance(module, Block)),
+            torch_wrap.CustomPolicy(
+                lambda module: (
+                    isinstance(module, Block) and {"sharding_strategy": theirs.ShardingStrategy.SHARD_GRAD_OP}
+                )
+            ),
+            functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+            functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=77),
+            functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
+            functools.partial(torch_wrap._or_policy, policies=[torch_wrap.ModuleWrapPolicy({Block})]),
+        ],
+    )
+    def test_policies_wrap_what_they_choose(self, policy: Any) -> None:
+        model = FSDP(seeded(Net), group(), auto_wrap_policy=policy)
+        inside = FSDP.fsdp_modules(model)[1:]
+        assert [type(each.module) for each in inside] == [Block] * 3
+        overrides = isinstance(policy, torch_wrap.CustomPolicy) and isinstance(policy._lambda_fn(Block()), dict)
+        assert {each.sharding_strategy.name for each in inside} == {"SHARD_GRAD_OP" if overrides else "FULL_SHARD"}
 
-    def test_custom_policy_overrides_the_roots_arguments(self) -> None:
-        model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Tanh(), nn.Sigmoid())
-        answers = {model[0]: {"a": 2}, model[1]: True, model[2]: {}, model[3]: True}
-        root_kwargs = {"a": 1, "b": 1}
-        plan = CustomPolicy(lambda module: answers.get(module, False))._run_policy(model, {model[3]}, root_kwargs)
-        assert plan == {model[0]: {"a": 2, "b": 1}, model[1]: {"a": 1, "b": 1}}
-        plan[model[1]]["a"] = 3
-        assert root_kwargs == {"a": 1, "b": 1}
+    @pytest.mark.parametrize("wrapping", [torch_wrap, wrap])
+    def test_enable_wrap_gives_its_arguments_and_those_of_wrap_win(self, wrapping: Any) -> None:
+        settings = {"process_group": group(), "sharding_strategy": theirs.ShardingStrategy.SHARD_GRAD_OP}
+        with wrapping.enable_wrap(wrapper_cls=FSDP, **settings):
+            wrapped = wrapping.wrap(nn.Linear(2, 2), forward_prefetch=True)
+        assert isinstance(wrapped, FSDP)
+        assert wrapped.sharding_strategy is theirs.ShardingStrategy.SHARD_GRAD_OP
+        assert wrapped.forward_prefetch
 
-    def test_module_wrap_policy_shows_its_classes(self) -> None:
-        assert repr(ModuleWrapPolicy([nn.Linear])).endswith("({<class 'torch.nn.modules.linear.Linear'>})")
-
-    def test_contexts_do_not_nest(self) -> None:
+    def test_contexts_do_not_nest_and_close_when_their_body_raises(self) -> None:
+        linear = nn.Linear(1, 1)
         match = "You are already within an autowrap context and we currently do not supported nested autowrap"
         with (
-            enable_wrap(wrapper_cls=_Wrapper),
             pytest.raises(NotImplementedError, match=match),
-            enable_wrap(wrapper_cls=_Wrapper),
+            enable_wrap(wrapper_cls=FSDP),
+            enable_wrap(wrapper_cls=FSDP),
         ):
             pass
-        with enable_wrap(wrapper_cls=_Wrapper, setting=1):
-            assert isinstance(wrap.wrap(nn.Linear(1, 1)), _Wrapper)
-
-    def test_context_needs_a_wrapper(self) -> None:
-        with (
-            pytest.raises(AssertionError, match="Expected to pass in wrapper_cls arg into _ConfigAutoWrap"),
-            wrap._ConfigAutoWrap(setting=1),
-        ):
-            pass
-
-    def test_context_closes_when_its_body_raises(self) -> None:
-        with pytest.raises(ZeroDivisionError), enable_wrap(wrapper_cls=_Wrapper):
-            raise ZeroDivisionError
-        linear = nn.Linear(1, 1)
         assert wrap.wrap(linear) is linear
 
     def test_another_thread_is_outside_the_context(self) -> None:
         linear = nn.Linear(1, 1)
         found: list[nn.Module] = []
-        with enable_wrap(wrapper_cls=_Wrapper):
+        with enable_wrap(wrapper_cls=FSDP):
             thread = Thread(target=lambda: found.append(wrap.wrap(linear)))
             thread.start()
             thread.join()
         assert found == [linear]
-
-    def test_arguments_of_wrap_win(self) -> None:
-        with enable_wrap(wrapper_cls=_Wrapper, setting=1, other=2):
-            wrapped: Any = wrap.wrap(nn.Linear(1, 1), setting=3)
-        assert wrapped.settings == {"setting": 3, "other": 2}
 
     def test_function_policy_counts_what_is_left(self) -> None:
         asked: list[tuple[str, bool, int]] = []
@@ -249,9 +205,8 @@ class TestPolicies:
             return recurse or nonwrapped_numel >= 12
 
         model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(1, 1), nn.Linear(2, 2)), nn.Linear(4, 4))
-        ignored = {model[1][1]}
-        wrapped, numel = wrap._recursive_wrap(model, policy, _Wrapper, ignored, set(model[1][1].parameters()))
-        assert asked == [
+        FSDP(model, group(), auto_wrap_policy=policy, ignored_modules=[model[1][1]])
+        assert asked[:9] == [
             ("Sequential", True, 34),
             ("Linear", True, 12),
             ("Linear", False, 12),
@@ -261,49 +216,70 @@ class TestPolicies:
             ("Sequential", False, 2),
             ("Linear", True, 20),
             ("Linear", False, 20),
-            ("Sequential", False, 2),
         ]
-        assert wrapped is model
-        assert numel == 32
-        assert [type(child) for child in model] == [_Wrapper, nn.Sequential, _Wrapper]
-
-    @pytest.mark.parametrize(
-        ("policy", "wrapper", "match"),
-        [
-            (None, "wrapper", "Must specify auto_wrap_policy."),
-            (wrap.always_wrap_policy, None, "Must specify wrapper_cls"),
-            (wrap.always_wrap_policy, "wrapper", "(?s)Child module .* is already wrapped by"),
-        ],
-    )
-    def test_recursive_wrap_refuses(self, policy: Any, wrapper: str | None, match: str) -> None:
-        model = nn.Sequential(_Wrapper(nn.Linear(1, 1)))
-        with pytest.raises(AssertionError, match=match) as caught:
-            wrap._recursive_wrap(model, policy, _Wrapper if wrapper else None, set(), set())  # type: ignore[arg-type]
-        assert isinstance(caught.value, PolyshardError)
-
-    def test_root_is_wrapped_unless_only_children_are(self) -> None:
-        for only_children in (False, True):
-            model = nn.Sequential(nn.Linear(2, 2))
-            policy = functools.partial(size_based_auto_wrap_policy, min_num_params=0)
-            wrapped, numel = wrap._recursive_wrap(model, policy, _Wrapper, set(), set(), only_children)
-            assert isinstance(wrapped, _Wrapper) != only_children
-            assert isinstance(model[0], _Wrapper)
-            assert numel == 6
+        assert [type(child) for child in model] == [FSDP, nn.Sequential, FSDP]
 
 
-class _Wrapper(nn.Module):
-    def __init__(self, module: nn.Module, **settings: Any) -> None:
-        super().__init__()
-        self.module = module
-        self.settings = settings
+class TestWhatTrainersRead:
+    """Private attributes that Accelerate reads, and what it does with them before a training in bf16."""
+
+    def test_has_params(self) -> None:
+        model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2), group()), nn.ReLU()), group())
+        assert [each._has_params for each in FSDP.fsdp_modules(model)] == [False, True]
+        assert [each._flat_param is not None for each in FSDP.fsdp_modules(model)] == [False, True]
+
+    @pytest.mark.parametrize("use_orig_params", [False, True])
+    def test_shards_may_be_cast_to_fp32(self, use_orig_params: bool) -> None:
+        """A model that came in bf16, computes in bf16, and is trained in fp32."""
+
+        def on_rank(rank: int, world: ThreadedWorld) -> list[Any]:
+            with world.lock:
+                model = FSDP(
+                    seeded(Net).bfloat16(),
+                    ThreadedCollectives(CONTEXT, world=world, rank=rank),
+                    auto_wrap_policy=wrap.ModuleWrapPolicy({Block}),
+                    mixed_precision=theirs.MixedPrecision(param_dtype=torch.bfloat16),
+                    use_orig_params=use_orig_params,
+                )
+            for each in FSDP.fsdp_modules(model):
+                if not each._has_params:
+                    continue
+                flat = each._flat_param
+                assert flat is not None
+                if flat.dtype != torch.float32 and flat.requires_grad:
+                    assert flat._fqns
+                    flat.data = flat.data.to(torch.float32)
+                    each._handle._orig_param_dtype = torch.float32
+                assert each._handle._orig_param_dtype == torch.float32
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            loss = model(draw(4, 3, rank=rank)).float().square().mean()
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=1e-4).step()
+            assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+            with FSDP.summon_full_params(model):
+                return [p.detach().clone() for p in model.parameters()]
+
+        before = [p.detach().float() for p in seeded(Net).bfloat16().parameters()]
+        for after in on_ranks(2, on_rank):
+            changes = [(new.flatten() - old.flatten()).abs().max() for new, old in zip(after, before, strict=True)]
+            # Smaller than bf16 could hold.
+            assert all(0 < change < 1e-3 for change in changes)
+
+    def test_a_dtype_that_the_data_do_not_have_is_refused(self) -> None:
+        model = FSDP(seeded(Net), group())
+        assert model._handle is not None
+        with pytest.raises(
+            ParameterChangedError, match=r"is in torch.float64, and cannot be told to be in torch.float32"
+        ):
+            model._handle._orig_param_dtype = torch.float32
+        square_step(model, 0, 0)
+        assert all(p.dtype == torch.float64 for p in model.parameters())
 
 
-def _arguments(function: Callable[..., Any]) -> list[tuple[str, str, object]]:
-    """Name, kind and default of each argument; members of enums by their text, so that two enums compare."""
-    return list(_describe(inspect.signature(function)))
-
-
-def _describe(signature: inspect.Signature) -> Iterator[tuple[str, str, object]]:
-    for parameter in signature.parameters.values():
-        default = parameter.default
-        yield parameter.name, parameter.kind.name, str(default) if isinstance(default, Enum) else default
+def _arguments(function: Any) -> list[tuple[str, str, object]]:
+    """Name, kind and default of each argument."""
+    parameters = inspect.signature(function).parameters.values()
+    return [
+        (each.name, each.kind.name, str(each.default) if isinstance(each.default, Enum) else each.default)
+        for each in parameters
+    ]

@@ -12,9 +12,9 @@ from fsdp_parity.initialisation import DummyGroup
 from fsdp_parity.ranks import Pools
 from polyshard.errors import StateError, UnsupportedError, WorldSizeError
 from polyshard.interfaces import Collectives, ReduceOp
-from polyshard.testing import CollectivesSuite
 from polyshard_backends.fake import FakeCollectives
 from polyshard_fsdp._collectives import collectives_of, predivide_factor
+from polyshard_testing import CollectivesSuite
 
 T = TypeVar("T")
 
@@ -44,10 +44,6 @@ class TestConformance(CollectivesSuite):
     def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
         with pytest.raises(UnsupportedError, match="pair of process groups"):
             super().test_partition_numbers_ranks_by_their_list(world_size)
-
-    def test_parts_exchange_by_their_own_numbers(self, world_size: int) -> None:
-        with pytest.raises(UnsupportedError, match="pair of process groups"):
-            super().test_parts_exchange_by_their_own_numbers(world_size)
 
     def test_closing_a_part_leaves_the_others(self, world_size: int) -> None:
         with pytest.raises(UnsupportedError, match="pair of process groups"):

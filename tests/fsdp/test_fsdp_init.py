@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, _state
 from polyshard_fsdp import _init_utils as init
-from polyshard_fsdp._init_values import materialize
+from polyshard_fsdp._init_utils import materialize
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 
@@ -228,19 +229,18 @@ def test_nodes_of_different_sizes_are_refused(ranks: Pools) -> None:
     assert text.startswith("3 ranks cannot be divided over nodes of 2")
 
 
-def test_ignored_modules_and_parameters() -> None:
+@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
+def test_ignored_modules_and_parameters(argument: str) -> None:
     model = Net()
-    model.second.register_buffer("mask", torch.ones(1))
-    by_module = init.find_ignored(model, ignored_modules=iter([model.second]))
-    assert by_module.modules == {model.second}
-    assert by_module.parameters == {model.second.weight, model.second.bias}
-    assert by_module.buffer_names == {"second.mask"}
-    assert init.managed_parameters(model, by_module) == [model.first.weight, model.first.bias]
-    assert init.find_ignored(model, ignored_states=[model.second]) == by_module
-    by_parameter = init.find_ignored(model, ignored_states={model.first.bias})
-    assert not by_parameter.modules
-    assert not by_parameter.buffer_names
-    assert by_parameter.parameters == {model.first.bias}
+    wrapped = FSDP(model, PAIR, **{argument: iter([model.second])}, use_orig_params=True)  # type: ignore[arg-type]
+    assert wrapped._ignored_modules == {model.second}
+    assert wrapped._ignored_params == {model.second.weight, model.second.bias}
+    assert model.second.weight.shape == (2, 3)
+    assert model.first.weight.dim() == 1
+    by_parameter = Net()
+    wrapped = FSDP(by_parameter, PAIR, ignored_states={by_parameter.first.bias}, use_orig_params=True)
+    assert not wrapped._ignored_modules
+    assert wrapped._ignored_params == {by_parameter.first.bias}
 
 
 def test_what_inner_instances_ignore_stays_ignored() -> None:
@@ -274,7 +274,6 @@ def test_meta_modules_get_their_values(ranks: Pools, use_orig_params: bool, with
     ranks.run(2, bodies.materialised, use_orig_params, with_function)
 
 
-NOTHING = init.Ignored(frozenset(), frozenset(), frozenset(), frozenset())
 CPU = torch.device("cpu")
 
 
@@ -288,7 +287,7 @@ def test_default_initialisation_is_that_of_a_module_built_on_the_device() -> Non
         nn.LSTM(4, 2, device="meta"),
         nn.BatchNorm1d(2, device="meta"),
     )
-    materialize(model, NOTHING, None, CPU)
+    materialize(init.find_managed(model), None, CPU)
     assert model.state_dict().keys() == expected.state_dict().keys()
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
@@ -298,7 +297,7 @@ def test_default_initialisation_is_that_of_a_module_built_on_the_device() -> Non
 
 def test_modules_with_values_keep_them() -> None:
     model = nn.Sequential(Filled(1.0), Filled(2.0, "meta"))
-    materialize(model, NOTHING, None, CPU)
+    materialize(init.find_managed(model), None, CPU)
     assert [part.weight.tolist() for part in model.children()] == [[0.0] * 3, [2.0] * 3]
 
 
@@ -307,8 +306,7 @@ def test_shared_and_ignored_meta_tensors() -> None:
     first, second, third = model
     second.weight = first.weight
     third.weight = nn.Parameter(torch.full((3,), 7.0))
-    ignored = init.find_ignored(model, ignored_states=[third.weight])
-    materialize(model, ignored, None, CPU)
+    materialize(init.find_managed(model, ignored_states=[third.weight]), None, CPU)
     assert first.weight is second.weight
     assert first.weight.tolist() == [2.0] * 3
     # Its module had to be initialised for the buffer's sake.
@@ -390,23 +388,12 @@ class TestMisplacedParameters:
             cpu_offload=CPUOffload(offload_params=True),
             use_orig_params=True,
         )
-        flat = model._flat_param
-        assert flat is not None
+        assert model._flat_param is not None
+        # A flat parameter that says that it is on a device that is not here.
+        flat = SimpleNamespace(device=torch.device("cuda", 0), _fqns=model._flat_param._fqns)
         with pytest.raises(RuntimeError) as refused:
-            _state._refuse_misplaced([_Elsewhere(model)])  # type: ignore[list-item]
+            _state._refuse_misplaced(model, SimpleNamespace(flat_param=flat))  # type: ignore[arg-type]
         assert str(refused.value) == (
             "An FSDP-managed module with parameter CPU offloading enabled has parameters on cuda:0. Make sure to not "
             "move the module from CPU when offloading parameters. The first of them is 'first.weight' (rank 0)."
         )
-
-
-class _Elsewhere:
-    """An instance whose flat parameter says that it is on a device that is not here."""
-
-    def __init__(self, instance: FSDP) -> None:
-        self.cpu_offload, self.rank = instance.cpu_offload, instance.rank
-        self._handle = self
-        self.flat_param = self
-        self.device = torch.device("cuda", 0)
-        assert instance._flat_param is not None
-        self._fqns = instance._flat_param._fqns

@@ -1,6 +1,9 @@
-"""What PyTorch's FSDP tests ask beside their larger documents; every body compares with a model without FSDP."""
+"""Unused units, optimizers in backward, and unusual ways to train, beside a model without FSDP."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from fsdp_parity import misc
@@ -9,72 +12,40 @@ from polyshard_fsdp import BackwardPrefetch
 from polyshard_fsdp._common_utils import HandleTrainingState
 
 
-class TestUnusedUnits:
-    """Units whose outputs a loss does not use."""
-
-    def test_unused_everywhere(self, ranks: Pools) -> None:
-        assert ranks.run(2, misc.unused_output_has_no_gradient) == [12, 12]
-
-    def test_used_on_some_ranks(self, ranks: Pools) -> None:
-        assert ranks.run(2, misc.output_used_on_some_ranks) == [6, 6]
-
-
-class TestOptimizerInBackward:
-    """Parameters with optimizers of their own."""
-
-    def test_numbers(self, ranks: Pools) -> None:
-        assert ranks.run(2, misc.optimizer_in_backward) == [12, 12]
-
-    def test_flat_parameters_are_refused(self, ranks: Pools) -> None:
-        ranks.run(2, misc.optimizer_in_backward_needs_original_parameters)
-
-
-class TestSettings:
-    """What an instance looks at when it is built, or first used."""
-
-    @pytest.mark.parametrize("world_size", [1, 2])
-    def test_setattr_overrides(self, ranks: Pools, world_size: int) -> None:
-        ranks.run(world_size, misc.setattr_overrides)
-
-    def test_homogeneous_attributes(self, ranks: Pools) -> None:
-        ranks.run(2, misc.homogeneous_attributes)
-
-    def test_cpu_training(self, ranks: Pools) -> None:
-        assert ranks.run(2, misc.cpu_is_a_device) == [6, 6]
+@pytest.mark.parametrize(
+    ("body", "world_sizes"),
+    [
+        (misc.unused_output_has_no_gradient, (2,)),
+        (misc.output_used_on_some_ranks, (2,)),
+        (misc.optimizer_in_backward, (2,)),
+        (misc.optimizer_in_backward_needs_original_parameters, (2,)),
+        (misc.setattr_overrides, (1, 2)),
+        (misc.homogeneous_attributes, (2,)),
+        (misc.cpu_is_a_device, (2,)),
+        (misc.checkpointing, (2,)),
+        (misc.freezing_between_steps, (2,)),
+        (misc.shapes_of_models, (2, 3)),
+        (misc.after_exceptions, (2,)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_misc(ranks: Pools, body: Callable[..., Any], world_sizes: tuple[int, ...]) -> None:
+    for world_size in world_sizes:
+        ranks.run(world_size, body)
 
 
-class TestBackwardPrefetch:
-    """What is gathered ahead in backward, from the first iteration on."""
-
-    @pytest.mark.parametrize(
-        ("prefetch", "state", "expected"),
-        [
-            (BackwardPrefetch.BACKWARD_PRE, HandleTrainingState.BACKWARD_PRE, "321"),
-            (BackwardPrefetch.BACKWARD_POST, HandleTrainingState.BACKWARD_POST, "321"),
-            (None, HandleTrainingState.BACKWARD_PRE, ""),
-        ],
-    )
-    def test_order(
-        self, ranks: Pools, prefetch: BackwardPrefetch | None, state: HandleTrainingState, expected: str
-    ) -> None:
-        follows = {"3": "2", "2": "1", "1": "0"}
-        order = [(current, follows[current]) for current in expected]
-        one = [*order, ("0", None)] if order else []
-        assert ranks.run(2, misc.prefetched, prefetch, state) == [[one, one]] * 2
-
-
-class TestUnusualTraining:
-    """Numbers of models that are run in unusual ways."""
-
-    def test_checkpointing(self, ranks: Pools) -> None:
-        assert ranks.run(2, misc.checkpointing) == [32, 32]
-
-    def test_freezing_between_steps(self, ranks: Pools) -> None:
-        assert ranks.run(2, misc.freezing_between_steps) == [6, 6]
-
-    @pytest.mark.parametrize("world_size", [2, 3])
-    def test_shapes_of_models(self, ranks: Pools, world_size: int) -> None:
-        assert ranks.run(world_size, misc.shapes_of_models) == [18] * world_size
-
-    def test_after_exceptions(self, ranks: Pools) -> None:
-        assert ranks.run(2, misc.after_exceptions) == [12, 12]
+@pytest.mark.parametrize(
+    ("prefetch", "state", "expected"),
+    [
+        (BackwardPrefetch.BACKWARD_PRE, HandleTrainingState.BACKWARD_PRE, "321"),
+        (BackwardPrefetch.BACKWARD_POST, HandleTrainingState.BACKWARD_POST, "321"),
+        (None, HandleTrainingState.BACKWARD_PRE, ""),
+    ],
+)
+def test_order_of_prefetches_in_backward(
+    ranks: Pools, prefetch: BackwardPrefetch | None, state: HandleTrainingState, expected: str
+) -> None:
+    follows = {"3": "2", "2": "1", "1": "0"}
+    order = [(current, follows[current]) for current in expected]
+    one = [*order, ("0", None)] if order else []
+    assert ranks.run(2, misc.prefetched, prefetch, state) == [[one, one]] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+import warnings
 from typing import Any
 
 import pytest
@@ -19,9 +19,10 @@ from fsdp_parity.models import (
     wrap_fsdp,
 )
 from fsdp_parity.ranks import Pools
-from fsdp_parity.wrapping import LoraAttention, LoraDecoder, LoraModel, NestedSequentialModel, WrapMethod
+from fsdp_parity.wrapping import LoraAttention, LoraDecoder, LoraModel, nested_sequential
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp._traversal_utils import _get_fsdp_handles, _get_fsdp_states
 from polyshard_fsdp._wrap_utils import _validate_frozen_params
 from polyshard_fsdp.wrap import (
@@ -43,6 +44,22 @@ OFFLOADS = [
 ]
 LAYERS: set[type[nn.Module]] = {TransformerEncoderLayer, TransformerDecoderLayer}
 FORTY = functools.partial(size_based_auto_wrap_policy, min_num_params=40)
+LEAVES = size_based_auto_wrap_policy.FORCE_LEAF_MODULES.union({nn.Linear})  # type: ignore[attr-defined]
+#: A model, a policy, and the names of the modules that are wrapped.
+CHOICES: list[Any] = [
+    pytest.param(nested_sequential, always_wrap_policy, ["", "0", "1", "2", "2.0", "2.1"], id="always"),
+    pytest.param(nested_sequential, FORTY, ["", "2"], id="by_size"),
+    pytest.param(nested_sequential, FORTY, ["", "ignored"], id="ignored_do_not_count"),
+    pytest.param(lambda: nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]), FORTY, [""], id="container"),
+    pytest.param(lambda: nn.ModuleList([nn.Linear(10, 10)]), FORTY, ["", "0"], id="child_of_a_container"),
+    pytest.param(lambda: nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1)), FORTY, ["", "0"], id="leaf"),
+    pytest.param(
+        lambda: nn.Sequential(nn.Linear(10, 10), nn.ModuleList([nn.Linear(10, 10)])),
+        functools.partial(FORTY, force_leaf_modules=LEAVES),
+        [""],
+        id="leaf_of_the_user",
+    ),
+]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -91,57 +108,53 @@ class TestFSDPWrap:
 class TestAutoWrap:
     """In one process, with a group through which nothing can be sent."""
 
-    @pytest.mark.parametrize("wrap_method", list(WrapMethod))
-    def test_wrap(self, device: torch.device, group: DummyProcessGroup, wrap_method: WrapMethod) -> None:
+    @pytest.mark.parametrize("by_hand", [False, True])
+    def test_wrap(self, device: torch.device, group: DummyProcessGroup, by_hand: bool) -> None:
         linear = nn.Linear(5, 5).to(device)
-        if wrap_method is WrapMethod.WRAP_API:
+        if by_hand:
             with expected_warnings(), enable_wrap(wrapper_cls=FSDP, process_group=group):
                 layer: Any = wrap(linear)
+                other: Any = wrap(nn.Linear(5, 5), process_group=DummyProcessGroup(rank=0, size=2))
+            assert (other.rank, other.world_size) == (0, 2)
         else:
             policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)
             layer = wrap_fsdp(linear, process_group=group, auto_wrap_policy=policy)
         assert isinstance(layer, FSDP)
         assert layer.module is linear
         assert (layer.rank, layer.world_size) == (0, 1)
+        assert wrap(linear) is linear
 
-    def test_wrap_disabled_outside_context(self, device: torch.device, group: DummyProcessGroup) -> None:
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.lin = wrap(nn.Linear(5, 5), process_group=group)
+    @pytest.mark.parametrize(("make", "policy", "wrapped"), CHOICES)
+    @pytest.mark.parametrize("by_hand", [False, True])
+    def test_policies_choose(
+        self, group: DummyProcessGroup, make: Any, policy: Any, wrapped: list[str], by_hand: bool
+    ) -> None:
+        plain = make()
+        ignored = [plain[1], plain[2][0]] if wrapped == ["", "ignored"] else []
+        settings: dict[str, Any] = {"process_group": group, "auto_wrap_policy": policy, "ignored_modules": ignored}
+        # A container as a root is warned about.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP will not all-gather parameters for containers", UserWarning)
+            if by_hand:
+                with expected_warnings(), enable_wrap(wrapper_cls=FSDP, **settings):
+                    model: Any = wrap(plain)
+            else:
+                model = wrap_fsdp(plain, **settings)
+        found = [clean_tensor_name(f"{name}.") for name, module in model.named_modules() if isinstance(module, FSDP)]
+        assert [name.rstrip(".") for name in found] == [name for name in wrapped if name != "ignored"]
+        # Ignored modules stay as they are: 30 elements each.
+        assert sum(p.numel() for module in ignored for p in module.parameters()) == 30 * len(ignored)
 
-        plain = Model().to(device)
-        with expected_warnings(), enable_wrap(wrapper_cls=FSDP, process_group=group):
-            model: Any = wrap(plain)
-        assert isinstance(model, FSDP)
-        assert type(model.lin) is nn.Linear
-        assert wrap(plain) is plain
-
-    def test_wrap_override_defaults(self, device: torch.device, group: DummyProcessGroup) -> None:
-        other = DummyProcessGroup(rank=0, size=2)
-        with expected_warnings(), enable_wrap(wrapper_cls=FSDP, process_group=group):
-            layer: Any = wrap(nn.Linear(5, 5).to(device), process_group=other)
-        assert isinstance(layer, FSDP)
-        assert layer.process_group is other
-        assert (layer.rank, layer.world_size) == (0, 2)
-
-    def test_always_wrap(self, device: torch.device, group: DummyProcessGroup) -> None:
-        plain = NestedSequentialModel.get_model(device)
-        model = wrap_fsdp(plain, process_group=group, auto_wrap_policy=always_wrap_policy)
-        NestedSequentialModel.verify_model_all_wrapped(model)
-
-    def test_transformer_auto_wrap_policy(self, device: torch.device, group: DummyProcessGroup) -> None:
-        self._check_transformer(
-            device, group, functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=LAYERS)
-        )
-
-    def test_module_wrap_policy(self, device: torch.device, group: DummyProcessGroup) -> None:
-        self._check_transformer(device, group, ModuleWrapPolicy(LAYERS))
-
-    def test_module_wrap_policy_callable(self, device: torch.device, group: DummyProcessGroup) -> None:
-        self._check_transformer(device, group, functools.partial(_or_policy, policies=[ModuleWrapPolicy(LAYERS)]))
-
-    def _check_transformer(self, device: torch.device, group: DummyProcessGroup, policy: object) -> None:
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=LAYERS),
+            ModuleWrapPolicy(LAYERS),
+            functools.partial(_or_policy, policies=[ModuleWrapPolicy(LAYERS)]),
+        ],
+        ids=["function", "object", "object_in_or"],
+    )
+    def test_transformer_policies(self, device: torch.device, group: DummyProcessGroup, policy: object) -> None:
         """The root and the four layers are wrapped, and nothing else."""
         model = TransformerWithSharedParams.init(
             group, FSDPInitMode.RECURSIVE, CUDAInitMode.CUDA_BEFORE, {"auto_wrap_policy": policy}, device=device
@@ -200,75 +213,13 @@ class TestAutoWrap:
         assert settings == expected
         assert all(module.process_group is group for module in settings)
 
-    @pytest.mark.usefixtures("device")
-    def test_auto_wrap_api(self, group: DummyProcessGroup) -> None:
-        model = wrap_fsdp(NestedSequentialModel.get_model(), process_group=group, auto_wrap_policy=FORTY)
-        NestedSequentialModel.verify_model(model)
-
-    @pytest.mark.usefixtures("device")
-    def test_auto_wrap_preset_exclude_wrap(self, group: DummyProcessGroup) -> None:
-        pair = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
-        with _container_warning():
-            model: Any = wrap_fsdp(pair, process_group=group, auto_wrap_policy=FORTY)
-        assert isinstance(model, FSDP)
-        assert [type(model[0]), type(model[1])] == [nn.Linear, nn.Linear]
-
-    @pytest.mark.usefixtures("device")
-    def test_auto_wrap_preset_exclude_wrap_include_children(self, group: DummyProcessGroup) -> None:
-        single = nn.ModuleList([nn.Linear(10, 10)])
-        with _container_warning():
-            model: Any = wrap_fsdp(single, process_group=group, auto_wrap_policy=FORTY)
-        assert isinstance(model, FSDP)
-        assert isinstance(model[0], FSDP)
-
-    @pytest.mark.usefixtures("device")
-    def test_auto_wrap_preset_force_leaf(self, group: DummyProcessGroup) -> None:
-        plain = nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1))
-        model: Any = wrap_fsdp(plain, process_group=group, auto_wrap_policy=FORTY)
-        assert isinstance(model.module[0], FSDP)
-        assert type(model.module[1]) is nn.MultiheadAttention
-        assert isinstance(model.module[1].out_proj, nn.Linear)
-
-    @pytest.mark.usefixtures("device")
-    def test_auto_wrap_preset_force_leaf_custom(self, group: DummyProcessGroup) -> None:
-        leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES.union({nn.Linear})  # type: ignore[attr-defined]
-        policy = functools.partial(FORTY, force_leaf_modules=leaves)
-        plain = nn.Sequential(nn.Linear(10, 10), nn.ModuleList([nn.Linear(10, 10)]))
-        model: Any = wrap_fsdp(plain, process_group=group, auto_wrap_policy=policy)
-        assert [module for module in model.modules() if isinstance(module, FSDP)] == [model]
-        assert [type(model.module[0]), type(model.module[1])] == [nn.Linear, nn.ModuleList]
-
     @pytest.mark.parametrize("cpu_offload", OFFLOADS)
     @pytest.mark.parametrize("use_device_id", [True, False])
     def test_auto_wrap_smoke_test(self, ranks: Pools, cpu_offload: CPUOffload, use_device_id: bool) -> None:
         ranks.run(1, bodies.auto_wrap_smoke, cpu_offload, use_device_id)
 
-    @pytest.mark.usefixtures("device")
-    @pytest.mark.parametrize("wrap_method", list(WrapMethod))
-    def test_auto_wrap_with_ignored_modules(self, group: DummyProcessGroup, wrap_method: WrapMethod) -> None:
-        plain = NestedSequentialModel.get_model()
-        ignored = [plain[1], plain[2][0]]
-        settings: dict[str, Any] = {
-            "process_group": group,
-            "auto_wrap_policy": FORTY,
-            "ignored_modules": ignored,
-        }
-        if wrap_method is WrapMethod.WRAP_API:
-            with expected_warnings(), enable_wrap(wrapper_cls=FSDP, **settings):
-                model: Any = wrap(plain)
-        else:
-            model = wrap_fsdp(plain, **settings)
-        assert isinstance(model, FSDP)
-        assert [type(module) for module in model.module] == [nn.Linear, nn.Linear, nn.Sequential]
-        assert [type(module) for module in model.module[2]] == [nn.Linear, nn.Linear]
-        # What is ignored stays as it is: 30 elements each.
-        assert sum(p.numel() for module in ignored for p in module.parameters()) == 60
-        assert not any(p is model._flat_param for module in ignored for p in module.parameters())
-
     @pytest.mark.parametrize("policy", bodies.lora_policies().values(), ids=bodies.lora_policies())
-    def test_frozen_params_with_original_parameters(
-        self, device: torch.device, group: DummyProcessGroup, policy: Any
-    ) -> None:
+    def test_frozen_params(self, device: torch.device, group: DummyProcessGroup, policy: Any) -> None:
         match = _mixed("We do not recommend wrapping such modules")
         with expected_warnings(), pytest.warns(UserWarning, match=match) as caught:
             model = FSDP(LoraModel().to(device), process_group=group, auto_wrap_policy=policy, use_orig_params=True)
@@ -278,17 +229,12 @@ class TestAutoWrap:
         assert [text.split(" ")[0] for text in texts] == [f"layers.{index}.attn" for index in range(4)]
         assert "requires_grad=True:\n['layers.0.attn.lora_A.weight', 'layers.0.attn.lora_B.weight']\n" in texts[0]
         assert len(FSDP.fsdp_modules(model)) == 13
-
-    @pytest.mark.parametrize("policy", bodies.lora_policies().values(), ids=bodies.lora_policies())
-    def test_frozen_params_with_flat_parameters(
-        self, device: torch.device, group: DummyProcessGroup, policy: Any
-    ) -> None:
-        model = LoraModel().to(device)
+        plain = LoraModel().to(device)
         match = _mixed("FSDP does not support wrapping such modules when use_orig_params=False.")
-        with expected_warnings(), pytest.raises(ValueError, match=match) as caught:
-            FSDP(model, process_group=group, auto_wrap_policy=policy, use_orig_params=False)
-        assert str(caught.value).startswith("layers.0.attn has both")
-        assert not FSDP.fsdp_modules(model)
+        with expected_warnings(), pytest.raises(ValueError, match=match) as refused:
+            FSDP(plain, process_group=group, auto_wrap_policy=policy, use_orig_params=False)
+        assert str(refused.value).startswith("layers.0.attn has both")
+        assert not FSDP.fsdp_modules(plain)
 
 
 class TestWrapUtils:
@@ -334,15 +280,3 @@ class TestWrapUtils:
 
 def _mixed(rest: str) -> str:
     return r"layers\.\d\.attn has both parameters with requires_grad=True and False\. " + rest
-
-
-@pytest.fixture(autouse=True)
-def _no_context_is_left() -> Iterator[None]:
-    """No test leaves an open ``enable_wrap``."""
-    yield
-    linear = nn.Linear(1, 1)
-    assert wrap(linear) is linear
-
-
-def _container_warning() -> Any:
-    return pytest.warns(UserWarning, match="FSDP will not all-gather parameters for containers that do not implement")

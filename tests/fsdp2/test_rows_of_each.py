@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from polyshard.interfaces import Layout, ParameterGeometry, PluginContext, UnitGeometry
-from polyshard.testing import LayoutSuite
 from polyshard_fsdp2._layout import RowsOfEach
+from polyshard_testing import LayoutSuite
 
 
 def rows_of_each(context: PluginContext) -> RowsOfEach:

@@ -58,8 +58,7 @@ def pieces(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize(("order", "foreach"), [(2.0, None), (2.0, True), (1.0, False), (math.inf, None)])
 def test_clipping_by_torch_is_that_of_the_whole_model(
     world_size: int, settings: dict[str, Any], order: float, foreach: bool | None
 ) -> None:
@@ -278,6 +277,7 @@ def test_what_is_not_finite_on_one_rank_is_an_error_on_all_where_that_is_asked_f
         assert not torch.isfinite(other)
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_one_that_leaves_its_empty_parameters_out_and_say_so() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         # Six elements, two to a rank.
@@ -410,6 +410,7 @@ def _clip_compiled(rank: int) -> tuple[float, int]:
     return norm, refusals
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     norm = norm_of(p.grad for p in averaged(2).parameters()).item()
     with RankPool(2) as ranks:

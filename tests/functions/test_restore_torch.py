@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
 import polyshard
+import torch
 from polyshard import ShardConfig
+from torch import nn
+from torch.optim import optimizer as optimizers
 
 EXCHANGED = {
     "torch.amp.grad_scaler.GradScaler._unscale_grads_",
     "torch.autograd.backward",
     "torch.nn.init.normal_",
     "torch.nn.utils.clip_grad.clip_grad_norm_",
-    "torch.nn.utils.clip_grad.get_total_norm",
+    "torch.nn.utils.clip_grad._get_total_norm",
     "torch.nn.utils.convert_parameters.parameters_to_vector",
     "torch.nn.utils.parametrize.register_parametrization",
     "torch.utils.checkpoint.checkpoint",
@@ -27,7 +27,7 @@ def sharded() -> nn.Module:
 def test_torch_gets_its_functions_back() -> None:
     polyshard.restore_torch()
     assert polyshard.exchanged_functions() == ()
-    hooks = len(torch.optim.optimizer._global_optimizer_pre_hooks)  # type: ignore[attr-defined]
+    hooks = len(optimizers._global_optimizer_pre_hooks)  # type: ignore[attr-defined]
     initialise, backward = nn.init.normal_.__code__, torch.autograd.backward.__code__
     unscale = torch.amp.GradScaler._unscale_grads_
     piece = next(sharded().parameters())
@@ -38,7 +38,7 @@ def test_torch_gets_its_functions_back() -> None:
     assert nn.init.normal_.__code__ is initialise
     assert torch.autograd.backward.__code__ is backward
     assert torch.amp.GradScaler._unscale_grads_ is unscale
-    assert len(torch.optim.optimizer._global_optimizer_pre_hooks) == hooks  # type: ignore[attr-defined]
+    assert len(optimizers._global_optimizer_pre_hooks) == hooks  # type: ignore[attr-defined]
     # Torch's own again, which takes a piece for a parameter.
     nn.init.normal_(piece, std=0.0)
     assert piece.detach().eq(0).all()

@@ -14,9 +14,21 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, square_step, threaded, units_of
+from parity import (
+    Block,
+    Net,
+    assert_all_close,
+    draw,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    square_step,
+    threaded,
+    units_of,
+    whole,
+)
+from polyshard._torch_private import when_imported
 from polyshard.errors import ParameterChangedError, PolyshardError, StateError, UnsupportedError
-from polyshard.functions.torch_functions import once_imported
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.distributed.tensor import distribute_module, distribute_tensor
@@ -36,11 +48,6 @@ CUT = [
 WHOLE = (2, {"strategy": "no_shard"})
 INPUTS = draw(4, 3)
 _JVP = threading.Lock()
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -222,8 +229,7 @@ def test_what_is_parametrized_or_pruned_before_sharding_trains_as_the_unsharded_
         return trained(module, [rank])
 
     expected = trained(make().eval(), [0, 1])
-    for got in on_ranks(2, on_rank):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), expected)
 
 
 def test_a_parametrization_is_not_removed_from_pieces() -> None:
@@ -267,8 +273,7 @@ def test_inside_of_unsharded_they_see_the_whole_model(world_size: int, settings:
         return seen
 
     expected = calls(seeded(Net))
-    for got in on_ranks(world_size, on_rank):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(world_size, on_rank), expected)
 
 
 @pytest.mark.parametrize(("world_size", "settings"), [*CUT, WHOLE])
@@ -364,8 +369,7 @@ def test_buffers_alone_may_be_put_in_for_a_call() -> None:
         return functional_call(model, dict(buffers), (INPUTS,)).detach()
 
     expected = functional_call(seeded(make), dict(buffers), (INPUTS,)).detach()
-    for got in on_ranks(2, on_rank):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), expected)
 
 
 def test_flat_parameters_are_pieces_too() -> None:
@@ -414,11 +418,11 @@ def test_modules_that_are_imported_later_are_reached_then(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     before = list(sys.meta_path)
     seen: list[int] = []
-    once_imported("acme_imported_late", lambda module: seen.append(module.answer()))
+    when_imported("acme_imported_late", lambda module: seen.append(module.answer()))
     assert seen == []
     importlib.import_module("acme_imported_late")
     assert seen == [1]
-    once_imported("acme_imported_late", lambda module: seen.append(module.answer()))
+    when_imported("acme_imported_late", lambda module: seen.append(module.answer()))
     assert seen == [1, 1]
     assert sys.meta_path == before
     assert importlib.reload(sys.modules["acme_imported_late"]).answer() == 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import polyshard
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
-from polyshard.testing import CollectivesSuite
-from polyshard.testing.collectives_checks import check_close
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.symmetric import SymmetricCollectives
+from polyshard_testing import CollectivesSuite
+from polyshard_testing.collectives_checks import check_close
 from processes import KeptRanks
 from torch import nn
 
@@ -31,19 +32,10 @@ T = TypeVar("T")
 
 WORLD_SIZE = max(1, min(torch.cuda.device_count(), 4))
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 #: Older versions of torch number the ranks of a group in ascending order only.
 ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 needs_two = pytest.mark.skipif(WORLD_SIZE < 2, reason="one rank gathers nothing")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 def context(rank: int) -> PluginContext:

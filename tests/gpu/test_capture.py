@@ -1,22 +1,22 @@
-"""Captured steps as CUDA graphs, one process for each of at most two GPUs; the CPU twin is ``test_capture``."""
+"""Captured steps as CUDA graphs, one process for each of at most two GPUs; the CPU twin is ``runtime/test_capture``."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard import CapturedStep, CaptureMode
 from polyshard.errors import CaptureError
 from polyshard.runtime.root import Root
 from polyshard_backends.nccl import NcclCollectives
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,19 +26,10 @@ T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 
 #: Gathers, and reductions of 16 bits, that are copies out of memory which outlives the graph.
 SYMMETRIC = {"name": "symmetric", "smallest_mib": 0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 class Block(nn.Module):

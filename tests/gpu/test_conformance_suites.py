@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from polyshard.interfaces import OffloadManager, PrecisionCaster, WrapPolicy
-from polyshard.testing import ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
 from polyshard_plugins.finite import Finite
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32
 from polyshard_plugins.trace import Trace
-from polyshard_policies.size import Size
+from polyshard_policies.functions import Size
+from polyshard_testing import ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 import torch
-from polyshard import doctor
-from polyshard.doctor import TrialState
+from polyshard_tools import doctor
+from polyshard_tools.doctor import TrialState
 
 pytestmark = pytest.mark.gpu
 

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard.planning import thresholds
 from polyshard.runtime.root import Root
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
+run = partial(RANKS.run, WORLD_SIZE)
 
 
 class Block(nn.Module):

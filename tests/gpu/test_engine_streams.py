@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard.interfaces import Observer, UnitSpec
 from polyshard.planning import thresholds
 from polyshard.runtime.root import Root
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 #: A few milliseconds: longer than all else that a step does.
@@ -32,16 +30,7 @@ WIDTH = 192
 
 
 RANKS = KeptRanks("nccl")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
+run = partial(RANKS.run, WORLD_SIZE)
 
 
 class Late(torch.autograd.Function):

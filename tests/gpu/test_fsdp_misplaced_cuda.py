@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard_fsdp import CPUOffload
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def refused(rank: int, use_orig_params: bool, offload: bool) -> tuple[str, bool]:

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import polyshard
 import pytest
 import torch
-from gpu_ranks import gpu_ranks
-from processes import KeptRanks
+from processes import KeptRanks, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 #: The CUDA allocator hands out multiples of so many bytes.
 GRANULE = 512
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 def held_by(parameters: list[torch.Tensor]) -> int:

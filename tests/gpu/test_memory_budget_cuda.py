@@ -9,11 +9,10 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of
 from polyshard.interfaces import PluginContext
 from polyshard.runtime.root import Root
 from polyshard_backends.fake import FakeCollectives
-from processes import RankPool
+from processes import RankPool, device_of
 from torch import nn
 
 pytestmark = pytest.mark.gpu

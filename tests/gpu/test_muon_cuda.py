@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from matrices import FormulaMuon, distance
 from polyshard.optim import Muon, for_matrices
-from polyshard.optim.momentum import go_along, mix
-from polyshard.optim.newton_schulz import COEFFICIENTS, newton_schulz
-from processes import KeptRanks
+from polyshard.optim.muon import COEFFICIENTS, go_along, mix, newton_schulz
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 Kind = Callable[..., torch.optim.Optimizer]
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 CUDA = torch.device("cuda", 0)
 ROWS = 256
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 class Block(nn.Module):
@@ -197,18 +186,18 @@ def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> to
 @pytest.mark.parametrize("columns", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("rows", [1, 7, 127, 128, 129, 391])
 def test_products_that_are_symmetric(rows: int, columns: int, transposed: bool, dtype: torch.dtype) -> None:
-    from polyshard.optim import symmetric_product
+    from polyshard.optim import kernels
 
     matrices = (random(3, columns, rows).mT if transposed else random(3, rows, columns)) / columns**0.5
     matrices = matrices.to(dtype)
-    gram = symmetric_product.gram(matrices)
+    gram = kernels.gram(matrices)
     # One rounding of sums in fp32: half a unit in the last of 8 or 11 bits, and what fp32 adds.
     rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     exact = matrices.double() @ matrices.double().mT
     assert gram.dtype is dtype
     torch.testing.assert_close(gram.double(), exact, rtol=1.01 * rounding, atol=1e-4)
     a, b, c = COEFFICIENTS
-    found = symmetric_product.quadratic(gram, a, b, c)
+    found = kernels.quadratic(gram, a, b, c)
     whole = gram.double()
     wanted = a * torch.eye(rows, dtype=torch.float64, device=CUDA) + b * whole + c * whole @ whole
     # Sums of terms far larger than themselves keep the terms' rounding in fp32.

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard.interfaces import OffloadManager, UnitSpec
-from polyshard.testing import OffloadSuite, plugin_context
-from polyshard_plugins.partial_offload import PartialOffload
-from processes import KeptRanks
+from polyshard_plugins.offload import PartialOffload
+from polyshard_testing import OffloadSuite, plugin_context
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = functools.partial(RANKS.run, WORLD_SIZE)
 # Large enough that a copy (32 MiB and more) takes far longer than the host needs to get to its next call.
 NUMEL = 8 * 2**20
 CYCLES_OF_DELAY = 200_000_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 def partial(device: torch.device, **options: Any) -> PartialOffload:

@@ -1,41 +1,30 @@
-"""That plans hold on a device: the peak of a real step beside the planned one; CPU twin: ``tests/test_plan.py``."""
+"""That plans hold on a device: the peak of a real step beside the planned one; CPU twin: ``tools/test_plan.py``."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard import ShardConfig
-from polyshard.forecast import ShapedBatches, find_device, fitted, plan
-from polyshard.forecast.bench import bench
 from polyshard.interfaces import PluginContext
 from polyshard_backends.nccl import NcclCollectives
-from processes import KeptRanks
+from polyshard_tools.forecast import ShapedBatches, find_device, fitted, plan
+from polyshard_tools.forecast.bench import bench
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 WIDTH, DEPTH, ROWS = 2048, 6, 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 class Layer(nn.Module):

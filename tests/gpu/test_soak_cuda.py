@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import polyshard
 import psutil
 import pytest
 import torch
-from gpu_ranks import gpu_ranks
-from processes import KeptRanks
+from processes import KeptRanks, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -18,12 +16,6 @@ pytestmark = pytest.mark.gpu
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 STEPS, WARM = 2000, 200
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def train(rank: int) -> tuple[list[int], list[int]]:

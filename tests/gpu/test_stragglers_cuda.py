@@ -1,10 +1,10 @@
-"""``polyshard.Stragglers`` finds slow devices and slow hosts. CPU twin: ``tests/test_stragglers.py``."""
+"""``polyshard.Stragglers`` finds slow devices and slow hosts. CPU twin: ``tests/diagnose/test_stragglers.py``."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import polyshard
 import pytest
@@ -20,12 +20,6 @@ pytestmark = [
 WORLD_SIZE = 2
 RANKS = KeptRanks("nccl")
 SLOW_S = 0.05
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 class Slow(nn.Module):

@@ -14,10 +14,9 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.trace import Lane, StepTrace, Trace, read_trace
-from processes import RankPool
+from processes import RankPool, device_of, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu

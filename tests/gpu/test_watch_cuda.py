@@ -1,5 +1,5 @@
 """Ranks that stand still over NCCL: who waits, and where, is told while the device waits. CPU twin:
-``tests/test_peer_failures.py``.
+``tests/diagnose/test_peer_failures.py``.
 """
 
 from __future__ import annotations

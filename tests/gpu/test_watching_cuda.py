@@ -1,22 +1,20 @@
 """Replicas and outputs that go wrong on a device.
 
-CPU twins: ``tests/test_replicas.py``, ``tests/test_finite_listener.py``.
+CPU twins: ``tests/diagnose/test_replicas.py``, ``tests/plugins/test_finite.py``.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 
 import polyshard
 import pytest
 import torch
-from gpu_ranks import gpu_ranks
 from polyshard.errors import NonFiniteError, RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.finite import Finite
-from processes import KeptRanks
+from processes import KeptRanks, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -24,12 +22,6 @@ pytestmark = pytest.mark.gpu
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 POLICY = {"name": "module_class", "classes": [nn.Linear]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def net(device: torch.device) -> nn.Sequential:

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import polyshard
 import pytest
 import torch
-from gpu_ranks import gpu_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
-from polyshard.testing import PrecisionSuite
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
-from processes import KeptRanks
+from polyshard_testing import PrecisionSuite
+from processes import KeptRanks, gpu_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from wire_cases import CASES, Watched, decoded, normal
+from wires import CASES, Watched, decoded, normal
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 CUDA = torch.device("cuda", 0)
 CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
 NUMBERS = pytest.mark.parametrize("name", ["int8", "fp8"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 def caster(name: str, **options: Any) -> BlockScaled:

@@ -13,15 +13,18 @@ from parity import (
     Block,
     Net,
     adam,
+    assert_all_close,
     assert_parity,
-    draw,
     is_sharded,
     on_ranks,
     seeded,
     sharded_copy,
     square_step,
+    stepping,
+    train,
     train_reference,
     units_of,
+    whole,
 )
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -48,15 +51,10 @@ def test_no_sync_sums_microbatches_before_one_reduction(strategy: str) -> None:
         def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
             mine = sharded_copy(model, rank, world, **settings)
             optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
-            for turn in range(3):
-                sharded_step(mine, turn, rank)
-                optimizer.step()
-                optimizer.zero_grad()
-            with polyshard.unsharded(mine):
-                return {name: p.detach().clone() for name, p in mine.named_parameters()}
+            train(mine, optimizer, sharded_step, rank, 3)
+            return whole(mine)
 
-        for whole in on_ranks(4, on_rank):
-            torch.testing.assert_close(whole, reference.parameters, rtol=1e-12, atol=1e-12)
+        assert_all_close(on_ranks(4, on_rank), reference.parameters)
     else:
         assert_parity(seeded(Net), sharded_step, settings=settings, optimizer=adam)
 
@@ -98,10 +96,7 @@ def test_waiting_gradients_of_a_unit_that_the_last_microbatch_does_not_use_are_r
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_waiting_gradients_are_reduced_by_a_backward_through_a_child_alone(strategy: str) -> None:
-    def child_alone(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model.blocks[1](draw(4, 5, turn=turn, rank=rank)).square().mean()
-        loss.backward()
-        return [loss.detach()]
+    child_alone = stepping(lambda model, x, turn, rank: model.blocks[1](x).square().mean(), 4, 5, grad=False)
 
     settings = {"policy": units_of(Block), "strategy": strategy}
     assert_parity(seeded(Net), accumulating(child_alone), world_size=2, settings=settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from parity import (
     Block,
     Net,
-    Step,
     Words,
     adam,
+    assert_observed,
     assert_parity,
     draw,
     on_ranks,
@@ -21,6 +20,7 @@ from parity import (
     seeded,
     sharded_copy,
     square_step,
+    stepping,
     train_reference,
     units_of,
     warns_for,
@@ -89,12 +89,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("policy", [units_of(Block), "never", "always"])
 def test_backward_of_part_of_the_outputs(policy: Any) -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        loss = model(x)[turn].square().mean()
-        loss.backward()
-        assert x.grad is not None
-        return [loss.detach(), x.grad]
+    step = stepping(lambda model, x, turn, rank: model(x)[turn].square().mean())
 
     assert_parity(seeded(Branches), step, settings={"policy": policy})
 
@@ -170,9 +165,7 @@ def test_gradients_of_gradients_are_refused_and_the_model_goes_on() -> None:
             torch.autograd.grad(mine(x).square().mean(), x, create_graph=True)
         return square_step(mine, 0, rank)
 
-    expected = train_reference(model, square_step, 2, turns=1).observed[0]
-    for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
-        torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
+    assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
 
 
 class Twice(nn.Module):
@@ -218,10 +211,7 @@ def test_a_parameter_used_on_one_rank_only() -> None:
                 x = block(x)
             return self.last(x)
 
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model(draw(4, 3, turn=turn, rank=rank), rank).square().mean()
-        loss.backward()
-        return [loss.detach()]
+    step = stepping(lambda model, x, turn, rank: model(x, rank).square().mean(), grad=False)
 
     assert_parity(seeded(Sometimes), step, settings=BLOCKS)
 
@@ -345,61 +335,6 @@ def test_a_cached_computation_on_parameters_outlives_the_unit_s_own_backward() -
     assert_parity(seeded(Root), settings={"policy": units_of(Block, Gate)})
 
 
-@pytest.mark.parametrize("step", [square_step])
-@pytest.mark.parametrize("prefetch", [0, 2, 9])
-def test_any_prefetch_gives_the_same_numbers(step: Step, prefetch: int) -> None:
-    assert_parity(seeded(Net), step, settings={**BLOCKS, "forward_prefetch": prefetch, "backward_prefetch": prefetch})
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_two_sharded_models_in_one_graph(strategy: str) -> None:
-    """A generator trained through a discriminator, and the discriminator on what the generator made."""
-
-    def play(generator: nn.Module, critic: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        fake = generator(draw(4, 3, turn=turn, rank=rank))
-        critic.requires_grad_(False)
-        first = critic(torch.cat([fake, fake[:, :1]], dim=1)).square().mean()
-        first.backward()
-        critic.requires_grad_(True)
-        with torch.no_grad():
-            fake = generator(draw(4, 3, turn=turn + 3, rank=rank))
-        second = critic(torch.cat([fake, fake[:, :1]], dim=1)).square().mean()
-        third = critic(draw(4, 3, turn=turn, rank=rank)).mean()
-        (second - third).backward()
-        return [first.detach(), second.detach(), third.detach()]
-
-    models = seeded(Net), seeded(Net, seed=1)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        pair = [sharded_copy(each, rank, world, **BLOCKS, strategy=strategy) for each in models]
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in pair]
-        seen = []
-        for turn in range(3):
-            seen += play(pair[0], pair[1], turn, rank)
-            assert all(root_of(each).gathered == () for each in pair)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return seen, [p.grad for each in pair for p in each.parameters() if p.grad is not None]
-
-    pairs = [[copy.deepcopy(each) for each in models] for _ in range(2)]
-    expected: list[list[torch.Tensor]] = [[], []]
-    for turn in range(3):
-        for rank, pair in enumerate(pairs):
-            expected[rank] += play(pair[0], pair[1], turn, rank)
-        for name_index in range(2):
-            for one, two in zip(pairs[0][name_index].parameters(), pairs[1][name_index].parameters(), strict=True):
-                assert one.grad is not None
-                assert two.grad is not None
-                mean = (one.grad + two.grad) / 2
-                with torch.no_grad():
-                    one.sub_(0.1 * mean)
-                    two.sub_(0.1 * mean)
-                one.grad = two.grad = None
-    for (seen, _), wanted in zip(on_ranks(2, on_rank), expected, strict=True):
-        torch.testing.assert_close(seen, wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_gradients_through_two_sharded_models_in_one_backward() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
         one = sharded_copy(seeded(Net), rank, world, **BLOCKS)
@@ -435,24 +370,3 @@ def test_autocast_around_forward_computes_in_bfloat16_with_float32_shards(strate
 
     # Ranks add float32 gradients in another order than the reference: a few units in the last place.
     assert_parity(seeded(Net).float(), step, world_size=2, settings={**BLOCKS, "strategy": strategy}, tolerance=1e-6)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("inner", ["grad", "backward"])
-def test_a_differentiation_inside_the_forward(inner: str, strategy: str) -> None:
-    class Energy(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.detach().requires_grad_()
-            energy = self.blocks[0](self.first(x)).square().mean()
-            if inner == "backward":
-                energy.backward()
-                return super().forward(x.detach())
-            (force,) = torch.autograd.grad(energy, x)
-            return super().forward(force)
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
-        loss.backward()
-        return [loss.detach()]
-
-    assert_parity(seeded(Energy), step, settings={**BLOCKS, "strategy": strategy})

@@ -12,6 +12,8 @@ import torch
 from parity import (
     Block,
     Net,
+    assert_all_close,
+    assert_observed,
     assert_parity,
     draw,
     on_ranks,
@@ -227,8 +229,7 @@ def test_an_optimizer_may_step_inside_once_and_no_backward_may_follow() -> None:
     plain(draw(4, 3, turn=3))
     expected.append(plain(draw(4, 3, turn=4)))
     assert expected[0] > expected[2]
-    for losses in on_ranks(2, on_rank):
-        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -251,6 +252,4 @@ def test_gradients_of_gradients_inside_are_refused_and_the_model_goes_on() -> No
         mine.refuses = False
         return square_step(mine, 0, rank)
 
-    expected = train_reference(model, square_step, 2, turns=1).observed[0]
-    for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
-        torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
+    assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))

@@ -22,6 +22,7 @@ from parity import (
     sgd,
     sharded_copy,
     square_step,
+    train,
     train_reference,
     units_of,
 )
@@ -133,9 +134,8 @@ def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
     assert launches([2560] * 3 + [2896] * 2 + [2944] * 2) == [2, 2]
 
 
-@pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, 4 * BLOCK_NBYTES, 5 * BLOCK_NBYTES, "16 MiB"])
 @pytest.mark.parametrize(
     "config",
@@ -147,6 +147,7 @@ def test_training_is_that_of_the_unsharded_model(world_size: int, limit: int | s
     assert_parity(seeded(lambda: Net(11)), world_size=world_size, turns=4, optimizer=adam, settings=everything)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [4 * 9 * 18 * 8, "16 MiB"], ids=["several", "one"])
 def test_buckets_of_more_ranks_than_have_a_copy_each(limit: int | str) -> None:
     # Up to eight ranks, each one's part of a unit is copied by itself.
@@ -154,6 +155,7 @@ def test_buckets_of_more_ranks_than_have_a_copy_each(limit: int | str) -> None:
     assert_parity(seeded(lambda: Net(9)), world_size=9, turns=2, optimizer=adam, settings=everything)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 5000), st.sampled_from([2, 3]))
 @settings(max_examples=15, deadline=None)
 def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int, world_size: int) -> None:
@@ -167,6 +169,7 @@ def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int
     assert_parity(seeded(lambda: layers(widths)), step, world_size=world_size, turns=2, settings=config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
 @pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
 def test_hybrid_groups_reduce_buckets_over_shards_and_replicas(strategy: str, blocks: int) -> None:
@@ -177,10 +180,7 @@ def test_hybrid_groups_reduce_buckets_over_shards_and_replicas(strategy: str, bl
         config = {"strategy": strategy, "shard_size": 2, "batch_nbytes": blocks * BLOCK_NBYTES}
         mine = sharded_copy(model, rank, world, **BLOCKS, **config)
         optimizer = sgd(mine)
-        for turn in range(3):
-            square_step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
+        train(mine, optimizer, square_step, rank, 3)
         with polyshard.unsharded(mine):
             for name, parameter in mine.named_parameters():
                 torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=1e-12, atol=1e-12)

@@ -113,17 +113,6 @@ def test_whole_parameters_may_be_computed_with() -> None:
     assert whole.encoder.norm(torch.ones(2, 6)).shape == (2, 6)
 
 
-def test_a_forward_runs_without_the_hooks() -> None:
-    """What every call would pay for."""
-    model = sharded()
-    seen: list[int] = []
-    model.encoder.blocks[0].register_forward_hook(lambda *_: seen.append(len(model.encoder.norm._forward_pre_hooks)))
-    step(model)
-    assert seen == [0]
-    assert len(model.encoder.norm._forward_pre_hooks) == 1
-    assert all(len(block._forward_pre_hooks) == 1 for block in model.encoder.blocks)
-
-
 def test_recomputation_in_backward_is_no_call_at_rest() -> None:
     class Checkpointed(EncoderDecoder):
         def forward(self, tokens: torch.Tensor, encoded: torch.Tensor | None = None) -> torch.Tensor:

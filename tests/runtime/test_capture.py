@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from parity import Net, draw, on_ranks, seeded, train_reference
+from parity import Net, assert_all_close, draw, on_ranks, seeded, train_reference
 from polyshard import CapturedStep, CaptureMode
+from polyshard.capture.graph import Recorder, Recording
 from polyshard.errors import CaptureError
-from polyshard.runtime.graph import Capturer, Recording
-from polyshard.runtime.root import Root
 from polyshard_backends.threaded import ThreadedWorld
 from rerun import Rerun, Rerunning, alone, captured, momentum, on_thread, reference, stepping, whole
 from torch import nn
@@ -36,8 +35,8 @@ class Failing(Rerun):
 class FailingOnRankOne(CapturedStep[Any, Any]):
     """Records, but for rank 1."""
 
-    def _make_capturer(self, root: Root) -> Capturer:
-        return Failing() if root.rank == 1 else Rerun()
+    def _make_recorder(self) -> Recorder:
+        return Failing() if self._sharded.rank == 1 else Rerun()
 
 
 @dataclass
@@ -210,8 +209,7 @@ def test_evaluation_and_whole_parameters_between_replays_see_the_last_step() -> 
         reference(4).parameters["last.weight"],
         reference(5).parameters["last.weight"],
     ]
-    for seen in on_ranks(2, on_rank):
-        torch.testing.assert_close(seen, wanted, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), wanted)
 
 
 def test_the_warm_up_lasts_until_it_is_decided_which_units_are_kept() -> None:

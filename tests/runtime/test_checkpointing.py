@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Block, adam, assert_parity, draw, on_ranks, root_of, seeded, sharded_copy, units_of
+from parity import (
+    Block,
+    adam,
+    assert_parity,
+    draw,
+    mean_square,
+    on_ranks,
+    root_of,
+    seeded,
+    sharded_copy,
+    stepping,
+    units_of,
+)
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -75,12 +87,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 ARRANGEMENTS = ["around", "some", "inside", "spanning", "nested", "twice", "root's own"]
 
 
-def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-    loss = model(x).square().mean()
-    loss.backward()
-    assert x.grad is not None
-    return [loss.detach(), x.grad]
+step = stepping(mean_square)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -112,24 +119,9 @@ def test_checkpoints_with_every_module_a_unit(arrangement: str, reentrant: bool)
 @pytest.mark.parametrize("arrangement", ["none", "around"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_around_the_whole_sharded_model(arrangement: str, reentrant: bool, world_size: int) -> None:
-    def outer(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        loss = checkpoint(model, x, use_reentrant=reentrant).square().mean()
-        loss.backward()
-        assert x.grad is not None
-        return [loss.detach(), x.grad]
+    outer = stepping(lambda model, x, turn, rank: checkpoint(model, x, use_reentrant=reentrant).square().mean())
 
     assert_parity(seeded(lambda: Checkpointed(arrangement, reentrant)), outer, world_size, settings=BLOCKS)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_an_input_without_gradient(reentrant: bool) -> None:
-    def plain(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
-        loss.backward()
-        return [loss.detach()]
-
-    assert_parity(seeded(lambda: Checkpointed("around", reentrant)), plain, settings=BLOCKS)
 
 
 def test_a_first_unit_under_a_checkpoint_whose_input_needs_no_gradient() -> None:
@@ -141,10 +133,7 @@ def test_a_first_unit_under_a_checkpoint_whose_input_needs_no_gradient() -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(checkpoint(self.one, x, use_reentrant=False))
 
-    def plain(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model(draw(4, 5, turn=turn, rank=rank)).square().mean()
-        loss.backward()
-        return [loss.detach()]
+    plain = stepping(mean_square, 4, 5, grad=False)
 
     assert_parity(seeded(Root), plain, settings=BLOCKS)
 
@@ -159,16 +148,6 @@ def test_two_forwards_before_their_backwards(reentrant: bool) -> None:
         return [*(loss.detach() for loss in losses), *(each.grad for each in x if each.grad is not None)]
 
     assert_parity(seeded(lambda: Checkpointed("around", reentrant)), twice, settings=BLOCKS)
-
-
-def test_a_graph_retained_over_two_backwards() -> None:
-    def twice(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [loss.detach()]
-
-    assert_parity(seeded(lambda: Checkpointed("around", False)), twice, settings=BLOCKS)
 
 
 def test_selective_checkpointing() -> None:

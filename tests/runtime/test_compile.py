@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import polyshard
@@ -16,12 +15,6 @@ from torch import nn
 
 RANKS = KeptRanks()
 TURNS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def train(rank: int, compiles: str, strategy: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], int]:
@@ -96,8 +89,9 @@ def train_tailed(rank: int, use: str, compiles: str) -> tuple[list[torch.Tensor]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", ["called", "its weight"])
-@pytest.mark.parametrize("compiles", ["model", "forward", "head"])
+@pytest.mark.parametrize(
+    ("compiles", "use"), [("model", "called"), ("model", "its weight"), ("forward", "its weight"), ("head", "called")]
+)
 def test_a_head_that_was_split_off_may_be_compiled_and_used_in_compiled_code(compiles: str, use: str) -> None:
     reference = train_reference(seeded(lambda: Tailed(use)), square_step, 2, turns=TURNS)
     expected = [[tensor for turn in reference.observed for tensor in turn[rank]] for rank in range(2)]

@@ -7,13 +7,13 @@ import copy
 import polyshard
 import pytest
 import torch
-from int8_wire import Int8Wire
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from wires import Int8Wire
 
 
 def inputs(turn: int, rank: int) -> torch.Tensor:

@@ -9,13 +9,16 @@ import pytest
 import torch
 from parity import (
     Block,
+    assert_observed,
     assert_parity,
     draw,
+    mean_square,
     on_ranks,
     root_of,
     seeded,
     sharded_copy,
     square_step,
+    stepping,
     train_reference,
     units_of,
 )
@@ -70,9 +73,7 @@ def test_a_unit_that_returns_its_own_weight_is_refused_by_name(leaks: str, train
         mine.unit.leaks = "no"
         return square_step(mine, 0, rank)
 
-    expected = train_reference(model, square_step, 2, turns=1).observed[0]
-    for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
-        torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
+    assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
@@ -80,10 +81,7 @@ def test_a_unit_that_returns_its_own_weight_is_refused_by_name(leaks: str, train
 def test_an_outermost_module_that_returns_its_own_weight_is_refused_by_name(leaks: str, strategy: str) -> None:
     model = seeded(Leaks)
 
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model(draw(4, 5, turn=turn, rank=rank)).square().mean()
-        loss.backward()
-        return [loss.detach()]
+    step = stepping(mean_square, 4, 5, grad=False)
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
         mine = sharded_copy(model, rank, world, strategy=strategy)
@@ -94,9 +92,7 @@ def test_an_outermost_module_that_returns_its_own_weight_is_refused_by_name(leak
         mine.leaks = "no"
         return step(mine, 0, rank)
 
-    expected = train_reference(model, step, 2, turns=1).observed[0]
-    for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
-        torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
+    assert_observed(on_ranks(2, on_rank), train_reference(model, step, 2, turns=1))
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -16,11 +16,13 @@ from parity import (
     adam,
     assert_parity,
     draw,
+    mean_square,
     on_ranks,
     root_of,
     seeded,
     sharded_copy,
     square_step,
+    stepping,
     threaded,
     units_of,
 )
@@ -69,10 +71,7 @@ def test_frozen_and_trained_parameters_in_one_module(policy: Any, strategy: str)
     assert_parity(seeded(Adapted), step, optimizer=adam, settings={"policy": policy, "strategy": strategy})
 
 
-def no_input_gradient(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
-    loss.backward()
-    return [loss.detach()]
+no_input_gradient = stepping(mean_square, grad=False)
 
 
 @pytest.mark.parametrize("frozen", [("first", "blocks.0"), ("blocks.1",), ("blocks", "first"), ("last",), ("first",)])

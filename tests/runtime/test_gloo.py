@@ -11,7 +11,19 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
-from parity import Block, Net, adam, draw, root_of, seeded, square_step, train_reference, units_of
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_all_close,
+    draw,
+    root_of,
+    seeded,
+    square_step,
+    train_reference,
+    units_of,
+    whole,
+)
 from polyshard import ShardConfig
 from polyshard.errors import (
     ParameterError,
@@ -54,16 +66,14 @@ def trained(config: ShardConfig, rank: int, turns: int = 5) -> dict[str, torch.T
         assert root_of(model).gathered == ()
         optimizer.step()
         optimizer.zero_grad()
-    with polyshard.unsharded(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return whole(model)
 
 
 def assert_trained(ranks: list[dict[str, torch.Tensor] | None], world_size: int) -> None:
     expected = train_reference(seeded(Net), square_step, world_size, 5, adam).parameters
-    took_part = [whole for whole in ranks if whole is not None]
+    took_part = [parameters for parameters in ranks if parameters is not None]
     assert len(took_part) == world_size
-    for whole in took_part:
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(took_part, expected)
 
 
 # Parity.
@@ -76,7 +86,8 @@ def train_with(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str
     return trained(ShardConfig(collectives=group, timeout_s=TIMEOUT_S, **BLOCKS, **settings), rank)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_five_adamw_steps_equal_those_of_the_unsharded_model(
@@ -101,6 +112,7 @@ def losses_of_twenty_steps(rank: int) -> list[float] | None:
     return losses
 
 
+@pytest.mark.slow
 def test_twenty_losses_equal_those_of_the_unsharded_model(processes: RankPool) -> None:
     expected = train_reference(seeded(Net), square_step, 2, 20, adam).observed
     for rank, losses in enumerate(run(processes, losses_of_twenty_steps)[:2]):
@@ -153,6 +165,7 @@ def train_in(rank: int, form: str) -> dict[str, torch.Tensor] | None:
     return trained(ShardConfig(timeout_s=TIMEOUT_S, **BLOCKS, **settings), rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["default", "mesh", "mesh as collectives", "group", "1x3", "3x1"])
 def test_groups_and_meshes_are_taken_as_they_are(processes: RankPool, form: str) -> None:
     assert_trained(run(processes, train_in, form), RANKS)
@@ -340,7 +353,8 @@ def fail_on_one(rank: int, first_step: bool) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("first_step", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first_step", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_rank_that_raises_in_forward_leaves_no_other_waiting(processes: RankPool, first_step: bool) -> None:
     first, failing, last = run(processes, fail_on_one, first_step)
     assert failing == "ZeroDivisionError"
@@ -356,6 +370,7 @@ def shard_late(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_shards_is_named(processes: RankPool) -> None:
     texts = run(processes, shard_late)
     for rank in (0, 2):

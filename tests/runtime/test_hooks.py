@@ -11,6 +11,7 @@ import torch
 from parity import (
     Block,
     Net,
+    assert_all_close,
     assert_parity,
     on_ranks,
     seeded,
@@ -20,6 +21,7 @@ from parity import (
     train_reference,
     units_of,
     warns_for,
+    whole,
     whole_of,
 )
 from polyshard.errors import RankMismatchError
@@ -50,9 +52,7 @@ def test_hooks_of_the_user_on_submodules_see_whole_parameters() -> None:
         block.register_forward_pre_hook(look("before the unit, from before sharding"))
         block.up.register_forward_hook(look("inside"))
         block.up.register_full_backward_hook(lambda *_: seen.append("backward"))
-        sharded_copy_of = polyshard.shard
-
-        sharded_copy_of(mine, threaded(world, rank, **BLOCKS))
+        polyshard.shard(mine, threaded(world, rank, **BLOCKS))
         block.register_forward_pre_hook(look("before the unit, from after sharding"))
         block.down.register_forward_pre_hook(look("inside, from after sharding"))
         square_step(mine, 0, rank)
@@ -137,12 +137,10 @@ def test_a_post_accumulate_hook_may_step_and_drop_the_gradient() -> None:
         for turn in range(3):
             square_step(mine, turn, rank)
             assert all(parameter.grad is None for parameter in mine.parameters())
-        with polyshard.unsharded(mine):
-            return {name: p.detach().clone() for name, p in mine.named_parameters()}
+        return whole(mine)
 
     reference = train_reference(seeded(Net), square_step, 2)
-    for whole in on_ranks(2, on_rank):
-        torch.testing.assert_close(whole, reference.parameters, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), reference.parameters)
 
 
 def recorder(log: list[torch.Tensor]) -> Callable[..., None]:

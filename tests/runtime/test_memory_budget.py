@@ -27,7 +27,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.errors import ConfigError, RankMismatchError
+from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext
 from polyshard.runtime.budget import PATIENCE, Budget, MemoryMeter, fitting
 from polyshard_backends.fake import FakeCollectives
@@ -359,15 +359,3 @@ def test_a_single_rank_has_nothing_to_decide() -> None:
         polyshard.shard(model, config)
     assert not root_of(model).budget_pending
     square_step(model, 0, 0)
-
-
-def test_ranks_that_differ_in_the_setting_are_told_when_the_model_is_sharded() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        settings: dict[str, Any] = {"reshard_after_forward": "auto", "memory_budget": HUGE} if rank else {}
-        with pytest.raises(RankMismatchError) as caught:
-            sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
-        return str(caught.value)
-
-    for message in on_ranks(2, on_rank):
-        assert "['reshard_after_forward', 'auto']" in message
-        assert "['reshard_after_forward', None]" in message

@@ -17,11 +17,13 @@ from parity import (
     adam,
     assert_parity,
     draw,
+    mean_square,
     on_ranks,
     root_of,
     seeded,
     sharded_copy,
     square_step,
+    stepping,
     units_of,
 )
 from polyshard_backends.threaded import ThreadedWorld
@@ -160,15 +162,6 @@ def test_an_input_by_keyword_gets_its_gradient() -> None:
     assert_parity(seeded(Words), step, settings=BLOCKS)
 
 
-def test_an_input_without_gradient() -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
-        loss.backward()
-        return [loss.detach()]
-
-    assert_parity(seeded(Net), step, optimizer=adam, settings=BLOCKS)
-
-
 def test_nested_inputs_all_get_their_gradients() -> None:
     class Takes(Net):
         def forward(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -208,12 +201,7 @@ def test_a_unit_may_return_a_view_of_its_input_beside_what_it_computed(
             view, computed = self.passes(self.first(x))
             return view.square().mean() + computed.square().mean()
 
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        loss = model(x)
-        loss.backward()
-        assert x.grad is not None
-        return [loss.detach(), x.grad]
+    step = stepping(lambda model, x, turn, rank: model(x))
 
     assert_parity(seeded(Root), step, settings={"policy": units_of(Passes)})
 
@@ -452,6 +440,7 @@ def around(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return output["hidden"].view(-1, 5), output["logits"].t()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("structure", "read"),
     [(late, lambda output: (output.hidden, output.logits)), (linked, ends_of), (deep, bottom_of), (round_trip, around)],
@@ -505,12 +494,7 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("same", [(True, True), (False, True), (True, False), (False, False)])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_one_tensor_given_several_times_stays_one(same: tuple[bool, bool], by_name: bool) -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(2, 4, 3, turn=turn, rank=rank, requires_grad=True)
-        loss = model(x).square().mean()
-        loss.backward()
-        assert x.grad is not None
-        return [loss.detach(), x.grad]
+    step = stepping(mean_square, 2, 4, 3)
 
     settings = {"policy": units_of(nn.MultiheadAttention)}
     assert_parity(seeded(lambda: Attends(same, by_name)), step, world_size=2, settings=settings)

@@ -27,7 +27,7 @@ from parity import (
 from polyshard.errors import RankMismatchError, StateError, UnshardedUseError
 from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
-from tailed import WIDTH, WORDS, Model, names_of, sharded, step
+from reference_models import WIDTH, WORDS, Tailed, sharded_tailed, tailed_step, units_in
 from torch import nn
 from torch.nn import functional
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients o
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Embedding and head of these models, and not their norm.
-    monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS)
+    monkeypatch.setattr(thresholds, "SMALLEST_SPLIT", WIDTH * WORDS)
 
 
 small = pytest.mark.usefixtures("_small")
@@ -46,7 +46,7 @@ small = pytest.mark.usefixtures("_small")
 
 def units_for(model: nn.Module, **settings: Any) -> list[str]:
     """The units that two ranks make of ``model``."""
-    return on_ranks(2, lambda rank, world: names_of(sharded(world, rank, model, **settings)))[0]
+    return on_ranks(2, lambda rank, world: units_in(sharded_tailed(world, rank, model, **settings)))[0]
 
 
 BLOCKS = ["blocks.0", "blocks.1"]
@@ -54,12 +54,12 @@ BLOCKS = ["blocks.0", "blocks.1"]
 
 @small
 def test_an_embedding_in_front_and_a_head_behind_are_units_of_their_own() -> None:
-    assert units_for(Model()) == ["(root)", "embedding", *BLOCKS, "head"]
-    assert units_for(Model(), split_root=False) == ["(root)", *BLOCKS]
-    assert units_for(Model(), strategy="shard_grad_op") == ["(root)", "embedding", *BLOCKS, "head"]
+    assert units_for(Tailed()) == ["(root)", "embedding", *BLOCKS, "head"]
+    assert units_for(Tailed(), split_root=False) == ["(root)", *BLOCKS]
+    assert units_for(Tailed(), strategy="shard_grad_op") == ["(root)", "embedding", *BLOCKS, "head"]
     # Nothing is gathered there, so nothing is waited for.
-    assert units_for(Model(), strategy="no_shard") == ["(root)", *BLOCKS]
-    assert units_for(Model(), strategy="hybrid_shard", shard_size=1) == ["(root)", *BLOCKS]
+    assert units_for(Tailed(), strategy="no_shard") == ["(root)", *BLOCKS]
+    assert units_for(Tailed(), strategy="hybrid_shard", shard_size=1) == ["(root)", *BLOCKS]
 
 
 def test_a_part_is_at_least_four_mebibytes_in_sixteen_bits() -> None:
@@ -72,18 +72,18 @@ def test_a_part_is_at_least_four_mebibytes_in_sixteen_bits() -> None:
 
 @small
 def test_what_several_modules_use_stays_with_the_root() -> None:
-    tied = Model()
+    tied = Tailed()
     tied.head.weight = tied.embedding.weight
     assert units_for(tied) == ["(root)", *BLOCKS]
 
-    borrowed = Model()
+    borrowed = Tailed()
     borrowed.norm.register_parameter("borrowed", borrowed.head.weight)
     assert units_for(borrowed) == ["(root)", "embedding", *BLOCKS]
 
 
 @small
 def test_of_several_modules_on_one_side_none_is_a_part() -> None:
-    heads = Model()
+    heads = Tailed()
     heads.other_head = nn.Linear(WIDTH, WORDS)
     assert units_for(heads) == ["(root)", "embedding", *BLOCKS]
 
@@ -106,37 +106,37 @@ def test_parts_may_lie_deeper_and_hold_several_modules() -> None:
 
 @small
 def test_one_unit_that_was_asked_for_stays_one() -> None:
-    assert on_ranks(2, lambda rank, world: names_of(sharded_copy(seeded(Model), rank, world)))[0] == ["(root)"]
+    assert on_ranks(2, lambda rank, world: units_in(sharded_copy(seeded(Tailed), rank, world)))[0] == ["(root)"]
 
 
 @small
 def test_what_is_ignored_does_not_count() -> None:
-    model = Model()
+    model = Tailed()
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
         with world.lock:
             mine = copy.deepcopy(model)
         config = threaded(world, rank, policy=units_of(Block))
         polyshard.shard(mine, config, ignored_parameters=[mine.head.weight], ignored_modules=[mine.embedding])
-        return names_of(mine)
+        return units_in(mine)
 
     assert on_ranks(2, on_rank)[0] == ["(root)", *BLOCKS]
 
 
 def gathers_a_step(use: str, turns: int) -> list[list[str]]:
-    """The units whose gathers compute waited for, by step, on one of two ranks."""
+    """The units whose gathers compute waited for, by tailed_step, on one of two ranks."""
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[list[str]]:
-        mine = sharded(world, rank, seeded(lambda: Model(use)))
+        mine = sharded_tailed(world, rank, seeded(lambda: Tailed(use)))
         waited: list[list[str]] = []
         for unit in root_of(mine).units:
             unit.watch((Waits(waited, unit.name),))
         for turn in range(turns):
             waited.append([])
-            step(mine, turn, rank)
+            tailed_step(mine, turn, rank)
             # The backward ends by waiting for a reduction of each.
             reductions = len(root_of(mine).units)
-            assert sorted(waited[-1][-reductions:]) == sorted(names_of(mine))
+            assert sorted(waited[-1][-reductions:]) == sorted(units_in(mine))
             del waited[-1][-reductions:]
         return waited
 
@@ -169,7 +169,7 @@ def test_the_head_is_waited_for_when_it_computes_and_not_again_in_backward() -> 
 @small
 def test_an_embedding_is_not_kept_for_a_backward_that_reads_no_weight() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[tuple[str, ...]]:
-        mine = sharded(world, rank, seeded(Model), strategy="shard_grad_op")
+        mine = sharded_tailed(world, rank, seeded(Tailed), strategy="shard_grad_op")
         kept = []
         for _ in range(2):
             loss = mine(torch.zeros(1, 2, dtype=torch.int64)).sum()
@@ -222,14 +222,14 @@ def test_an_embedding_is_gathered_for_backward_where_more_than_a_lookup_computes
             optimizer.step()
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[str], list[torch.Tensor]]:
-        mine = sharded(world, rank, seeded(lambda: Attending(use)), strategy=strategy)
+        mine = sharded_tailed(world, rank, seeded(lambda: Attending(use)), strategy=strategy)
         if use == "prepended hook":
             mine.embedding.register_forward_hook(mine.by_hook, prepend=True)
         if use == "method":
             polyshard.register_forward_method(mine.embedding, "attend")
         train(mine)
         with polyshard.unsharded(mine):
-            return names_of(mine), [parameter.detach().clone() for parameter in mine.parameters()]
+            return units_in(mine), [parameter.detach().clone() for parameter in mine.parameters()]
 
     whole = seeded(lambda: Attending(use))
     if use == "prepended hook":
@@ -250,7 +250,7 @@ def test_a_head_whose_weight_somebody_else_uses_comes_with_the_root_from_then_on
 @small
 def test_looking_at_a_head_brings_nothing() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded(world, rank, seeded(Model).bfloat16(), precision={"name": "mixed", "param": "fp32"})
+        mine = sharded_tailed(world, rank, seeded(Tailed).bfloat16(), precision={"name": "mixed", "param": "fp32"})
         seen: list[Any] = []
 
         def look(*_: Any) -> None:
@@ -267,7 +267,7 @@ def test_looking_at_a_head_brings_nothing() -> None:
 
 @small
 def test_a_part_casts_neither_what_it_takes_nor_what_it_returns() -> None:
-    class Typed(Model):
+    class Typed(Tailed):
         dtypes: tuple[torch.dtype, ...] = ()
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -278,7 +278,7 @@ def test_a_part_casts_neither_what_it_takes_nor_what_it_returns() -> None:
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.dtype, ...]:
         precision = {"name": "mixed", "param": "bf16", "output": "fp64"}
-        mine = sharded(world, rank, seeded(Typed), precision=precision)
+        mine = sharded_tailed(world, rank, seeded(Typed), precision=precision)
         output = mine(torch.zeros(1, 2, dtype=torch.int64))
         return (*mine.dtypes, output.dtype)
 
@@ -288,21 +288,21 @@ def test_a_part_casts_neither_what_it_takes_nor_what_it_returns() -> None:
 @small
 @pytest.mark.parametrize("use", ["called", "its weight", "both ways"])
 def test_in_eval_mode_the_root_decides_in_which_dtype_a_part_computes(use: str) -> None:
-    model = seeded(lambda: Model(use))
+    model = seeded(lambda: Tailed(use))
     tokens = torch.arange(6).view(2, 3)
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, list[torch.Tensor]]:
         precision = {"name": "mixed", "param": "fp32", "full_precision_in_eval": True}
-        mine = sharded(world, rank, model, precision=precision).eval()
+        mine = sharded_tailed(world, rank, model, precision=precision).eval()
         # A part's own mode counts for nothing: the inputs that it gets are the root's.
         mine.head.train()
         with torch.no_grad():
             exact = mine(tokens)
         mine.train()
         mine.head.eval()
-        return exact, step(mine, 0, rank)
+        return exact, tailed_step(mine, 0, rank)
 
-    expected = train_reference(model, step, 2, turns=1).observed[0]
+    expected = train_reference(model, tailed_step, 2, turns=1).observed[0]
     with torch.no_grad():
         exact = model(tokens)
     for rank, (evaluated, trained) in enumerate(on_ranks(2, on_rank)):
@@ -312,25 +312,25 @@ def test_in_eval_mode_the_root_decides_in_which_dtype_a_part_computes(use: str) 
 
 @small
 def test_using_a_part_outside_of_its_host_s_forward_is_refused_by_name() -> None:
-    model = seeded(Model)
+    model = seeded(Tailed)
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        mine = sharded(world, rank, model)
+        mine = sharded_tailed(world, rank, model)
         handle = mine.blocks[0].register_forward_pre_hook(lambda *_: mine.head.weight.sum() and None)
         with pytest.raises(UnshardedUseError, match=rf"'head\.weight' was used .* of '\(root\)' \(rank {rank}\)"):
             mine.blocks[0](torch.zeros(2, WIDTH, dtype=torch.float64))
         handle.remove()
         assert root_of(mine).gathered == ()
-        return step(mine, 0, rank)
+        return tailed_step(mine, 0, rank)
 
-    expected = train_reference(model, step, 2, turns=1).observed[0]
+    expected = train_reference(model, tailed_step, 2, turns=1).observed[0]
     for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
         torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
 
 
 @small
 def test_a_stand_in_kept_from_one_forward_serves_the_next_and_nothing_between() -> None:
-    class Keeps(Model):
+    class Keeps(Tailed):
         kept: Any = None
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -341,7 +341,7 @@ def test_a_stand_in_kept_from_one_forward_serves_the_next_and_nothing_between() 
             return functional.linear(x, self.kept)
 
     def unsharded_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        values = step(model, turn, rank)
+        values = tailed_step(model, turn, rank)
         if is_sharded(model) and turn == 0:
             with pytest.raises(UnshardedUseError, match=r"'head\.weight' was used"):
                 model.kept.sum()
@@ -352,7 +352,7 @@ def test_a_stand_in_kept_from_one_forward_serves_the_next_and_nothing_between() 
 
 @small
 def test_a_module_that_some_ranks_run_is_refused_and_may_stay_with_the_root() -> None:
-    class Extra(Model):
+    class Extra(Tailed):
         extra = False
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -363,7 +363,7 @@ def test_a_module_that_some_ranks_run_is_refused_and_may_stay_with_the_root() ->
 
     def on_some(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         model.extra = rank == 1
-        return step(model, turn, rank)
+        return tailed_step(model, turn, rank)
 
     model = seeded(Extra)
     with pytest.raises(RankMismatchError, match=r"unit 'head'.*\n.*same modules in the same order"):
@@ -375,8 +375,8 @@ def test_a_module_that_some_ranks_run_is_refused_and_may_stay_with_the_root() ->
 @small
 def test_a_root_without_parameters_is_not_copied_either() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded(world, rank, seeded(lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(WIDTH))))
-        assert names_of(mine) == ["0", "1"]
+        mine = sharded_tailed(world, rank, seeded(lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(WIDTH))))
+        assert units_in(mine) == ["0", "1"]
         with pytest.raises(StateError, match=rf"deep-copied \(unit '\(root\)', rank {rank}\)"):
             copy.deepcopy(mine)
 
@@ -386,10 +386,10 @@ def test_a_root_without_parameters_is_not_copied_either() -> None:
 @small
 def test_a_budget_keeps_no_embedding_since_that_would_save_no_gather() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[str, ...]:
-        mine = sharded(world, rank, seeded(Model), reshard_after_forward="auto", memory_budget="1 GiB")
+        mine = sharded_tailed(world, rank, seeded(Tailed), reshard_after_forward="auto", memory_budget="1 GiB")
         optimizer = adam(mine)
         for turn in range(3):
-            step(mine, turn, rank)
+            tailed_step(mine, turn, rank)
             optimizer.step()
             optimizer.zero_grad()
         assert not root_of(mine).budget_pending

@@ -8,10 +8,24 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Step, adam, assert_parity, is_sharded, on_ranks, seeded, sgd, train_reference, units_of
+from parity import (
+    Block,
+    Step,
+    adam,
+    assert_all_close,
+    assert_parity,
+    is_sharded,
+    on_ranks,
+    seeded,
+    sgd,
+    train,
+    train_reference,
+    units_of,
+    whole,
+)
 from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
-from tailed import USES, WIDTH, WORDS, Model, names_of, sharded, step
+from reference_models import USES, WIDTH, WORDS, Tailed, sharded_tailed, tailed_step, units_in
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -23,21 +37,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Embedding and head of these models, and not their norm.
-    monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS)
+    monkeypatch.setattr(thresholds, "SMALLEST_SPLIT", WIDTH * WORDS)
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
         "full_shard",
-        pytest.param("shard_grad_op", marks=pytest.mark.slow),
-        pytest.param("no_shard", marks=pytest.mark.slow),
+        pytest.param("shard_grad_op", marks=pytest.mark.nightly),
+        pytest.param("no_shard", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("use", USES)
 def test_training_equals_the_unsharded_model_however_the_head_is_used(use: str, strategy: str) -> None:
     settings = {"policy": units_of(Block), "strategy": strategy}
-    assert_parity(seeded(lambda: Model(use)), step, 2, settings=settings)
+    assert_parity(seeded(lambda: Tailed(use)), tailed_step, 2, settings=settings)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -45,7 +59,7 @@ def test_training_equals_the_unsharded_model_however_the_head_is_used(use: str, 
 @pytest.mark.parametrize("use", ["called", "both ways, called last"])
 def test_training_is_the_same_whatever_is_released_after_forward(use: str, reshard: bool | None, scaled: bool) -> None:
     settings = {"policy": units_of(Block), "reshard_after_forward": reshard}
-    assert_parity(seeded(lambda: Model(use, scaled)), step, 3, settings=settings, optimizer=adam)
+    assert_parity(seeded(lambda: Tailed(use, scaled)), tailed_step, 3, settings=settings, optimizer=adam)
 
 
 #: One of each way in which a part is used, or goes back.
@@ -64,7 +78,7 @@ FEW_USES = ["called", "its weight", "its weight by name in a function", "both wa
 )
 @pytest.mark.parametrize("use", FEW_USES)
 def test_training_is_the_same_with_other_settings(use: str, settings: dict[str, Any]) -> None:
-    assert_parity(seeded(lambda: Model(use)), step, 3, settings={"policy": units_of(Block), **settings})
+    assert_parity(seeded(lambda: Tailed(use)), tailed_step, 3, settings={"policy": units_of(Block), **settings})
 
 
 def several_backwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
@@ -73,7 +87,7 @@ def several_backwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tens
     for part in range(3):
         alone = part < 2 and is_sharded(model)
         with polyshard.no_sync(model) if alone else nullcontext():
-            losses += step(model, 3 * turn + part, rank)
+            losses += tailed_step(model, 3 * turn + part, rank)
     return losses
 
 
@@ -89,30 +103,25 @@ def several_forwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tenso
     return [loss.detach()]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("shard_grad_op", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("shard_grad_op", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("shape", [several_backwards, several_forwards])
 @pytest.mark.parametrize("use", FEW_USES)
 def test_steps_of_several_forwards_and_backwards_are_the_same(use: str, shape: Step, strategy: str) -> None:
-    assert_parity(seeded(lambda: Model(use)), shape, 2, settings={"policy": units_of(Block), "strategy": strategy})
+    assert_parity(seeded(lambda: Tailed(use)), shape, 2, settings={"policy": units_of(Block), "strategy": strategy})
 
 
 @pytest.mark.parametrize("use", FEW_USES)
 def test_groups_that_replicate_each_other_train_the_same(use: str) -> None:
-    model = seeded(lambda: Model(use))
+    model = seeded(lambda: Tailed(use))
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded(world, rank, model, strategy="hybrid_shard", shard_size=2)
+        mine = sharded_tailed(world, rank, model, strategy="hybrid_shard", shard_size=2)
         optimizer = sgd(mine)
-        for turn in range(3):
-            step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        with polyshard.unsharded(mine):
-            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+        train(mine, optimizer, tailed_step, rank, 3)
+        return whole(mine)
 
-    expected = train_reference(model, step, 4).parameters
-    for whole in on_ranks(4, on_rank):
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    expected = train_reference(model, tailed_step, 4).parameters
+    assert_all_close(on_ranks(4, on_rank), expected)
 
 
 def test_composing_from_the_inside_out_splits_what_is_left() -> None:
@@ -120,18 +129,18 @@ def test_composing_from_the_inside_out_splits_what_is_left() -> None:
         for block in model.blocks:
             polyshard.fully_shard(block, config)
         polyshard.fully_shard(model, config)
-        assert names_of(model) == ["(root)", "embedding", "blocks.0", "blocks.1", "head"]
+        assert units_in(model) == ["(root)", "embedding", "blocks.0", "blocks.1", "head"]
         return model
 
     for use in ("called", "its weight"):
-        assert_parity(seeded(lambda: Model(use)), step, 2, wrap=composed)  # noqa: B023
+        assert_parity(seeded(lambda: Tailed(use)), tailed_step, 2, wrap=composed)  # noqa: B023
 
 
 def test_a_part_inside_a_larger_model_goes_back_to_the_module_around_it() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = Model("its weight")
+            self.inner = Tailed("its weight")
             self.last = nn.Linear(WORDS, 3)
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -144,7 +153,7 @@ def test_a_part_inside_a_larger_model_goes_back_to_the_module_around_it() -> Non
         polyshard.fully_shard(model, config)
         return model
 
-    assert_parity(seeded(Outer), step, 2, wrap=composed)
+    assert_parity(seeded(Outer), tailed_step, 2, wrap=composed)
 
 
 @pytest.mark.parametrize("use", ["its weight by name in a function", "its weight"])
@@ -152,28 +161,23 @@ def test_a_head_that_is_trained_from_the_second_step_on(use: str) -> None:
     def thawing(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         model.use = "called" if turn == 0 else use
         model.head.requires_grad_(turn > 0)
-        return step(model, turn, rank)
+        return tailed_step(model, turn, rank)
 
-    assert_parity(seeded(Model), thawing, 2, settings={"policy": units_of(Block)})
+    assert_parity(seeded(Tailed), thawing, 2, settings={"policy": units_of(Block)})
 
 
 def test_optimizers_see_the_same_parameters_before_and_after_a_part_goes_back() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded(world, rank, seeded(lambda: Model("its weight")))
+        mine = sharded_tailed(world, rank, seeded(lambda: Tailed("its weight")))
         before = polyshard.flat_parameters(mine)
         optimizer = torch.optim.AdamW(before, lr=1e-2)
-        for turn in range(3):
-            step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
+        train(mine, optimizer, tailed_step, rank, 3)
         after = polyshard.flat_parameters(mine)
         assert all(one is other for one, other in zip(before, after, strict=True))
-        with polyshard.unsharded(mine):
-            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+        return whole(mine)
 
-    expected = train_reference(seeded(lambda: Model("its weight")), step, 2, optimizer=adam).parameters
-    for whole in on_ranks(2, on_rank):
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    expected = train_reference(seeded(lambda: Tailed("its weight")), tailed_step, 2, optimizer=adam).parameters
+    assert_all_close(on_ranks(2, on_rank), expected)
 
 
 def test_a_block_that_computes_with_another_s_weight_where_nothing_is_sharded() -> None:
@@ -199,7 +203,7 @@ def test_a_block_that_computes_with_another_s_weight_where_nothing_is_sharded() 
     "kind", ["plain", "checkpointed", "checkpointed as of old", "bounded", "kept", "backward of a part"]
 )
 def test_an_embedding_trains_although_its_weight_is_not_gathered_for_backward(kind: str) -> None:
-    class Words(Model):
+    class Words(Tailed):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             if kind.startswith("checkpointed"):
                 # An input that needs a gradient, without which an old checkpoint computes none.
@@ -217,4 +221,4 @@ def test_an_embedding_trains_although_its_weight_is_not_gathered_for_backward(ki
     settings = {"policy": units_of(Block), "strategy": "shard_grad_op" if kind == "kept" else "full_shard"}
     if kind == "not ahead":
         settings["forward_prefetch"] = settings["backward_prefetch"] = 0
-    assert_parity(model, step, 2, settings=settings)
+    assert_parity(model, tailed_step, 2, settings=settings)

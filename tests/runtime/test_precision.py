@@ -77,8 +77,7 @@ def on_each_rank(
 # The reduction.
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "world_size"), [("bf16", 2), ("bf16", 3), ("fp16", 4)])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -386,16 +385,6 @@ def test_batch_norms_left_alone_keep_full_precision_in_a_unit_of_their_own() -> 
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_layer_norms_left_alone_compute_in_full_precision_between_narrow_ones() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    x = torch.randn(3, 4)
-    first, norm, last = (copy.deepcopy(module) for module in model)
-    hidden = norm(nn.functional.linear(x.bfloat16(), first.weight.bfloat16(), first.bias.bfloat16()).float())
-    expected = nn.functional.linear(hidden.bfloat16(), last.weight.bfloat16(), last.bias.bfloat16())
-    got = faked_alone(model, precision={"name": "bf16", "leave_alone": [nn.LayerNorm]})(x)
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
 class TwoProbes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -466,19 +455,3 @@ def test_an_eval_between_microbatches_loses_no_gradient() -> None:
         expected = sum(each[name].float() for each in by_turn)
         # The sum travels in bf16.
         torch.testing.assert_close(gradient, expected, rtol=2**-8, atol=1e-6)
-
-
-def test_an_eval_between_forward_and_backward_changes_no_gradient() -> None:
-    model = net()
-    expected = cast_gradients(model, torch.bfloat16, 0, 0)[1]
-
-    def step(mine: nn.Module, rank: int) -> None:
-        loss = loss_of(mine(inputs(0, 0)))
-        with torch.no_grad():
-            mine.eval()(inputs(9, 0))
-        mine.train()
-        loss.backward()
-
-    got = on_each_rank(model, 2, step, precision=EVAL, **BLOCKS)
-    for name, gradient in got.items():
-        assert torch.equal(gradient, expected[name].float())

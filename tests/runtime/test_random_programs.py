@@ -21,8 +21,7 @@ import polyshard
 import pytest
 import torch
 from matrices import exact
-from one_core import one_core
-from parity import draw, seeded, threaded, units_of
+from parity import draw, one_core, seeded, threaded, units_of
 from polyshard import checkpoint
 from polyshard.errors import CollectiveTimeoutError, PolyshardError, RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
@@ -41,8 +40,8 @@ from random_programs import (
 )
 from torch import nn
 
-QUICK = 60
-QUICK_CHUNK = 20
+QUICK = 30
+QUICK_CHUNK = 10
 NIGHTLY = 2000
 CHUNK = 50
 
@@ -354,6 +353,7 @@ def check_all(numbers: range, folder: Path) -> None:
 ONE = os.environ.get("POLYSHARD_PROGRAM")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, QUICK, QUICK_CHUNK) if ONE is None else [int(ONE)])
 def test_training_is_right_or_every_rank_is_told(first: int, tmp_path: Path) -> None:
     if ONE is not None:

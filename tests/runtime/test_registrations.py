@@ -13,6 +13,7 @@ import torch
 from parity import (
     Block,
     Net,
+    assert_all_close,
     draw,
     on_ranks,
     seeded,
@@ -253,8 +254,7 @@ def test_forwards_without_gradients_train_nothing() -> None:
             model(INPUTS)
         return found
 
-    for found in on_ranks(2, on_rank):
-        torch.testing.assert_close(found, plain(INPUTS).detach(), rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), plain(INPUTS).detach())
 
 
 def test_unsharded_shows_what_came_and_the_next_step_does_not() -> None:
@@ -273,8 +273,7 @@ def test_unsharded_shows_what_came_and_the_next_step_does_not() -> None:
         found: torch.Tensor = model(INPUTS).detach()
         return found
 
-    for found in on_ranks(2, on_rank):
-        torch.testing.assert_close(found, seeded(Net)(INPUTS).detach(), rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), seeded(Net)(INPUTS).detach())
 
 
 @pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
@@ -378,8 +377,7 @@ def test_parameters_that_are_tied_inside_of_unsharded_are_not_written_back_as_co
         found: torch.Tensor = model(INPUTS).detach()
         return found
 
-    for found in on_ranks(2, on_rank):
-        torch.testing.assert_close(found, seeded(Net)(INPUTS).detach(), rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), seeded(Net)(INPUTS).detach())
 
 
 def test_weights_that_were_tied_before_may_be_tied_again() -> None:

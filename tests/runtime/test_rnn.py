@@ -8,7 +8,18 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, units_of
+from parity import (
+    adam,
+    assert_all_close,
+    assert_parity,
+    draw,
+    mean_square,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    stepping,
+    units_of,
+)
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -28,12 +39,7 @@ class Recurrent(nn.Module):
         return self.last(output) + last.mean()
 
 
-def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    x = draw(2, 6, 3, turn=turn, rank=rank, requires_grad=True)
-    loss = model(x).square().mean()
-    loss.backward()
-    assert x.grad is not None
-    return [loss.detach(), x.grad]
+step = stepping(mean_square, 2, 6, 3)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +127,7 @@ def test_values_loaded_after_sharding_are_computed_with() -> None:
         polyshard.load_local_state_dict(mine, copy.copy(polyshard.local_state_dict(theirs)))
         return mine(draw(2, 6, 3)).detach()
 
-    for output in on_ranks(2, on_rank):
-        torch.testing.assert_close(output, other(draw(2, 6, 3)).detach(), rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), other(draw(2, 6, 3)).detach())
 
 
 def test_a_recurrent_weight_replaced_between_steps_is_honoured() -> None:
@@ -138,8 +143,7 @@ def test_a_recurrent_weight_replaced_between_steps_is_honoured() -> None:
     expected = copy.deepcopy(model)
     with torch.no_grad():
         expected.rnn.weight_hh_l0.copy_(new)
-    for output in on_ranks(2, on_rank):
-        torch.testing.assert_close(output, expected(draw(2, 6, 3)).detach(), rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), expected(draw(2, 6, 3)).detach())
 
 
 def test_an_lstm_from_the_meta_device_is_materialised_in_place() -> None:

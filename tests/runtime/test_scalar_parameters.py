@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import polyshard
 import polyshard.checkpoint
-import polyshard.huggingface
 import polyshard.optim
 import polyshard.state
+import polyshard_huggingface
 import pytest
 import torch
-from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, threaded, units_of
+from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, threaded, units_of, whole
 from polyshard.errors import PolyshardError, UnsupportedError
 from polyshard.optim import decay_groups, for_matrices
 from polyshard_backends.threaded import ThreadedWorld
@@ -90,11 +90,6 @@ def test_it_trains_as_unsharded(world_size: int, settings: dict[str, Any]) -> No
     assert_parity(seeded(Clip), world_size=world_size, optimizer=adam, settings={**UNITS, **settings})
 
 
-def whole_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
 def same(got: dict[str, torch.Tensor], plain: nn.Module) -> None:
     wanted = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
@@ -139,7 +134,7 @@ def test_a_checkpoint_is_loaded_at_another_number_of_ranks(
         model, optimizer = start(rank, world, loads[1])
         polyshard.checkpoint.load(tmp_path / "step-00000002", model, optimizer)
         train(model, optimizer, range(2, 4))
-        return whole_of(model)
+        return whole(model)
 
     on_ranks(saves[0], save)
     for got in on_ranks(loads[0], load):
@@ -165,8 +160,8 @@ def test_states_are_those_of_the_unsharded_model(world_size: int, settings: dict
     def states(model: nn.Module, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         train(model, optimizer, range(2))
-        whole = polyshard.state.StateOptions(form=polyshard.state.StateForm.FULL)
-        told = polyshard.state.get_state_dict(model, optimizer, whole)
+        full = polyshard.state.StateOptions(form=polyshard.state.StateForm.FULL)
+        told = polyshard.state.get_state_dict(model, optimizer, full)
         again = torch.optim.AdamW(model.parameters(), lr=0.1)
         # Its own parts, then whole tensors: ours, and those of torch.
         for given in (polyshard.state.get_state_dict(model, optimizer), told, wanted):
@@ -174,7 +169,7 @@ def test_states_are_those_of_the_unsharded_model(world_size: int, settings: dict
                 again = torch.optim.AdamW(model.parameters(), lr=0.5)
             polyshard.state.set_state_dict(model, again, model_state_dict=given[0], optim_state_dict=given[1])
         train(model, again, range(2, 4))
-        return told, whole_of(model)
+        return told, whole(model)
 
     ranks = on_each(world_size, settings, states)
     train(plain, reference, range(2, 4))
@@ -212,7 +207,7 @@ def test_it_is_made_from_the_meta_device(layout: str) -> None:
         with world.lock, torch.device("meta"):
             model = Clip()
         polyshard.shard(model, threaded(world, rank, device="cpu", layout=layout, **UNITS))
-        return whole_of(model)
+        return whole(model)
 
     for got in on_ranks(3, on_rank):
         scalars = {name: value.item() for name, value in got.items() if value.ndim == 0}
@@ -250,15 +245,15 @@ def test_files_of_hugging_face(tmp_path: Path) -> None:
     plain = seeded(Clip)
 
     def save(model: nn.Module, rank: int) -> None:
-        polyshard.huggingface.save(model, tmp_path)
+        polyshard_huggingface.save(model, tmp_path)
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         with world.lock, torch.device("meta"):
             model = Clip().double()
-        initializer = polyshard.huggingface.to_be_loaded(model)
+        initializer = polyshard_huggingface.to_be_loaded(model)
         polyshard.shard(model, threaded(world, rank, device="cpu", **UNITS), initializer=initializer)
-        polyshard.huggingface.load(model, tmp_path)
-        return whole_of(model)
+        polyshard_huggingface.load(model, tmp_path)
+        return whole(model)
 
     on_each(2, {}, save)
     torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), dict(plain.state_dict()), rtol=0, atol=0)
@@ -281,7 +276,7 @@ def test_averages_and_muon_beside_it() -> None:
             train(model, optimizer, range(turn, turn + 1))
             mine.update()
         with mine.applied():
-            return whole_of(model)
+            return whole(model)
 
     for got in on_each(3, {}, averaged):
         same(got, average.module)

@@ -1,4 +1,4 @@
-"""Under which stream memory of a shared pool is allocated, on a pretended device; its GPU twin is in test_capture."""
+"""Under which stream memory of a shared pool is allocated, on a pretended device; GPU twin: ``gpu/test_capture``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from polyshard_backends import _torch_private
-from polyshard_backends.shared_scope import SharedScope, ZeroedScope
+from polyshard_backends.nccl import SharedScope
+from polyshard_backends.symmetric import ZeroedScope
 
 
 class Stream(NamedTuple):
@@ -116,16 +117,16 @@ def test_a_stream_gets_back_what_it_freed_and_nothing_of_another(device: Device)
     assert device.segments == 3
 
 
-def test_homes_stay_apart_where_torch_hands_out_the_same_streams_again(device: Device) -> None:
+def test_allocation_streams_stay_apart_where_torch_hands_out_the_same_streams_again(device: Device) -> None:
     scope = SharedScope(None, 0)  # type: ignore[arg-type]
     first = taken(scope, 7, 64)
     device.free(first)
     for _ in range(_torch_private.UNUSED_STREAMS - 1):
         device.unused_stream(0)
     assert taken(scope, 8, 64)[1] != first[1]
-    # As many streams as allocate: those that are left without a home stay with themselves.
-    homes = {taken(scope, 1000 + number, 64)[1] for number in range(2 * _torch_private.UNUSED_STREAMS)}
-    assert len(homes | {first[1]}) == 2 * _torch_private.UNUSED_STREAMS + 1
+    # As many streams as allocate: those that are left allocate under themselves.
+    allocating = {taken(scope, 1000 + number, 64)[1] for number in range(2 * _torch_private.UNUSED_STREAMS)}
+    assert len(allocating | {first[1]}) == 2 * _torch_private.UNUSED_STREAMS + 1
 
 
 def test_new_memory_is_waited_for_where_it_is_used_and_old_memory_is_not(device: Device) -> None:

@@ -12,6 +12,7 @@ from parity import (
     Block,
     Net,
     adam,
+    assert_all_close,
     assert_parity,
     draw,
     on_ranks,
@@ -19,8 +20,10 @@ from parity import (
     seeded,
     sharded_copy,
     square_step,
+    train,
     train_reference,
     units_of,
+    whole,
     whole_of,
 )
 from polyshard.errors import ConfigError, StateError
@@ -134,10 +137,7 @@ def test_five_adamw_steps_equal_those_of_the_unsharded_model(settings: dict[str,
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
         optimizer = adam(mine)
-        for turn in range(5):
-            square_step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
+        train(mine, optimizer, square_step, rank, 5)
         return {name: p.detach().clone() for name, p in mine.named_parameters()}
 
     assert_wholes(model, on_ranks(world_size, on_rank), trained, settings)
@@ -269,21 +269,6 @@ def test_accumulated_gradients_equal_those_of_the_unsharded_model(
     assert_wholes(model, on_ranks(world_size, on_rank), accumulated(model, world_size, len(waits)), settings)
 
 
-def test_gradients_are_none_until_a_backward_outside_of_no_sync() -> None:
-    model = seeded(Net)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded_copy(model, rank, world, **BLOCKS)
-        with polyshard.no_sync(mine):
-            square_step(mine, 0, rank)
-            square_step(mine, 1, rank)
-        assert all(p.grad is None for p in mine.parameters())
-        square_step(mine, 2, rank)
-        assert all(p.grad is not None for p in mine.parameters() if p.numel())
-
-    on_ranks(2, on_rank)
-
-
 def test_waiting_gradients_move_no_bytes() -> None:
     model, collectives = seeded(Net), fake()
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **BLOCKS))
@@ -307,9 +292,7 @@ def test_no_sync_belongs_to_the_outermost_module() -> None:
 # Norms.
 
 
-@pytest.mark.parametrize(
-    "norm_type", [2.0, *(pytest.param(p, marks=pytest.mark.slow) for p in (1.0, 3.0)), float("inf")]
-)
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [0.05, 1e3])
 @pytest.mark.parametrize(
     "settings",
@@ -387,12 +370,9 @@ def test_training_with_clipping_equals_that_of_the_unsharded_model() -> None:
             polyshard.clip_grad_norm_(mine, 0.01)
             opt.step()
             opt.zero_grad()
-        with polyshard.unsharded(mine):
-            return {name: p.detach().clone() for name, p in mine.named_parameters()}
+        return whole(mine)
 
-    for whole in on_ranks(4, on_rank):
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(4, on_rank), {name: each.detach() for name, each in plain.named_parameters()})
 
 
 # Whole parameters outside of compute.
@@ -426,8 +406,7 @@ def test_unsharded_shows_whole_parameters_and_keeps_changes_where_asked(
             return mine(draw(4, 3))
 
     expected = (doubled if writeback else model)(draw(4, 3)).detach()
-    for output in on_ranks(world_size, on_rank):
-        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(world_size, on_rank), expected)
 
 
 def test_unsharded_is_refused_inside_itself_and_inside_a_step() -> None:
@@ -463,24 +442,3 @@ def assert_trains(model: nn.Module) -> None:
     square_step(model, 0, 0)
     assert root_of(model).gathered == ()
     assert all(p.grad is not None for p in model.parameters() if p.numel())
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_a_forward_sees_what_was_written_since_the_last_one(strategy: str) -> None:
-    model = seeded(Net)
-    changed = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.mul_(0.5)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        mine = sharded_copy(model, rank, world, strategy=strategy, **BLOCKS)
-        # Its backward never comes, so that its units may still be whole.
-        mine(draw(4, 3))
-        with torch.no_grad():
-            for parameter in mine.parameters():
-                parameter.mul_(0.5)
-        return mine(draw(4, 3)).detach()
-
-    for output in on_ranks(2, on_rank):
-        torch.testing.assert_close(output, changed(draw(4, 3)).detach(), rtol=1e-12, atol=1e-12)

@@ -9,7 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Step, draw, on_ranks, seeded, sharded_copy, train_reference, units_of
+from parity import Step, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
 from polyshard.interfaces import PluginContext, Work
 from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
@@ -85,8 +85,7 @@ def trained(model: nn.Module, turns: int, microbatches: int = 1, one_step: Step 
             one_step(mine, turn, rank)
             optimizer.step()
             optimizer.zero_grad()
-        with polyshard.unsharded(mine):
-            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+        return whole(mine)
 
     one, other = on_ranks(2, on_rank)
     torch.testing.assert_close(one, other, rtol=0, atol=0)

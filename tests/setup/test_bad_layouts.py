@@ -15,7 +15,7 @@ from parity import on_ranks, threaded
 from polyshard import ShardConfig, errors
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_layouts.flat import Flat
+from polyshard_layouts.layouts import Flat
 from refusal import Tower, description, refused, silent
 from torch import nn
 

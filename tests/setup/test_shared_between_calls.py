@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import assert_parity, draw, on_ranks, seeded, threaded
+from parity import assert_parity, on_ranks, seeded, stepping, threaded
 from polyshard import ShardConfig
 from polyshard.errors import AlreadyShardedError
 from polyshard_backends.threaded import ThreadedWorld
@@ -81,9 +81,6 @@ def test_from_the_inside_out_around_all_uses() -> None:
         polyshard.fully_shard(model.body[1], config)
         return polyshard.fully_shard(model, config)
 
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model((draw(4, turn=turn, rank=rank) * 100).long() % 18).square().mean()
-        loss.backward()
-        return [loss.detach()]
+    step = stepping(lambda model, x, turn, rank: model((x * 100).long() % 18).square().mean(), 4, grad=False)
 
     assert_parity(seeded(Tied), step, 2, wrap=wrap)

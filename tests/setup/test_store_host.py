@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from programs import start_script
+from processes import start_script
 
 SCRIPT = """
 import os, sys, time
@@ -23,12 +23,12 @@ model = torch.nn.Linear(4, 4)
 precision = "none"
 if rank == 0:
     # The others wait in the exchange by then, or come later.
-    time.sleep(0 if case == "late" else 2)
+    time.sleep(0 if case == "late" else 1)
     if case == "killed":
         os._exit(9)
     precision = "bf61"
 elif case == "late":
-    time.sleep(3)
+    time.sleep(2)
 elif case == "absent" and rank == 2:
     time.sleep(25)
     os._exit(0)
@@ -76,7 +76,7 @@ def test_the_host_of_the_store_fails(tmp_path: Path, case: str) -> None:
         assert "'bf61'" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failure_is_known_before_the_last_rank_has_come(tmp_path: Path) -> None:
     texts = outputs(tmp_path, 3, "absent", 2)
     assert texts[1].startswith("RankMismatchError: Sharding failed on other ranks")

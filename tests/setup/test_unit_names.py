@@ -9,7 +9,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from int8_wire import Int8Wire
 from parity import Block, Net, adam, assert_parity, on_ranks, root_of, seeded, threaded, units_of
 from polyshard import ShardConfig
 from polyshard.errors import ParameterChangedError, StateError, UnshardedUseError
@@ -22,6 +21,7 @@ from polyshard.interfaces import (
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from wires import Int8Wire
 
 
 class ByName(OffloadManager):

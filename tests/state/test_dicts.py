@@ -232,6 +232,7 @@ def _loads_dtensors(rank: int, settings: dict[str, Any], assign: bool) -> dict[s
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     wanted = {name: p.detach() for name, p in seeded(Net, seed=7).named_parameters()}
     with RankPool(2) as ranks:

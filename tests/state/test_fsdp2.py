@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ pytestmark = pytest.mark.slow
 RANKS = KeptRanks()
 LAYOUTS = ["flat", "rows", {"name": "blocks", "size": 4, "smallest": 1}]
 FULL = states.StateOptions(form="full")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def fsdp2(seed: int) -> tuple[Odd, torch.optim.Optimizer]:

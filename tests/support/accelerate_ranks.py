@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import polyshard
@@ -17,6 +15,7 @@ from parity import Block
 from processes import KeptRanks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchrun import launched
 
 T = TypeVar("T")
 
@@ -28,23 +27,16 @@ atexit.register(_RANKS.close)
 
 
 def on_ranks(world_size: int, target: Callable[..., T], *args: Any) -> list[T]:
-    """``target(rank, *args)`` on each rank."""
-    return _RANKS.run(world_size, target, *args)
+    """``target(rank, *args)`` on each rank, as torchrun would have started it. Accelerate knows nothing afterwards."""
+    return _RANKS.run(world_size, _launched, target, args)
 
 
-@contextmanager
-def launched() -> Iterator[None]:
-    """What torchrun tells a rank, for a process whose group is there already. Accelerate knows nothing afterwards."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
-    before = dict(os.environ)
-    os.environ.update(told)
+def _launched(rank: int, target: Callable[..., T], args: tuple[Any, ...]) -> T:
     try:
-        yield
+        with launched(rank, dist.get_world_size()):
+            return target(rank, *args)
     finally:
         forget()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def forget() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import polyshard
 import torch
-from polyshard.testing import Rank, run_ranks
+from polyshard_testing import Rank, run_ranks
 from torch import nn
 
 WIDTH, CLASSES, BLOCKS, STEPS, RATE = 16, 4, 3, 3, 0.5

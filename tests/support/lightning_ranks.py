@@ -14,13 +14,13 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
-from parity import Block, units_of
+from parity import Block, seed_all, units_of
 from polyshard import ShardConfig
-from polyshard.lightning import PolyshardStrategy
+from polyshard_lightning import PolyshardStrategy
 from processes import KeptRanks
-from seeding import seed_all
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchrun import launched
 
 T = TypeVar("T")
 
@@ -38,31 +38,9 @@ def on_ranks(target: Callable[..., T], *args: Any, world_size: int = 2, timeout:
 
 
 def _launched(rank: int, target: Callable[..., T], args: tuple[Any, ...]) -> T:
-    with launched(rank, dist.get_world_size()):
+    further = {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    with launched(rank, dist.get_world_size(), **further), lightnings_warnings():
         return target(rank, *args)
-
-
-@contextmanager
-def launched(rank: int, world_size: int) -> Iterator[None]:
-    """The variables that torchrun sets."""
-    torchrun = {
-        "TORCHELASTIC_RUN_ID": "tests",
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": 0,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 1,
-    }
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in torchrun.items()})
-    try:
-        with lightnings_warnings():
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

@@ -1,26 +1,30 @@
-"""Trains a model sharded over threads, and the same model unsharded, one copy a rank, and compares the two.
+"""The reference models, ranks that are threads, and the comparison that most tests make.
 
-The reference is plain torch: every rank is a deep copy of the model with its own buffers and its own inputs, gradients
-are averaged over the copies, and each copy takes the same optimizer step. Nothing in it knows of shards.
+A model is trained sharded over threads, and unsharded. The reference is plain torch: every rank is a deep copy of the
+model with its own buffers and its own inputs, gradients are averaged over the copies, and each copy takes the same
+optimizer step. Nothing in it knows of shards.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
+import json
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import polyshard
+import psutil
 import pytest
 import torch
-from one_core import one_core
 from polyshard.errors import StateError
 from polyshard.runtime.root import Root
 from polyshard_backends.threaded import ThreadedWorld
-from seeding import seed_all
 from torch import nn
 
 T = TypeVar("T")
@@ -30,21 +34,11 @@ _SEEDING = threading.Lock()
 #: One step of one rank, forward and backward, as ``step(model, turn, rank)``; what it returns is compared (the loss,
 #: gradients of inputs).
 Step = Callable[[nn.Module, int, int], Sequence[torch.Tensor]]
+
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
 #: Makes a model sharded, in place or not: ``wrap(model, config)``.
 Wrap = Callable[[nn.Module, polyshard.ShardConfig], nn.Module]
-
-
-@dataclass
-class Training:
-    """What a training gave, on all ranks."""
-
-    observed: list[list[list[torch.Tensor]]] = field(default_factory=list)
-    """What ``step`` returned: by turn, rank and position."""
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """By turn: the whole averaged gradient of each parameter; zeros where there was none."""
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Whole parameters after the last step."""
 
 
 class Block(nn.Module):
@@ -97,19 +91,50 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return make().double()
 
 
+def seed_all(number: int) -> None:
+    """Seed the generators of the devices that are there.
+
+    For every kind of device that is not in use, ``torch.manual_seed`` writes down where it was called: three stacks,
+    which take longer than a layer's forward.
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
+
+
 def draw(*shape: int, turn: int = 0, rank: int = 0, requires_grad: bool = False) -> torch.Tensor:
     """A float64 input that differs by turn and rank."""
     generator = torch.Generator().manual_seed(1000 * turn + rank + 1)
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
 
 
-def square_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    """Mean square of the output for an input of shape [4, 3] that requires a gradient."""
-    x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-    loss = model(x).square().mean()
-    loss.backward()
-    assert x.grad is not None
-    return [loss.detach(), x.grad]
+def mean_square(model: nn.Module, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
+    """The loss of most tests."""
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def stepping(
+    loss_of: Callable[[nn.Module, torch.Tensor, int, int], torch.Tensor], *shape: int, grad: bool = True
+) -> Step:
+    """Forward and backward of ``loss_of(model, x, turn, rank)``, for an input of ``shape``, [4, 3] where none is given.
+
+    With ``grad`` the input requires a gradient, which is compared too.
+    """
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(*(shape or (4, 3)), turn=turn, rank=rank, requires_grad=grad)
+        loss = loss_of(model, x, turn, rank)
+        loss.backward()
+        if not grad:
+            return [loss.detach()]
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    return step
+
+
+square_step = stepping(mean_square)
 
 
 def accumulating_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
@@ -152,6 +177,24 @@ def on_ranks(world_size: int, function: Callable[[int, ThreadedWorld], T]) -> li
         return ThreadedWorld(world_size, timeout=10.0).run(function, timeout=30.0)
 
 
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Threads that are started inside stay on the core on which this one runs now.
+
+    One alone can hold the interpreter lock. Those of other cores try to take it whenever it is let go, which costs
+    more than what the tests compute: on two cores the same tests take twice the CPU time.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {psutil.Process().cpu_num()})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def sharded_copy(model: nn.Module, rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
     """A copy of ``model``, sharded."""
     with world.lock:
@@ -179,6 +222,18 @@ def warns_for(world_size: int, settings: Mapping[str, Any] | None = None) -> Abs
     if world_size == 1 and (settings or {}).get("strategy") != "no_shard":
         return pytest.warns(UserWarning, match="switching to use `NO_SHARD`")
     return nullcontext()
+
+
+@dataclass
+class Training:
+    """What a training gave, on all ranks."""
+
+    observed: list[list[list[torch.Tensor]]] = field(default_factory=list)
+    """What ``step`` returned: by turn, rank and position."""
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """By turn: the whole averaged gradient of each parameter; zeros where there was none."""
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Whole parameters after the last step."""
 
 
 def train_reference(
@@ -250,6 +305,20 @@ def train_sharded(
     return result
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, rank: int, turns: int) -> None:
+    """``turns`` steps of one rank, each from gradients of its own."""
+    for turn in range(turns):
+        step(model, turn, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters of a sharded model; every rank calls it."""
+    with polyshard.unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
 def whole_of(original: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The whole tensor like ``original`` from the ranks' parts: shards in rank order, 1-D or rows, or whole on each."""
     if all(part.shape == original.shape for part in parts):
@@ -279,6 +348,18 @@ def assert_same(sharded: Training, reference: Training, tolerance: float = 1e-12
     for turn, (got, wanted) in enumerate(zip(sharded.gradients, reference.gradients, strict=True)):
         _close_by_name(got, wanted, f"gradient in turn {turn}", tolerance)
     _close_by_name(sharded.parameters, reference.parameters, "parameter", tolerance)
+
+
+def assert_observed(ranks: Sequence[Any], reference: Training) -> None:
+    """What each rank returned is what ``step`` of the reference did in its first turn, to 1e-12."""
+    for values, expected in zip(ranks, reference.observed[0], strict=True):
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
+
+
+def assert_all_close(ranks: Sequence[Any], expected: Any) -> None:
+    """Every rank returned ``expected``, to 1e-12."""
+    for values in ranks:
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
 
 
 def assert_parity(
@@ -313,3 +394,20 @@ def _close_by_name(
 def _close(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], what: str, tolerance: float) -> None:
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
+    """Most bytes of tensor memory alive at once during ``function``, beyond those that were alive before."""
+    # What earlier tests left in reference cycles must not be freed, and subtracted, in the middle.
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        function()
+    trace = folder / "trace.json"
+    profile.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak

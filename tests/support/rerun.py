@@ -11,10 +11,9 @@ import polyshard
 import torch
 from parity import Block, Net, Training, draw, seeded, train_reference, units_of
 from polyshard import CapturedStep, CaptureMode
+from polyshard.capture.graph import Recorder, Recording
 from polyshard.interfaces import CollectivesCapabilities, PluginContext
 from polyshard.nested import iter_tensors
-from polyshard.runtime.graph import Capturer, Recording
-from polyshard.runtime.root import Root
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
@@ -47,7 +46,7 @@ class _Rerun(Recording[T]):
         pass
 
 
-class Rerun(Capturer):
+class Rerun(Recorder):
     """Replays by running the step again."""
 
     def obstacle(self) -> str | None:
@@ -63,7 +62,7 @@ class Rerun(Capturer):
 class Rerunning(CapturedStep[Any, Any]):
     """With ``Rerun`` in the place of the CUDA graph."""
 
-    def _make_capturer(self, root: Root) -> Capturer:
+    def _make_recorder(self) -> Recorder:
         return Rerun()
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import polyshard
 import torch
+from parity import seed_all
 from polyshard import ShardConfig
 from polyshard_backends.threaded import ThreadedWorld
-from seeding import seed_all
+from polyshard_huggingface.files import OpenFiles
 from torch import nn
 
 Values = dict[str, torch.Tensor]
@@ -91,10 +92,11 @@ def same(values: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
     return all(torch.equal(values[name], value) for name, value in expected.items())
 
 
-class Counted:
+class Counted(OpenFiles):
     """Reads and writes by plain calls, and notes which bytes; fails on demand."""
 
     def __init__(self, fails_after: int | None = None) -> None:
+        super().__init__(writes=True)
         self.ranges: list[tuple[str, int, int]] = []
         self._lock = threading.Lock()
         self._fails_after = fails_after

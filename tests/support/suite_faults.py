@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from polyshard.catalog.offers import name_and_version, scan
 from polyshard.interfaces import Group
-from polyshard.testing.plugin import LocalPluginSuite, PluginSuite
+from polyshard.registry.find import name_and_version, scan
+from polyshard_testing.plugin import LocalPluginSuite, PluginSuite
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def failing(suite: type[Any], fault: Fault) -> set[str]:
     # Hundreds of models are sharded, which would read the installed metadata as often: a third of the time.
     scanned = mock.Mock(return_value=_scanned())
     read_once = mock.patch("importlib.metadata.entry_points", scanned)
-    with read_once, mock.patch("polyshard.catalog.offers.name_and_version", _name_and_version):
+    with read_once, mock.patch("polyshard.registry.find.name_and_version", _name_and_version):
         return {name for name in names_of(fault.within or suite) if not _passes(Suite, f"test_{name}")}
 
 
@@ -127,3 +127,24 @@ def _cases(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
     assert set(inspect.signature(test).parameters) == {"self"} | {name for axis in axes for name in axis[0]}
     for case in itertools.product(*axes):
         yield {name: value for part in case for name, value in part.items()}
+
+
+def cases(test: Callable[..., None], world_size: int) -> Iterator[dict[str, Any]]:
+    axes = [[{mark.args[0]: value} for value in mark.args[1]] for mark in getattr(test, "pytestmark", ())]
+    if "world_size" in inspect.signature(test).parameters:
+        axes.append([{"world_size": world_size}])
+    for case in itertools.product(*axes):
+        yield {name: value for part in case for name, value in part.items()}
+
+
+def passes(suite: Any, name: str, world_size: int) -> bool:
+    """Whether every case of the test ``name`` passes with so many ranks."""
+    test = getattr(suite, name)
+    try:
+        for arguments in cases(test, world_size):
+            test(**arguments)
+    except pytest.skip.Exception:
+        return True
+    except (Exception, pytest.fail.Exception):
+        return False
+    return True

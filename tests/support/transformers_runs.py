@@ -1,35 +1,25 @@
-"""What ranks run for tests of ``polyshard.transformers``: small models, their data, and two trainers over them.
+"""What ranks run for tests of ``polyshard_transformers``: small models, their data, and two trainers over them.
 
 Transformers is imported when something is called: that takes seconds, which ranks spend once.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from seeding import seed_all
+import torchrun
+from parity import seed_all
 
 STEPS = 20
 VOCABULARY = 64
 
 
-@contextmanager
-def launched(rank: int, world_size: int) -> Iterator[None]:
+def launched(rank: int, world_size: int) -> AbstractContextManager[None]:
     """The variables of torchrun, or with one rank those of none."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    if world_size > 1:
-        os.environ.update(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
+    return torchrun.launched(rank, world_size) if world_size > 1 else nullcontext()
 
 
 def make_model(family: str, dropout: float = 0.0) -> Any:
@@ -100,14 +90,14 @@ def arguments(folder: str, **settings: Any) -> Any:
 def shard_config(**settings: Any) -> Any:
     from polyshard import ShardConfig
     from polyshard.interfaces import PluginContext
-    from polyshard_policies.transformers import NoSplitModules
+    from polyshard_policies.module_class import NoSplitModules
 
     return ShardConfig(policy=NoSplitModules(PluginContext("transformers", torch.device("cpu"))), **settings)
 
 
 def sharded_trainer(model: Any, folder: str, family: str, **settings: Any) -> Any:
     """``settings``: of the arguments, and what the trainer itself takes; ``samples``: how many it learns from."""
-    from polyshard.transformers import PolyshardSeq2SeqTrainer, PolyshardTrainer
+    from polyshard_transformers import PolyshardSeq2SeqTrainer, PolyshardTrainer
 
     own = ("shard", "save_frozen", "optimizers", "callbacks", "compute_metrics")
     count = settings.pop("samples", 96)
@@ -161,7 +151,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """All of them by name, whole."""
     import polyshard
-    from polyshard.trainers.sharded import is_sharded
+    from polyshard_trainers.models import is_sharded
 
     with polyshard.unsharded(model) if is_sharded(model) else nullcontext():
         return {name: each.detach().clone() for name, each in model.named_parameters()}

@@ -5,28 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from ..api import outermost_root
-from ..errors import CaptureError, ConfigError, ConfigTypeError, PolyshardError, StateError
+from ..errors import CaptureError, ConfigError, ConfigTypeError, PolyshardError
+from ..inspect import RecordedModel, ShardedModel, outermost_model
 from ..nested import map_tensors
-from ..runtime.graph import (
-    Capturer,
-    EngineWatch,
-    Obstacle,
-    Recording,
-    capturer_for,
-    engine_obstacle,
-    prepare_engine,
-    release_buffers,
-    reset_engine,
-    step_obstacle,
-)
-from ..runtime.root import Root
-from ..runtime.step import Phase
+from .graph import Recorder, Recording, recorder_for
 from .static import OptimizerWatch, StaticInputs, optimizer_obstacle, to_device
 
 __all__ = ["CaptureFallback", "CaptureMode", "CapturedStep"]
@@ -65,11 +52,19 @@ class CaptureFallback(enum.Enum):
     """Run it eagerly; ``reason`` says why."""
 
 
+class Obstacle(NamedTuple):
+    """Why a recorded step cannot be replayed now."""
+
+    reason: str
+    lasting: bool
+    """Whether it stays so until the step is captured anew."""
+
+
 @dataclass(frozen=True)
 class _Graph(Generic[T]):
     recording: Recording[T]
     inputs: StaticInputs
-    engine: EngineWatch
+    model: RecordedModel
     optimizers: tuple[OptimizerWatch, ...]
 
     def obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Obstacle | None:
@@ -82,7 +77,8 @@ class _Graph(Generic[T]):
             return Obstacle(
                 f"{mismatch[0].upper()}{mismatch[1:]}. Call with what was captured, or call reset().", False
             )
-        return self.engine.obstacle()
+        found = self.model.obstacle()
+        return None if found is None else Obstacle(*found)
 
 
 class CapturedStep(Generic[P, T]):
@@ -140,20 +136,20 @@ class CapturedStep(Generic[P, T]):
         warmup: int = 3,
         fallback: CaptureFallback | str = CaptureFallback.REFUSE,
     ) -> None:
-        self._root: Root = outermost_root(model, "CapturedStep()")
+        self._sharded: ShardedModel = outermost_model(model, "CapturedStep()")
         self._model = model
         self._optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         self._train_step = train_step
         self._warmup = warmup
         self._fallback = _fallback(fallback)
         self._check_arguments()
-        self._device = self._root.collectives.device
-        self._capturer = self._make_capturer(self._root)
+        self._device = self._sharded.collectives.device
+        self._recorder = self._make_recorder()
         self._graph: _Graph[T] | None = None
         self._warm = 0
         self._mode = CaptureMode.WARMING_UP
         self._reason: str | None = None
-        obstacle = self._capturer.obstacle() or engine_obstacle(self._root)
+        obstacle = self._recorder.obstacle() or self._sharded.capture_obstacle()
         if obstacle is not None:
             self._give_up(obstacle)
 
@@ -177,9 +173,9 @@ class CapturedStep(Generic[P, T]):
         self._refuse_inside_a_step()
         if self._mode is CaptureMode.EAGER:
             return self._run(*to_device(args, kwargs, self._device))
-        if self._graph is None and (self._warm < self._warmup or self._root.budget_pending):
+        if self._graph is None and (self._warm < self._warmup or self._sharded.warming_up):
             moved = to_device(args, kwargs, self._device)
-            outputs = self._capturer.warm_up(lambda: self._run(*moved))
+            outputs = self._recorder.warm_up(lambda: self._run(*moved))
             self._warm += 1
             return outputs
         graph = self._replayable(args, kwargs)
@@ -187,13 +183,13 @@ class CapturedStep(Generic[P, T]):
             return self._run(*to_device(args, kwargs, self._device))
         graph.inputs.load(args, kwargs)
         # Of eager forwards: what they left gathered, where a replay may write, and what they issued and nobody used.
-        if graph.engine.released:
-            self._root.streams.drain()
+        if graph.model.released:
+            self._sharded.wait_for_communication()
         else:
-            release_buffers(self._root)
+            self._sharded.release_buffers()
         outputs = graph.recording.replay()
         # The next gather may be that of a backward, which no forward orders after this.
-        self._root.streams.begin_forward()
+        self._sharded.begin_gathers()
         return outputs
 
     def reset(self) -> None:
@@ -208,15 +204,15 @@ class CapturedStep(Generic[P, T]):
         self._warm = 0
         self._mode = CaptureMode.WARMING_UP
         self._reason = None
-        obstacle = self._capturer.obstacle() or engine_obstacle(self._root)
+        obstacle = self._recorder.obstacle() or self._sharded.capture_obstacle()
         if obstacle is not None:
             self._give_up(obstacle)
 
-    def _make_capturer(self, root: Root) -> Capturer:
-        return capturer_for(root)
+    def _make_recorder(self) -> Recorder:
+        return recorder_for(self._device, self._sharded.groups)
 
     def _check_arguments(self) -> None:
-        rank = self._root.rank
+        rank = self._sharded.rank
         for each in self._optimizers:
             if not isinstance(each, torch.optim.Optimizer):
                 raise ConfigTypeError(
@@ -235,14 +231,8 @@ class CapturedStep(Generic[P, T]):
             )
 
     def _refuse_inside_a_step(self) -> None:
-        root = self._root
-        root.leave_failed_backward()
-        root.refuse_ended("A CapturedStep")
-        if root.phase is not Phase.IDLE or root.unsharded or root.borrowed:
-            where = f"a {root.phase.value} of the model"
-            if root.unsharded or root.borrowed:
-                where = "polyshard.unsharded()" if root.unsharded else "AveragedWeights.applied()"
-            raise StateError(f"A CapturedStep was called inside {where} (rank {root.rank}). Call it between steps.")
+        self._sharded.refuse_inside_step("A CapturedStep")
+        self._sharded.refuse_replaced_values("A CapturedStep")
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         outputs = self._train_step(*args, **kwargs)
@@ -268,15 +258,15 @@ class CapturedStep(Generic[P, T]):
         if obstacle is not None:
             self._give_up(obstacle)
             return None
-        prepare_engine(self._root)
+        before = self._sharded.prepare_recording()
         gradients = [(parameter, parameter.grad) for parameter in self._receivers()]
         optimizers = tuple(OptimizerWatch(each) for each in self._optimizers)
         graph: _Graph[T] | None = None
         cause: Exception | None = None
         try:
             inputs = StaticInputs(args, kwargs, self._device)
-            recording = self._capturer.record(lambda: self._recorded(inputs))
-            graph = _Graph(recording, inputs, EngineWatch(self._root), optimizers)
+            recording = self._recorder.record(lambda: self._recorded(inputs))
+            graph = _Graph(recording, inputs, before, optimizers)
             obstacle = _left_behind(gradients, optimizers)
         except Exception as error:
             cause, obstacle = error, _explained(error)
@@ -303,19 +293,17 @@ class CapturedStep(Generic[P, T]):
             obstacle = optimizer_obstacle(optimizer, self._device)
             if obstacle is not None:
                 return obstacle
-        if self._root.audit is not None:
-            return "No warm-up step ran the model forward and backward. Let train_step do both."
-        return step_obstacle(self._root)
+        return self._sharded.step_obstacle()
 
     def _recorded(self, inputs: StaticInputs) -> T:
         outputs = self._run(inputs.args, inputs.kwargs)
-        release_buffers(self._root)
+        self._sharded.release_buffers()
         return outputs
 
     def _undo(
         self, gradients: list[tuple[torch.Tensor, torch.Tensor | None]], optimizers: tuple[OptimizerWatch, ...]
     ) -> None:
-        reset_engine(self._root)
+        self._sharded.recover_from_recording()
         for optimizer in optimizers:
             optimizer.restore()
         for parameter, gradient in gradients:
@@ -324,7 +312,7 @@ class CapturedStep(Generic[P, T]):
     def _receivers(self) -> list[torch.Tensor]:
         """Every parameter that has a gradient after a step."""
         found: dict[torch.Tensor, None] = dict.fromkeys(self._model.parameters())
-        for unit in self._root.units:
+        for unit in self._sharded.units:
             found.update(dict.fromkeys(unit.receivers))
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -333,7 +321,7 @@ class CapturedStep(Generic[P, T]):
 
     def _agreed(self, obstacle: str | None) -> str | None:
         """What keeps any rank from capturing: a rank that went on alone would wait for the others forever."""
-        collectives = self._root.collectives
+        collectives = self._sharded.collectives
         everyone = collectives.all_gather_object(obstacle) if collectives.capabilities.can_communicate else [obstacle]
         ranks: dict[str, list[int]] = {}
         for rank, other in enumerate(everyone):
@@ -349,8 +337,8 @@ class CapturedStep(Generic[P, T]):
         if self._fallback is CaptureFallback.REFUSE:
             verb = "captured" if self._graph is None else "replayed"
             raise CaptureError(
-                f"The step cannot be {verb} (rank {self._root.rank}). {reason} To run it eagerly where that happens, "
-                "give fallback='eager'."
+                f"The step cannot be {verb} (rank {self._sharded.rank}). {reason} To run it eagerly where that "
+                "happens, give fallback='eager'."
             ) from cause
         self._drop_graph()
         self._mode = CaptureMode.EAGER

@@ -19,12 +19,10 @@ damage, not of who wrote a checkpoint.
 
 from ..state.contents import model_state, optimizer_state
 from .folder import latest
-from .foreign import DcpKeys
-from .loading import load, load_dcp
+from .loading import DcpKeys, load, load_dcp
 from .pending import PendingSave
-from .store import async_save, save
-from .verification import verify
-from .whole import read
+from .reading import read, verify
+from .saving import async_save, save
 
 __all__ = [
     "DcpKeys",

@@ -10,17 +10,19 @@ from __future__ import annotations
 import base64
 import datetime
 import enum
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError, ConfigTypeError
-from .documents import MalformedError, a_list, a_text, an_object
-from .dtypes import DTYPES, NAMES, NUMPY
+from ..io.files import damaged
+from ..io.memory import DTYPES, NAMES, NUMPY
 
 Json = Any
 #: Deeper nesting is refused in both directions; JSON is nested up to three times as deeply.
@@ -32,6 +34,9 @@ _REMEDY = (
     "Give None, bool, int, float, str, bytes, lists, tuples, sets, dicts, paths, dates, tensors and arrays: a "
     "checkpoint holds no pickles. Of an object save what it is made of, as its state_dict()."
 )
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+#: Sizes and offsets in bytes, and numbers of elements, stay below.
+_MOST = 1 << 62
 
 
 class Encoder:
@@ -235,7 +240,6 @@ def _device(text: Json) -> torch.device:
         raise MalformedError(f"it has the device {text!r}") from error
 
 
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _OTHERS: dict[str, Callable[[Json], Any]] = {
     "float": _number,
     "bytes": lambda text: base64.b64decode(a_text(text, "bytes"), validate=True),
@@ -247,3 +251,82 @@ _OTHERS: dict[str, Callable[[Json], Any]] = {
     "date": lambda text: datetime.date.fromisoformat(a_text(text, "a date")),
     "timedelta": lambda parts: datetime.timedelta(*a_list(parts, "a duration")),
 }
+
+
+class MalformedError(ValueError):
+    """What a document must not have; ``checked`` names the file."""
+
+
+def render(content: Any) -> bytes:
+    """``content`` as it is written: the same bytes for the same content, so that these can be compared."""
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"), sort_keys=False, ensure_ascii=True)
+    return text.encode() + b"\n"
+
+
+def parse(content: bytes) -> Any:
+    """What ``render`` wrote. Raises MalformedError: it is no JSON, has a name twice, or numbers that JSON has not."""
+    try:
+        return json.loads(content, object_pairs_hook=_once, parse_constant=_no_constant)
+    except RecursionError:
+        raise MalformedError("it is nested too deeply") from None
+    except ValueError as error:
+        raise MalformedError(f"it is no such JSON as is written there: {error}") from error
+
+
+@contextmanager
+def checked(directory: Path, name: str) -> Iterator[None]:
+    """What goes wrong inside with the content of the file ``name`` is an error that names it.
+
+    Raises CheckpointDamagedError: instead of what the body raised.
+    """
+    try:
+        yield
+    except RecursionError:
+        raise damaged(directory, f"'{name}' is nested too deeply") from None
+    except (ValueError, TypeError, KeyError, LookupError, OverflowError, AttributeError) as error:
+        told = str(error) if isinstance(error, MalformedError) else f"{type(error).__name__}: {error}"
+        raise damaged(directory, f"'{name}' cannot be what was written ({told})") from error
+
+
+def an_object(value: Any, what: str) -> dict[str, Any]:
+    """``value``, which must be an object."""
+    if not isinstance(value, dict):
+        raise MalformedError(f"{what} is no object")
+    return value
+
+
+def a_list(value: Any, what: str) -> list[Any]:
+    """``value``, which must be a list."""
+    if not isinstance(value, list):
+        raise MalformedError(f"{what} is no list")
+    return value
+
+
+def a_text(value: Any, what: str) -> str:
+    """``value``, which must be a string."""
+    if not isinstance(value, str):
+        raise MalformedError(f"{what} is no text")
+    return value
+
+
+def a_count(value: Any, what: str) -> int:
+    """``value``, which must be a whole number from 0 to 2**62."""
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise MalformedError(f"{what} is no number of anything")
+    return value
+
+
+def counts(value: Any, what: str) -> tuple[int, ...]:
+    """``value``, which must be a list of such numbers."""
+    return tuple(a_count(each, what) for each in a_list(value, what))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise MalformedError("it has a name twice in one object")
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise MalformedError(f"it has the number {text}")

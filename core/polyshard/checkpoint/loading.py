@@ -4,46 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
+from ..errors import ConfigError, PolyshardError, StateError
+from ..inspect import ShardedModel, idle_model
 from ..interfaces import Collectives
-from ..runtime.root import Root
-from ..state.agreement import Answers, require_seen, tell_listeners, together
-from ..state.exchange import coordinates
-from ..state.kind import Kind
-from ..state.optimizers import Joint, Optimizers
-from ..state.places import holdings
-from ..state.resting import resting_root
+from ..io.files import path_of
+from ..state.contents import Joint, Optimizers
+from ..state.exchange import coordinates, require_same, require_seen, tell_listeners, together
 from ..state.restore import ModelRestore, OptimizerRestore
-from ..state.source import Source
-from . import pickled as old
-from .arguments import joint_of, path_of, told
-from .casters import restore_casters
+from ..state.sharded import MODEL, OPTIMIZER, holdings
+from ..state.source import Source, listed, opening, require_name
+from .contents import restore_casters
 from .folder import Line
-from .foreign import DcpKeys, ForeignSource
-from .history import History
-from .marker import MARKER, Marker
-from .stored import StoredSource
+from .manifest import MARKER, Marker
+from .pending import History
+from .reading import StoredSource
 
 #: What ``torch.distributed.checkpoint`` describes a directory in.
 _METADATA = ".metadata"
+_TELL = "Let one rank ask latest() and tell the others."
 
 
 def load(
-    directory: Path,
-    model: nn.Module,
-    optimizer: Optimizers | None = None,
-    *,
-    frozen: bool = True,
-    pickles: bool = False,
+    directory: Path, model: nn.Module, optimizer: Optimizers | None = None, *, frozen: bool = True
 ) -> Mapping[str, Any]:
     """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
 
@@ -58,105 +53,63 @@ def load(
         optimizer: Those that were saved; None leaves saved ones alone.
         frozen: Whether parameters that need no gradient must be in the checkpoint. Without, those that are not there
             keep their values, which are not compared with those at the save: they have to be the same.
-        pickles: Whether to read formats 1 and 2, too. They are made of pickles, which can execute anything: only where
-            you trust whoever could write there. Optimizer state that format 1 let stand still is repaired, with a
-            warning, where it can be known.
 
     Raises:
         StateError: the directory is not committed; inside a step; ``model`` is not the outermost sharded module.
         CheckpointDamagedError: a file is gone, or holds something else than was written; where that is found while
             elements are read, the model may hold parts of the checkpoint.
-        ConfigError: the checkpoint is of another model or optimizer, or of format 1 or 2 without ``pickles``; nothing
-            was changed.
+        ConfigError: the checkpoint is of another model or optimizer, and nothing was changed.
         RankMismatchError: another rank failed, or was given another checkpoint.
         OSError: reading failed; the model may hold parts of the checkpoint.
         BackgroundSaveError: the save in the background failed, on any rank, which nobody was told of yet; on all ranks
             alike. Nothing was changed.
         Exception: a listener's, on its rank, once everything is loaded.
     """
-    owner = resting_root(model, "checkpoint.load()")
-    with owner.meeting("load of a checkpoint", (owner.collectives,)):
-        extra = _load(owner, directory, model, optimizer, pickles=pickles, frozen=frozen)
-        _tell(owner, model, directory)
+    sharded = idle_model(model, "checkpoint.load()")
+    with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
+        extra = _load(sharded, directory, model, optimizer, frozen=frozen)
+        _tell(sharded, model, directory)
     return extra
 
 
 def _load(
-    owner: Root, directory: Path, model: nn.Module, optimizer: Optimizers | None, *, pickles: bool, frozen: bool
+    sharded: ShardedModel, directory: Path, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool
 ) -> Mapping[str, Any]:
-    collectives, history = owner.collectives, History.of(owner)
-    history.settle(owner)
+    collectives, history = sharded.collectives, sharded.attached(History)
+    history.settle(sharded)
     called: dict[str, object] = {}
     _require_seen(collectives, directory, MARKER)
     with together(collectives, f"Opening the checkpoint {directory}", called):
         directory = path_of(directory, "directory")
-        joint = joint_of(optimizer)
-        called.update(optimizer=told(joint), frozen=frozen, pickles=pickles)
+        joint = None if optimizer is None else Joint(optimizer)
+        called.update(optimizer=str(joint and joint.described), frozen=frozen)
         marker = Marker.read(directory)
-        if not pickles:
-            require_no_pickles(directory, marker)
         if coordinates(collectives):
             marker.require_files(directory)
         with _readable(directory, collectives):
-            content = _Content.of_pickles(directory, marker) if marker.pickled else _Content.of(directory, marker)
-    _require_same(directory, marker.identity, collectives)
+            manifest = marker.read_manifest(directory)
+            source = StoredSource(manifest)
+            # Decoded here, where a failure changes nothing.
+            precision, extra = source.precision, source.extra
+    require_same(collectives, directory, marker.identity, _TELL)
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
-        targets = ModelRestore(content.source, model, collectives.rank, frozen=frozen).targets
+        targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
         restore = None
         if joint is not None:
-            restore = OptimizerRestore(content.source, owner, joint, content.kind)
+            restore = OptimizerRestore(source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None)
     with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
         if restore is None:
-            content.source.read(targets)
+            source.read(targets)
         else:
             # At once: a file's blocks have something of both.
             both = {**targets, **restore.targets}
-            content.source.read(both)
+            source.read(both)
             restore.targets.update({key: both[key] for key in restore.targets})
             restore.commit()
-        restore_casters(owner, content.precision)
+        restore_casters(sharded, precision)
         if coordinates(collectives):
             history.line = Line.from_loaded(directory, marker)
-    return content.extra
-
-
-def require_no_pickles(directory: Path, marker: Marker) -> None:
-    """Refuse formats 1 and 2.
-
-    Raises:
-        ConfigError: saying what they are.
-    """
-    if marker.pickled:
-        raise ConfigError(
-            f"{directory} has format {marker.format}, which is made of pickles: to load it is to execute whatever is "
-            "in there. Where you trust everybody who could write to it, call polyshard.checkpoint.load(..., "
-            "pickles=True), and save it again."
-        )
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What a checkpoint holds."""
-
-    source: Source
-    kind: Kind | None
-    precision: Mapping[str, Mapping[str, Any]]
-    extra: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, directory: Path, marker: Marker) -> _Content:
-        manifest = marker.read_manifest(directory)
-        source = StoredSource(manifest)
-        kind = None if manifest.optimizer is None else manifest.optimizer.kind
-        return cls(source, kind, source.precision, source.extra)
-
-    @classmethod
-    def of_pickles(cls, directory: Path, marker: Marker) -> _Content:
-        # One rank holds an element of everything.
-        may_stand_still = marker.format == 1 and marker.complete and marker.world_size > 1
-        source = old.PickledSource(directory, old.read_metadata(directory), marker.complete, may_stand_still)
-        beside = old.Beside.read(directory)
-        return cls(source, beside.optimizer, beside.precision, beside.extra)
+    return extra
 
 
 def load_dcp(
@@ -185,33 +138,33 @@ def load_dcp(
         RankMismatchError: another rank failed, or was given another directory.
         OSError: reading failed; the model may hold parts of what was read.
     """
-    owner = resting_root(model, "checkpoint.load_dcp()")
-    with owner.meeting("load of a checkpoint", (owner.collectives,)):
-        _load_dcp(owner, directory, model, optimizer, keys)
-        _tell(owner, model, directory)
+    sharded = idle_model(model, "checkpoint.load_dcp()")
+    with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
+        _load_dcp(sharded, directory, model, optimizer, keys)
+        _tell(sharded, model, directory)
 
 
 def _load_dcp(
-    owner: Root, directory: Path, model: nn.Module, optimizer: Optimizers | None, keys: DcpKeys | None
+    sharded: ShardedModel, directory: Path, model: nn.Module, optimizer: Optimizers | None, keys: DcpKeys | None
 ) -> None:
-    collectives = owner.collectives
+    collectives = sharded.collectives
     called: dict[str, object] = {}
     _require_seen(collectives, directory, _METADATA)
     opening = f"Opening the directory {directory}"
     with together(collectives, opening, called), _readable(directory, collectives):
         directory = path_of(directory, "directory")
-        joint = joint_of(optimizer)
-        called.update(optimizer=told(joint), keys=keys)
-        groups = [] if joint is None else _names(owner, joint)
+        joint = None if optimizer is None else Joint(optimizer)
+        called.update(optimizer=str(joint and joint.described), keys=keys)
+        groups = [] if joint is None else _names(sharded, joint)
         source = ForeignSource(directory, _metadata(directory), keys or DcpKeys(), groups)
         identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
-    _require_same(directory, identity, collectives)
+    require_same(collectives, directory, identity, _TELL)
     with together(collectives, f"Matching the directory {directory}"), _readable(directory, collectives):
         targets = ModelRestore(source, model, collectives.rank).targets
         restore = None
         if joint is not None:
             source.find_optimizer()
-            restore = OptimizerRestore(source, owner, joint, None)
+            restore = OptimizerRestore(source, sharded, joint, None)
     with together(collectives, f"Reading the directory {directory}"), _readable(directory, collectives):
         source.read(targets)
         if restore is not None:
@@ -225,11 +178,11 @@ def _metadata(directory: Path) -> Any:
             f"{directory} was not written by torch.distributed.checkpoint: it has no file '{_METADATA}', or its save "
             "did not end. Name the directory that was checkpoint_id of the save."
         )
-    return old.read_metadata(directory)
+    return read_metadata(directory)
 
 
-def _names(owner: Root, joint: Joint) -> list[list[str]]:
-    held = holdings(owner, joint.groups)
+def _names(sharded: ShardedModel, joint: Joint) -> list[list[str]]:
+    held = holdings(sharded, joint.groups)
     return [[name for parameter in group["params"] for name in held[parameter].names] for group in joint.groups]
 
 
@@ -259,19 +212,168 @@ def _require_seen(collectives: Collectives, directory: object, name: str) -> Non
     require_seen(collectives, directory, seen)
 
 
-def _require_same(directory: Path, identity: str, collectives: Collectives) -> None:
-    """Raise RankMismatchError unless all ranks were given the same checkpoint."""
-    answers = Answers(collectives, 0, str(directory), key=identity)
-    if not answers.differ:
-        return
-    groups = answers.alike(range(collectives.world_size))
-    one, other = [(ranks[0], answers.words_of(ranks[0])) for ranks in groups[:2]]
-    rank, elsewhere = other if collectives.rank in groups[0] else one
-    raise RankMismatchError(
-        f"Ranks were given different checkpoints: {directory} on rank {collectives.rank}, {elsewhere} on rank {rank}. "
-        "Let one rank ask latest() and tell the others."
+def _tell(sharded: ShardedModel, model: nn.Module, directory: Path) -> None:
+    tell_listeners(
+        sharded.collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, Path(directory))
     )
 
 
-def _tell(owner: Root, model: nn.Module, directory: Path) -> None:
-    tell_listeners(owner.collectives, f"the load of {directory}", partial(owner.events.on_load, model, Path(directory)))
+_STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+#: Of a list of names that is put together, not read. No key of a checkpoint begins so.
+_MADE = "\0"
+
+
+@dataclass(frozen=True)
+class DcpKeys:
+    """Where in a saved state dict the model and the optimizer are.
+
+    Each is the key of a top-level entry, a tuple of keys that lead there (``("app", "model")``), or ``()`` where the
+    names are at the top themselves.
+    """
+
+    model: str | tuple[str, ...] = "model"
+    optimizer: str | tuple[str, ...] = "optimizer"
+
+    def path(self, what: str) -> tuple[str, ...]:
+        """The keys that lead to ``what``, ``model`` or ``optimizer``."""
+        given: str | tuple[str, ...] = self.model if what == MODEL else self.optimizer
+        return (given,) if isinstance(given, str) else tuple(given)
+
+
+@dataclass(frozen=True)
+class ForeignSource(Source):
+    """A state dict of the forms that ``torch.distributed.checkpoint.state_dict`` gives, flattened or not."""
+
+    directory: Path
+    metadata: Metadata
+    keys: DcpKeys
+    groups: Sequence[Sequence[str]] = ()
+    """The parameters' names in each group of the optimizer that is loaded: a flattened state dict knows no groups."""
+    remedy: str = "the ranks that wrote it did not all write. Save it again."
+    _paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _made: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Find the model. Raises ConfigError: there is nothing where it is said to be."""
+        self._paths.update(self._model_paths())
+
+    def find_optimizer(self) -> None:
+        """Know the optimizer, too.
+
+        Raises ConfigError: there is nothing where it is said to be, or its state is by numbers.
+        """
+        found = self._optimizer_paths()
+        if not found:
+            raise self._nothing("optimizer", self.keys.optimizer)
+        self._paths.update(found)
+
+    @property
+    def described(self) -> str:
+        return f"the directory {self.directory}"
+
+    def read(self, targets: dict[str, Any]) -> None:
+        wanted = {key: target for key, target in targets.items() if key not in self._made}
+        # Settings of a flattened state dict are there once a parameter, and one group's must agree.
+        beside = {other: _like(targets[key]) for key in wanted for other in self._aliases.get(key, ())}
+        both = {**beside, **wanted}
+        read_state(self.directory, both, self.metadata)
+        targets.update({key: both[key] for key in wanted})
+        targets.update({key: names for key, names in self._made.items() if key in targets})
+        for key in wanted:
+            for other in self._aliases.get(key, ()):
+                if not _same(both[key], both[other]):
+                    raise ConfigError(
+                        f"{opening(self)} has {both[key]} as '{key}' but "
+                        f"{both[other]} as '{other}', and the optimizer has both parameters in one group. Make its "
+                        "groups as they were when it was saved."
+                    )
+
+    def entry(self, key: str) -> Any | None:
+        return BytesStorageMetadata() if key in self._made else self.metadata.state_dict_metadata.get(key)
+
+    def paths(self, *prefix: str) -> dict[str, tuple[Any, ...]]:
+        return {key: path for key, path in self._paths.items() if path[: len(prefix)] == prefix}
+
+    def _below(self, what: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        start = self.keys.path(what)
+        for key, whole in (self.metadata.planner_data or {}).items():
+            path = tuple(whole)
+            if path[: len(start)] == start and key in self.metadata.state_dict_metadata:
+                yield key, path[len(start) :]
+
+    def _model_paths(self) -> dict[str, tuple[Any, ...]]:
+        found = {key: (MODEL, path[0]) for key, path in self._below(MODEL) if len(path) == 1}
+        if not found:
+            raise self._nothing("model", self.keys.model)
+        return found
+
+    def _optimizer_paths(self) -> dict[str, tuple[Any, ...]]:
+        found: dict[str, tuple[Any, ...]] = {}
+        settings: dict[str, dict[str, str]] = {}
+        for key, path in self._below(OPTIMIZER):
+            if path[0] == _STATE and len(path) == 3:
+                require_name(path[1])
+                found[key] = (OPTIMIZER, *path)
+            elif path[0] == _GROUPS and len(path) == 3:
+                found[key] = (OPTIMIZER, *path)
+            elif len(path) == 1 and path[0].startswith(f"{_STATE}."):
+                name, _, state = path[0].removeprefix(f"{_STATE}.").rpartition(".")
+                found[key] = (OPTIMIZER, _STATE, name, state)
+            elif len(path) == 1 and path[0].startswith(f"{_GROUPS}."):
+                name, _, setting = path[0].removeprefix(f"{_GROUPS}.").rpartition(".")
+                settings.setdefault(name, {})[setting] = key
+        if settings:
+            found.update(self._grouped(settings))
+        return found
+
+    def _grouped(self, settings: dict[str, dict[str, str]]) -> dict[str, tuple[Any, ...]]:
+        """The paths of groups, made of what a flattened state dict has for each parameter."""
+        found: dict[str, tuple[Any, ...]] = {}
+        left = set(settings).difference(*self.groups)
+        for index, names in enumerate(self.groups):
+            members = [name for name in names if name in settings]
+            for setting, key in settings[members[0]].items() if members else ():
+                found[key] = (OPTIMIZER, _GROUPS, index, setting)
+                self._aliases[key] = tuple(settings[name][setting] for name in members[1:] if setting in settings[name])
+            made = f"{_MADE}{index}"
+            found[made] = (OPTIMIZER, _GROUPS, index, _PARAMS)
+            # What no group of the optimizer has makes the first one differ, by name.
+            self._made[made] = [*members, *(sorted(left) if index == 0 else ())]
+        return found
+
+    def _nothing(self, what: str, given: str | tuple[str, ...]) -> ConfigError:
+        top = sorted({str(path[0]) for path in (self.metadata.planner_data or {}).values()})
+        return ConfigError(
+            f"{opening(self)} has no {what} at {given!r}; at the top it has "
+            f"{listed(top)}. Say where it is: DcpKeys({what}=...)."
+        )
+
+
+def _like(target: Any) -> Any:
+    return torch.empty_like(target) if isinstance(target, torch.Tensor) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """What the directory holds."""
+    return FileSystemReader(directory).read_metadata()
+
+
+def read_state(directory: Path, targets: dict[str, Any], metadata: Metadata) -> None:
+    """Fill the tensors of ``targets`` in place and replace its other values, by key of the checkpoint.
+
+    Each rank reads by itself: what it needs depends on no other rank.
+    """
+    reader = FileSystemReader(directory)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(targets, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    plan = reader.prepare_global_plan(plans)[0]
+    reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -1,24 +1,40 @@
-"""What is in the files of a checkpoint: ``manifest.json``."""
+"""``manifest.json`` and ``COMMITTED``: what the files of a checkpoint hold, and whether that can be."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..state.boxes import Box
+from ..errors import StateError
+from ..io.boxes import Box, span
+from ..io.files import DIGEST, REMEDY, damaged, is_digest, naming, opened, read_whole, sync_directory, write_whole
+from ..io.memory import DTYPES
 from ..state.source import listed
-from . import digests, disk
-from .documents import MalformedError, a_count, a_list, a_text, an_object, checked, counts, parse
-from .dtypes import DTYPES
-from .encoding import Json, decode, tensor_told
+from .encoding import (
+    Json,
+    MalformedError,
+    a_count,
+    a_list,
+    a_text,
+    an_object,
+    checked,
+    counts,
+    decode,
+    parse,
+    render,
+    tensor_told,
+)
 
 NAME = "manifest.json"
 #: Of the files' content, each with a digest of its own: what is read to have some bytes of it.
@@ -27,6 +43,13 @@ BLOCK = 4 << 20
 ALIGNMENT = 64
 _FILE = re.compile(r"rank-\d{5,9}\.bin", re.ASCII)
 _MOST_DIMENSIONS = 64
+#: Written last: a directory without it is a save that did not end.
+MARKER = "COMMITTED"
+#: Of markers and manifests; a checkpoint of another number is refused.
+FORMAT = 3
+_DIGEST = "sha256"
+#: Bytes: a hundred for each rank's file, and there are not more ranks than half a million.
+_MOST = 64 << 20
 
 
 def file_of(rank: int) -> str:
@@ -107,9 +130,9 @@ class Manifest:
             CheckpointDamagedError: it is not the one that was committed, or what was committed contradicts itself.
             OSError: it cannot be read.
         """
-        content = disk.read_whole(directory, NAME, size)
+        content = read_whole(directory, NAME, size)
         if hashlib.sha256(content).hexdigest() != digest:
-            raise disk.damaged(directory, f"'{NAME}' is not what was committed: its sha256 is another")
+            raise damaged(directory, f"'{NAME}' is not what was committed: its sha256 is another")
         with checked(directory, NAME):
             top = an_object(parse(content), "the manifest")
             if top["format"] != 3:
@@ -171,7 +194,7 @@ class Manifest:
             if chunk.file == file and chunk.at < high and chunk.at + chunk.nbytes > low
         ]
         what = f", where {listed(list(dict.fromkeys(hit)))} lie" if hit else ""
-        return disk.damaged(
+        return damaged(
             self.directory,
             f"'{file}' holds something else than was written from byte {low:,} to {high:,}{what}: the digest differs",
         )
@@ -192,17 +215,13 @@ class _Tensors:
         return torch.empty(0, dtype=stored.dtype)
 
     def tensor(self, told: Json, name: str, *, complete: bool | None = None) -> StoredTensor:
-        """One of the manifest's.
-
-        Raises:
-            MalformedError: its chunks are not what its shape says, or not in the files.
-        """
+        """One of the manifest's. Raises MalformedError: its chunks are not what its shape says, or not in the files."""
         what = f"'{name}'"
         entry = an_object(told, what)
         dtype, shape = DTYPES[a_text(entry["dtype"], what)], counts(entry["shape"], what)
         if len(shape) > _MOST_DIMENSIONS:
             raise MalformedError(f"{what} has {len(shape)} dimensions")
-        whole = Box((0,) * len(shape), shape)
+        whole = Box.whole(shape)
         chunks = tuple(self._chunk(each, what, dtype, whole) for each in a_list(entry["chunks"], what))
         held = sum(chunk.box.numel for chunk in chunks)
         if held != whole.numel if (self._complete if complete is None else complete) else held > whole.numel:
@@ -240,8 +259,8 @@ def _file(name: str, told: Json) -> StoredFile:
         raise MalformedError(f"it names a file {name!r}, which no rank writes")
     entry = an_object(told, name)
     size = a_count(entry["size"], name)
-    blocks = tuple(a_text(each, name) for each in a_list(entry[digests.NAME], name))
-    if len(blocks) != -(-size // BLOCK) or not all(digests.is_digest(each) for each in blocks):
+    blocks = tuple(a_text(each, name) for each in a_list(entry[DIGEST], name))
+    if len(blocks) != -(-size // BLOCK) or not all(is_digest(each) for each in blocks):
         raise MalformedError(f"'{name}' of {size} bytes has {len(blocks)} digests")
     return StoredFile(size, blocks)
 
@@ -278,10 +297,9 @@ def _no_tensor(told: Json) -> torch.Tensor:
 
 
 def _overlapping(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    ranges = [_range(box, shape) for box in boxes]
-    if None not in ranges:
-        order = sorted(each for each in ranges if each is not None)
-        return any(stop > start for (_, stop), (start, _) in pairwise(order))
+    ranges = [span(shape, box) for box in boxes]
+    if all(stop - start == box.numel for (start, stop), box in zip(ranges, boxes, strict=True)):
+        return any(stop > start for (_, stop), (start, _) in pairwise(sorted(ranges)))
     # Along the first dimension only those that share rows can share elements.
     alive: list[Box] = []
     for box in sorted(boxes, key=lambda each: each.offsets[0]):
@@ -292,18 +310,6 @@ def _overlapping(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     return False
 
 
-def _range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
-    """The box as a range of elements in row-major order; None where it is none."""
-    start, step, open_ended = 0, 1, False
-    for offset, size, extent in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
-        if open_ended and size != 1:
-            return None
-        open_ended = open_ended or size != extent
-        start += offset * step
-        step *= extent
-    return start, start + math.prod(box.sizes)
-
-
 def described(dtype: str, shape: Iterable[int], chunks: Iterable[Json]) -> Json:
     """A tensor as the manifest has it. ``chunks``: what ``chunk_described`` gave."""
     return {"dtype": dtype, "shape": list(shape), "chunks": list(chunks)}
@@ -312,3 +318,109 @@ def described(dtype: str, shape: Iterable[int], chunks: Iterable[Json]) -> Json:
 def chunk_described(offsets: Iterable[int], sizes: Iterable[int], file: str, at: int, nbytes: int) -> Json:
     """A chunk as the manifest has it."""
     return [list(offsets), list(sizes), file, at, nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What was known when a checkpoint was committed."""
+
+    step: int
+    world_size: int
+    """Of the save."""
+    complete: bool
+    """Whether every rank's part is there; not so where one rank of a pretended world saved."""
+    identity: str
+    """No other save has it."""
+    parent: str | None
+    """Identity of the checkpoint of this folder that the model had saved or loaded last."""
+    turn: int
+    """Higher than that of every checkpoint that was in the folder at the commit."""
+    files: Mapping[str, int]
+    """Size in bytes of each file of the directory."""
+    finite: bool
+    """Whether all parameters were finite."""
+    manifest: str
+    """The sha256 of ``manifest.json``."""
+    format: int = FORMAT
+
+    def write(self, directory: Path) -> None:
+        """Commit ``directory``. What it holds is on disk by then."""
+        temporary = directory / f"{MARKER}.tmp"
+        write_whole(temporary, _render({**dataclasses.asdict(self), "torch": str(torch.__version__)}))
+        with naming(temporary):
+            temporary.replace(directory / MARKER)
+        sync_directory(directory)
+
+    @classmethod
+    def read(cls, directory: Path) -> Marker:
+        """The marker of ``directory``.
+
+        Raises:
+            StateError: there is none, or it is of another format.
+            CheckpointDamagedError: it is not what was written.
+            OSError: it cannot be read.
+        """
+        if not os.path.lexists(directory / MARKER):
+            if not os.path.lexists(directory):
+                raise StateError(
+                    f"{directory} is no complete checkpoint: it does not exist on host {socket.gethostname()!r}. "
+                    f"{REMEDY}"
+                )
+            raise StateError(
+                f"{directory} is no complete checkpoint: it has no file '{MARKER}', so its save did not end or it is "
+                f"another kind of directory. {REMEDY}"
+            )
+        raw = read_whole(directory, MARKER, most=_MOST)
+        with checked(directory, MARKER):
+            content = an_object(parse(raw), "the marker")
+            number = a_count(content["format"], "format")
+            if number == FORMAT:
+                if raw != _render({name: each for name, each in content.items() if name != _DIGEST}):
+                    raise MalformedError("its own sha256 differs")
+                return cls(**{name: check(content[name]) for name, check in _FIELDS.items()})
+        raise StateError(
+            f"{directory} has format {number}, but this polyshard reads format {FORMAT}. Load it with the version that "
+            "wrote it."
+        )
+
+    def require_files(self, directory: Path) -> None:
+        """Raise CheckpointDamagedError where a file is gone, or has another size than at the commit."""
+        for name, size in self.files.items():
+            with opened(directory, name, size):
+                pass
+
+    def read_manifest(self, directory: Path) -> Manifest:
+        """What the files hold. Errors as ``Manifest.read``."""
+        return Manifest.read(directory, self.files[NAME], self.manifest, self.files, complete=self.complete)
+
+
+def _render(content: Mapping[str, Any]) -> bytes:
+    return render({**content, _DIGEST: hashlib.sha256(render(content)).hexdigest()})
+
+
+def _a_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise MalformedError(f"{name} is neither true nor false")
+    return value
+
+
+def _sizes(value: Any) -> dict[str, int]:
+    sizes = {name: a_count(each, "a size") for name, each in an_object(value, "files").items()}
+    for name in sizes:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise MalformedError(f"it names a file {name!r}, which is none of the directory")
+    return sizes
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda value: a_count(value, "step"),
+    "world_size": lambda value: a_count(value, "world_size"),
+    "complete": partial(_a_bool, "complete"),
+    "finite": partial(_a_bool, "finite"),
+    "identity": lambda value: a_text(value, "identity"),
+    "parent": lambda value: None if value is None else a_text(value, "parent"),
+    "turn": lambda value: a_count(value, "turn"),
+    "files": _sizes,
+    "manifest": lambda value: a_text(value, "manifest"),
+    "format": lambda value: a_count(value, "format"),
+}

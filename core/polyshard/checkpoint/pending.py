@@ -17,18 +17,21 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import CollectiveTimeoutError, PolyshardError, RankMismatchError, StateError
-from ..runtime.peers import error_text
-from ..state.agreement import named
-from . import disk
-from .documents import a_count, a_list, a_text, an_object, checked, parse, render
-from .manifest import file_of
-from .marker import MARKER, Marker
+from ..errors import BackgroundSaveError, CollectiveTimeoutError, PolyshardError, RankMismatchError, StateError, words
+from ..inspect import Phase, ShardedModel
+from ..io.files import naming, read_whole, write_whole
+from ..state.exchange import Answers, coordinates, named
+from .encoding import a_count, a_list, a_text, an_object, checked, parse, render
+from .folder import NAME, Contents, JobLock, Line
+from .manifest import MARKER, Marker, file_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ _OTHERS = 1.25
 #: Seconds in which nothing changed until a program ends without having heard of its last save.
 _AT_EXIT_S = 30.0
 _GIVEN_UP = "given-up.txt"
+_FAILED, _TOLD = 1, 2
 
 
 class Notes:
@@ -63,9 +67,9 @@ class Notes:
         """Say that this rank's part is written, or that it failed."""
         path = self._directory / _note_of(self._rank)
         temporary = path.with_suffix(".tmp")
-        with disk.naming(temporary):
+        with naming(temporary):
             temporary.unlink(missing_ok=True)
-            disk.write_whole(temporary, render({"written": results, "failure": failure}))
+            write_whole(temporary, render({"written": results, "failure": failure}))
             temporary.replace(path)
 
     def abandon(self) -> None:
@@ -128,7 +132,7 @@ class Notes:
             with suppress(OSError):
                 if not (self._directory / _GIVEN_UP).exists():
                     temporary = self._directory / f"{_GIVEN_UP}.tmp"
-                    disk.write_whole(temporary, text.encode(errors="backslashreplace"))
+                    write_whole(temporary, text.encode(errors="backslashreplace"))
                     temporary.replace(self._directory / _GIVEN_UP)
             with suppress(OSError):
                 for path in list(self._directory.iterdir()):
@@ -203,7 +207,7 @@ class Notes:
     def _read(self, rank: int) -> tuple[Any, str | None]:
         name = _note_of(rank)
         with checked(self._directory, name):
-            told = an_object(parse(disk.read_whole(self._directory, name)), "the note")
+            told = an_object(parse(read_whole(self._directory, name)), "the note")
             failure = told["failure"]
             if failure is not None:
                 return None, a_text(failure, "failure")
@@ -327,7 +331,7 @@ class PendingSave:
             self._failure = error
         except BaseException as error:
             # No Exception to Python, torch's CheckpointException among them: it would pass by the caller's handlers.
-            self._failure = PolyshardError(f"Writing {self.directory} failed (rank {self._rank}): {error_text(error)}")
+            self._failure = PolyshardError(f"Writing {self.directory} failed (rank {self._rank}): {words(error)}")
             self._failure.__cause__ = error
         # Copies of the state are not kept until somebody asks.
         self._work = _nothing
@@ -340,9 +344,7 @@ class PendingSave:
 
     def _told_of_failure(self) -> str:
         assert self._failure is not None
-        return (
-            f"The save of {self.directory} in the background failed on rank {self._rank}: {error_text(self._failure)}"
-        )
+        return f"The save of {self.directory} in the background failed on rank {self._rank}: {words(self._failure)}"
 
     def _tell_at_exit(self) -> None:
         """The program ends, and has not asked: what is logged may go nowhere."""
@@ -371,3 +373,92 @@ def _forget_locals(error: BaseException | None) -> None:
 
 def _nothing(_: Callable[[], None]) -> None:
     raise StateError("a save runs once")
+
+
+@dataclass
+class History:
+    """Kept with the model."""
+
+    line: Line | None = None
+    """The checkpoints of the folder that it saved to or loaded from last; on the rank that coordinates."""
+    pending: PendingSave | None = None
+    """The last save in the background, until it is known how it ended."""
+
+    lock: JobLock | None = None
+    """The claim to the folder that it saved to last; on the rank that coordinates."""
+
+    def claim(self, folder: Path) -> None:
+        """Have ``folder`` for this process alone, as long as the model saves there.
+
+        Raises:
+            ConfigError: another job has it, which it may have got since the last save, where somebody removed the lock.
+            OSError: the lock cannot be made.
+        """
+        before = self.lock if self.lock is not None and self.lock.folder == folder.resolve() else None
+        if before is not None and before.held:
+            return
+        claimed = JobLock(folder)
+        # Whoever removed the whole folder has begun a new one.
+        if before is not None and before.removed and self.line_in(folder).known & Contents.of(folder).identities:
+            warnings.warn(
+                f"{folder / NAME} was removed while this job saves there, so that another job could have taken the "
+                "folder. It was made anew; leave it there until the job ends.",
+                stacklevel=5,
+            )
+        if self.lock is not None:
+            self.lock.release()
+        self.lock = claimed
+
+    def line_in(self, folder: Path) -> Line:
+        """The line in ``folder``; a new one where the model was elsewhere last."""
+        if self.line is not None and self.line.folder == folder.resolve():
+            return self.line
+        return Line.begun(folder)
+
+    def close(self, model: ShardedModel) -> None:
+        """The model is closed: nothing of it is saved any more. Errors as ``settle``."""
+        try:
+            # Behind a communication that failed no rank can ask another: the log and the end of the program tell.
+            if self.pending is not None and model.phase is not Phase.FAILED:
+                with model.meeting("end of a save in the background", (model.collectives,)):
+                    self.settle(model, "The model is closed all the same.")
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def settle(self, model: ShardedModel, then: str = "This call was not begun: call it again.") -> None:
+        """Wait for the save in the background. Every rank calls it; does nothing where there is none.
+
+        Args:
+            model: The history's.
+            then: What a failure means for the call that tells of it.
+
+        Raises:
+            BackgroundSaveError: it failed on any rank, and ``result`` has not told of it on all. On all ranks alike.
+        """
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        what = f"The save of {pending.directory} in the background failed"
+        heard = f"Listeners failed that were told of the checkpoint {pending.directory}, which is committed"
+        commits = coordinates(model.collectives)
+        # Parts come first: the rank that commits may be waiting for a note that cannot be written. Then that rank,
+        # which may be unable to tell the others by one. Where both went well, the others see the checkpoint soon.
+        for words_for, ask in (
+            (what, pending.own_failure),
+            (what, partial(pending.failure, wait=commits)),
+            (what, partial(pending.failure, wait=True)),
+            (heard, pending.heard_failure),
+        ):
+            failure = ask()
+            number = _FAILED * (failure is not None) + _TOLD * pending.told
+            answers = Answers(model.collectives, number, "" if failure is None else words(failure))
+            failed = [rank for rank, each in enumerate(answers.numbers) if each & _FAILED]
+            if failed:
+                text = f"{words_for}:\n{answers.told(failed)}"
+                own = pending.abandon()
+                pending.note_told(RankMismatchError(text) if failure is None else None)
+                if not all(each & _TOLD for each in answers.numbers):
+                    raise BackgroundSaveError(f"{text}\n{then}") from own
+                return
+        pending.note_told()

@@ -1,27 +1,38 @@
-"""Elements out of a checkpoint's files: only what was compared with its digest."""
+"""Elements out of a checkpoint's files, each block compared with its digest: for ``load``, ``read`` and ``verify``."""
 
 from __future__ import annotations
 
+import operator
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from ..errors import CheckpointDamagedError
-from ..state.boxes import Box, box_within
-from ..state.held import chunks_of
-from . import disk
-from .digests import digest_of
-from .encoding import Json
-from .manifest import BLOCK, Manifest, StoredChunk, StoredTensor
-from .memory import flat_bytes, view_of
-from .threads import MOST, carried_out
+from ..errors import CheckpointDamagedError, ConfigError
+from ..io.boxes import Box, box_within, row_major, span
+from ..io.files import MOST, carried_out, damaged, digest_of, opened, path_of, read_at
+from ..io.memory import flat_bytes, view_of
+from ..state.sharded import MODEL, OPTIMIZER
+from ..state.source import Source, chunks_of, in_lines
+from .encoding import Json, checked, decode, tensor_told
+from .manifest import BLOCK, NAME, Manifest, Marker, StoredTensor
 
 #: Of one block, up to which each is read to its place by itself.
 _MOST_PARTS = 64
+#: A tensor or a stand-in for one, and what it is to be filled from.
+Filling = tuple[torch.Tensor, StoredTensor]
+_Path = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -62,19 +73,11 @@ class _Wanted:
         self.staged = self.memory = None
 
 
-#: A tensor or a stand-in for one, and what it is to be filled from.
-Filling = tuple[torch.Tensor, StoredTensor]
-
-
 def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
-    """Fill tensors in place. Each block of a file is read once, and only those are that have something of theirs.
+    """Fill tensors in place, of the shapes and dtypes of their sources. Each block that is needed is read once.
 
-    What lies in a target on the host as it lies in the file is read right there, and compared then: after an error
+    A target on the host whose elements lie as in the file is read into directly, and compared then: after an error
     targets may hold anything.
-
-    Args:
-        manifest: Of the directory.
-        fillings: Targets have the shapes and dtypes of what they are filled from.
 
     Raises:
         CheckpointDamagedError: a file is gone, of another size, or holds something else than was written.
@@ -93,7 +96,10 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
     for _ in range(min(MOST, len(order))):
         buffers.put(bytearray(BLOCK))
     with ExitStack() as stack, torch.no_grad():
-        descriptors = {file: _opened(manifest, file, stack) for file in {file for file, _ in order}}
+        descriptors = {
+            file: stack.enter_context(opened(manifest.directory, file, manifest.files[file].size))[0]
+            for file in {file for file, _ in order}
+        }
         results = carried_out(_calls(manifest, descriptors, order, buffers), len(order))
         for _, parts in zip(results, order.values(), strict=True):
             for each in parts:
@@ -105,15 +111,14 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
 def examine(manifest: Manifest, problems: Callable[[Exception], None]) -> None:
     """Read every file and compare it with its digests; tells of each block that differs, and each file that cannot be.
 
-    Raises:
-        OSError: reading failed.
+    Raises OSError: reading failed.
     """
     buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
     for _ in range(MOST):
         buffers.put(bytearray(BLOCK))
     for file, stored in sorted(manifest.files.items()):
         try:
-            with disk.opened(manifest.directory, file, stored.size) as (descriptor, _):
+            with opened(manifest.directory, file, stored.size) as (descriptor, _):
                 calls = (
                     partial(_differs, manifest, descriptor, file, index, buffers) for index in range(len(stored.blocks))
                 )
@@ -130,29 +135,11 @@ def _wanted(target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
         for chunk in stored.chunks:
             common = chunk.box.overlap(have.box)
             if common is not None and common.numel:
-                first, last, strides = _extent(chunk, common)
+                start = tuple(map(operator.sub, common.offsets, chunk.box.offsets))
+                first, stop = span(chunk.box.sizes, Box(start, common.sizes))
                 part = box_within(have.view, have.box, common)
-                dense = last + 1 - first == common.numel
-                low = chunk.at + first * itemsize
-                yield _Wanted(chunk.file, low, chunk.at + (last + 1) * itemsize, part, None if dense else strides)
-
-
-def _extent(chunk: StoredChunk, common: Box) -> tuple[int, int, tuple[int, ...]]:
-    """The first and the last element of ``common`` in the chunk, and the strides there."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(chunk.box.sizes):
-        strides.insert(0, step)
-        step *= size
-    starts = [offset - origin for offset, origin in zip(common.offsets, chunk.box.offsets, strict=True)]
-    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
-    last = first + sum((size - 1) * stride for size, stride in zip(common.sizes, strides, strict=True))
-    return first, last, tuple(strides)
-
-
-def _opened(manifest: Manifest, file: str, stack: ExitStack) -> int:
-    descriptor, _ = stack.enter_context(disk.opened(manifest.directory, file, manifest.files[file].size))
-    return descriptor
+                strides = None if stop - first == common.numel else row_major(chunk.box.sizes)
+                yield _Wanted(chunk.file, chunk.at + first * itemsize, chunk.at + stop * itemsize, part, strides)
 
 
 def _calls(
@@ -221,7 +208,8 @@ def _differs(manifest: Manifest, descriptor: int, file: str, index: int, buffers
 
 def _read(manifest: Manifest, descriptor: int, file: str, index: int, pieces: list[memoryview]) -> bool:
     """Read a block into ``pieces``; returns whether it is another one than was written."""
-    disk.read_at(descriptor, pieces, index * BLOCK, manifest.directory, file)
+    if not read_at(descriptor, pieces, index * BLOCK, manifest.directory / file):
+        raise damaged(manifest.directory, f"'{file}' ends within byte {index * BLOCK:,} and those behind it")
     return digest_of(pieces) != manifest.files[file].blocks[index]
 
 
@@ -235,3 +223,144 @@ def nested(manifest: Manifest, fillings: list[Filling]) -> Callable[[Json], torc
         return tensor
 
     return give
+
+
+class StoredSource(Source):
+    """What ``save`` wrote, by path: ``("model", name)``, ``("optimizer", "state", name, key)``,
+    ``("optimizer", "param_groups", index, setting)``.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        """``manifest``: of the directory."""
+        self._manifest = manifest
+        self.complete = manifest.complete
+        self._paths: dict[str, _Path] = {}
+        self._stored: dict[str, StoredTensor | Json] = {}
+        for name, stored in manifest.model.items():
+            self._add((MODEL, name), stored)
+        for name, first in manifest.aliases.items():
+            self._add((MODEL, name), manifest.model[first])
+        if manifest.optimizer is None:
+            return
+        for name, states in manifest.optimizer.state.items():
+            for key, value in states.items():
+                self._add((OPTIMIZER, "state", name, key), value)
+        for index, group in enumerate(manifest.optimizer.groups):
+            for setting, told in group.items():
+                tensor = tensor_told(told)
+                self._add((OPTIMIZER, "param_groups", index, setting), told if tensor is None else self._within(tensor))
+
+    @property
+    def described(self) -> str:
+        return f"the checkpoint {self._manifest.directory}"
+
+    def read(self, targets: dict[str, Any]) -> None:
+        fillings: list[Filling] = []
+        with checked(self._manifest.directory, NAME):
+            for key, target in targets.items():
+                stored = self._stored[key]
+                if isinstance(stored, StoredTensor):
+                    fillings.append((target, stored))
+                else:
+                    targets[key] = decode(stored, nested(self._manifest, fillings))
+        fill(self._manifest, fillings)
+
+    def entry(self, key: str) -> Any | None:
+        stored = self._stored.get(key)
+        if not isinstance(stored, StoredTensor):
+            return None if key not in self._stored else BytesStorageMetadata()
+        chunks = [
+            ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)) for chunk in stored.chunks
+        ]
+        return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)
+
+    def paths(self, *prefix: str) -> dict[str, _Path]:
+        return {key: path for key, path in self._paths.items() if path[: len(prefix)] == prefix}
+
+    @cached_property
+    def extra(self) -> Mapping[str, Any]:
+        """The user's, and of rank 0."""
+        found: Mapping[str, Any] = self._read(self._manifest.extra)
+        return found
+
+    @cached_property
+    def precision(self) -> Mapping[str, Mapping[str, Any]]:
+        """State of precision casters by name of a unit."""
+        found: Mapping[str, Mapping[str, Any]] = self._read(self._manifest.precision)
+        return found
+
+    def _read(self, told: Json) -> Any:
+        fillings: list[Filling] = []
+        with checked(self._manifest.directory, NAME):
+            found = decode(told, nested(self._manifest, fillings))
+        fill(self._manifest, fillings)
+        return found
+
+    def _within(self, told: Json) -> StoredTensor:
+        return self._manifest.within(told)
+
+    def _add(self, path: _Path, stored: StoredTensor | Json) -> None:
+        # No name has the sign between.
+        key = "\0".join(map(str, path))
+        self._paths[key] = path
+        self._stored[key] = stored
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """All of a checkpoint in host memory, without ranks and without a model; nothing in it is executed.
+
+    Returns:
+        ``"model"``: tensors by name, a shared one under each of its names, for ``model.load_state_dict(state,
+        strict=False)``: what is not persistent or frozen may have been left out. ``"optimizer"``, where one was saved:
+        the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, for
+        ``set_optimizer_state_dict``. ``"extra"``: as it was given. Each tensor has memory of its own.
+
+    Raises:
+        StateError: it is no checkpoint, or is not committed.
+        CheckpointDamagedError: it holds something else than was written.
+        ConfigError: it is of one rank of a pretended world.
+        OSError: reading failed.
+    """
+    directory = Path(directory)
+    marker = Marker.read(directory)
+    if not marker.complete:
+        raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
+    source = StoredSource(marker.read_manifest(directory))
+    paths = source.paths()
+    values: dict[str, Any] = {key: source.blank(key) for key in paths}
+    source.read(values)
+    found: dict[str, Any] = {MODEL: {}}
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    for key, path in paths.items():
+        if path[0] == MODEL:
+            found[MODEL][path[1]] = values[key]
+        elif path[1] == "state":
+            state.setdefault(path[2], {})[path[3]] = values[key]
+        else:
+            groups.setdefault(path[2], {})[path[3]] = values[key]
+    if groups:
+        found[OPTIMIZER] = {"state": state, "param_groups": [groups[index] for index in sorted(groups)]}
+    return {**found, "extra": source.extra}
+
+
+def verify(directory: Path) -> None:
+    """Read all of a checkpoint and compare it with the digests that were taken when it was written.
+
+    Any process may call it, without ranks and without a model; nothing in the checkpoint is executed.
+
+    Args:
+        directory: What ``save`` or ``latest`` returned.
+
+    Raises:
+        CheckpointDamagedError: a file is gone, or holds something else than was written: names files, and what lies in
+            them.
+        ConfigError: ``directory`` is no path.
+        StateError: it is no checkpoint, or is not committed.
+        OSError: reading failed.
+    """
+    directory = path_of(directory, "directory")
+    found: list[str] = []
+    examine(Marker.read(directory).read_manifest(directory), lambda error: found.append(str(error)))
+    if found:
+        raise CheckpointDamagedError(in_lines(found))

@@ -1,32 +1,27 @@
-"""The files of a checkpoint on their way to disk."""
+"""The files of a checkpoint on their way to disk: which rank writes what, and how."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ConfigTypeError
+from ..errors import ConfigTypeError, PolyshardError
 from ..interfaces import Collectives
-from ..state.agreement import together
-from ..state.exchange import coordinates, gather_to_first, scatter_from_first, speaks
-from ..state.held import chunks_of
-from ..state.places import MODEL, OPTIMIZER
-from . import digests, disk
-from .digests import digest_of
-from .documents import render
-from .dtypes import NAMES
-from .encoding import Encoder, Json, require_plain
-from .manifest import BLOCK, NAME, file_of
-from .memory import HostCopy, pieces_of
-from .sharing import Key, Offer, places, share_out
-from .threads import carried_out
+from ..io.files import DIGEST, begin_flush, carried_out, created, digest_of, write_at, write_whole
+from ..io.memory import DTYPES, NAMES, HostCopy, pieces_of
+from ..state.exchange import coordinates, gather_to_first, scatter_from_first, speaks, together
+from ..state.sharded import MODEL, OPTIMIZER
+from ..state.source import chunks_of
+from .encoding import Encoder, Json, render, require_plain
+from .manifest import ALIGNMENT, BLOCK, NAME, chunk_described, described, file_of
 
 #: Pieces up to here are put together, since a call to the system costs more than the copy.
 _SMALL = 64 << 10
@@ -35,6 +30,12 @@ _WITHIN = "within"
 _FLUSHED = 8
 #: What a rank tells of the file that it wrote: plain JSON, which goes through files too.
 Written = dict[str, Any]
+#: ``("model", name)``, ``("optimizer", name, state)``, or ``("within", number)`` of a tensor in an encoded value.
+Key = tuple[str, ...]
+#: First indices and extents. Plain tuples: there are some for each tensor, and they travel.
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
+#: Up to here a chunk is put to the front of its file, where one block has many that are read by themselves.
+_IN_FRONT = 4096
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ class Document:
     ) -> Document:
         """Encode what is not tensors by name.
 
-        Raises:
-            ConfigTypeError: there is something that cannot be written; names the way there.
+        Raises ConfigTypeError: there is something that cannot be written; names the way there.
         """
         encoder = Encoder()
         groups = [
@@ -101,14 +101,13 @@ class Writing:
     def write(self) -> Written:
         """Write it, to be on disk when this returns; returns what ``finish`` is to be told. Exchanges nothing.
 
-        Raises:
-            OSError: writing failed; names the file.
+        Raises OSError: writing failed; names the file.
         """
         if not self.size:
             return {"file": self.file, "size": 0, "digests": []}
         path = self.directory / self.file
         pieces = self._pieces() if self.copied is None else self.copied.pieces()
-        with disk.created(path) as descriptor:
+        with created(path) as descriptor:
             calls = (
                 partial(_write_block, descriptor, block, index * BLOCK, path)
                 for index, block in enumerate(_blocks(_joined(pieces)))
@@ -117,24 +116,18 @@ class Writing:
             for digest in carried_out(calls, -(-self.size // BLOCK)):
                 found.append(digest)
                 if len(found) % _FLUSHED == 0:
-                    disk.begin_flush(descriptor, (len(found) - _FLUSHED) * BLOCK, _FLUSHED * BLOCK)
+                    begin_flush(descriptor, (len(found) - _FLUSHED) * BLOCK, _FLUSHED * BLOCK)
         return {"file": self.file, "size": self.size, "digests": found}
 
     def finish(self, everything: Sequence[Written]) -> tuple[dict[str, int], str]:
-        """Write the manifest, on the rank that coordinates.
+        """Write the manifest, on the rank that coordinates, of what each rank's ``write`` returned.
 
-        Args:
-            everything: What each rank's ``write`` returned.
-
-        Returns:
-            Each file's size in bytes, and the sha256 of the manifest.
+        Returns each file's size in bytes, and the sha256 of the manifest.
         """
         assert self.manifest is not None
-        files = {
-            each["file"]: {"size": each["size"], digests.NAME: each["digests"]} for each in everything if each["size"]
-        }
+        files = {each["file"]: {"size": each["size"], DIGEST: each["digests"]} for each in everything if each["size"]}
         content = render({**self.manifest, "files": files})
-        disk.write_whole(self.directory / NAME, content)
+        write_whole(self.directory / NAME, content)
         sizes = {NAME: len(content), **{name: int(each["size"]) for name, each in files.items()}}
         return sizes, hashlib.sha256(content).hexdigest()
 
@@ -152,13 +145,7 @@ def plan_writing(
 ) -> Writing:
     """Share out ``state`` to be written into ``directory``: what ranks hold alike is written by one of them.
 
-    Where the collectives cannot communicate, this rank's part alone is.
-
-    Args:
-        directory: Of this save alone.
-        state: Of this rank.
-        document: On the rank that coordinates.
-        collectives: Of the model.
+    Where the collectives cannot communicate, this rank's part alone is. ``document``: on the rank that coordinates.
     """
     what = f"Sharing out {directory}"
     with together(collectives, what):
@@ -195,8 +182,7 @@ def offered(
 ) -> tuple[Offer, dict[Key, list[torch.Tensor]]]:
     """What this rank can write of ``state`` and of tensors ``within`` a document, and the memory of each chunk of it.
 
-    Raises:
-        ConfigTypeError: there is a tensor, or a value, that no checkpoint holds; names it.
+    Raises ConfigTypeError: there is a tensor, or a value, that no checkpoint holds; names it.
     """
     offer = Offer()
     views: dict[Key, list[torch.Tensor]] = {}
@@ -292,5 +278,92 @@ def _blocks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 def _write_block(descriptor: int, block: Sequence[memoryview], at: int, path: Path) -> str:
     digest = digest_of(block)
-    disk.write_at(descriptor, block, at, path)
+    write_at(descriptor, block, at, path)
     return digest
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one rank holds."""
+
+    tensors: dict[Key, tuple[str, tuple[int, ...], tuple[Extent, ...]]] = field(default_factory=dict)
+    """Name of the dtype, shape of the whole tensor, and the boxes of it, each with elements."""
+    values: dict[Key, Json] = field(default_factory=dict)
+    """Optimizer state that is no tensor, encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes, in the order of its file: keys, and which of the boxes that it offered."""
+
+    chunks: list[tuple[Key, int]]
+
+
+def share_out(offers: Sequence[Offer], files: Sequence[str]) -> tuple[list[Share], dict[Key, Json]]:
+    """Let each chunk be written by one rank, of those that hold it the one that has least to write so far.
+
+    Returns each rank's share, and every tensor as the manifest has it; ``files``: the name of each rank's file.
+
+    Raises PolyshardError: ranks differ in what a tensor is, or hold parts of it that overlap.
+    """
+    told: dict[Key, tuple[str, tuple[int, ...]]] = {}
+    holders: dict[tuple[Key, Extent], list[tuple[int, int]]] = {}
+    for rank, offer in enumerate(offers):
+        for key, (dtype, shape, extents) in offer.tensors.items():
+            if told.setdefault(key, (dtype, shape)) != (dtype, shape):
+                raise PolyshardError(
+                    f"'{'.'.join(key)}' is {dtype} of shape {shape} on rank {rank} and {told[key][0]} of shape "
+                    f"{told[key][1]} on another. Make the same model and optimizer on every rank."
+                )
+            for index, extent in enumerate(extents):
+                holders.setdefault((key, extent), []).append((rank, index))
+    _require_apart(told, holders)
+    shares: list[list[tuple[int, Key, int, Extent]]] = [[] for _ in offers]
+    loads = [0] * len(offers)
+    shared = []
+    for (key, extent), candidates in holders.items():
+        nbytes = math.prod(extent[1]) * DTYPES[told[key][0]].itemsize
+        if len(candidates) > 1:
+            shared.append((nbytes, key, extent, candidates))
+            continue
+        ((rank, index),) = candidates
+        shares[rank].append((nbytes, key, index, extent))
+        loads[rank] += nbytes
+    # The largest first: what comes later evens out what they leave.
+    for nbytes, key, extent, candidates in sorted(shared, key=lambda each: -each[0]):
+        rank, index = min(candidates, key=lambda each: loads[each[0]])
+        shares[rank].append((nbytes, key, index, extent))
+        loads[rank] += nbytes
+    chunks: dict[Key, list[Json]] = {key: [] for key in told}
+    found = []
+    for file, share in zip(files, shares, strict=True):
+        share.sort(key=lambda each: each[0] > _IN_FRONT)
+        starts, _ = places(each[0] for each in share)
+        for at, (nbytes, key, _, (offsets, sizes)) in zip(starts, share, strict=True):
+            chunks[key].append(chunk_described(offsets, sizes, file, at, nbytes))
+        found.append(Share([(key, index) for _, key, index, _ in share]))
+    return found, {key: described(*told[key], chunks[key]) for key in told}
+
+
+def places(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """The first byte of each chunk in its file, and the file's size. ``sizes``: of the chunks, in bytes."""
+    starts, end = [], 0
+    for nbytes in sizes:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        starts.append(start)
+        end = start + nbytes
+    return starts, end
+
+
+def _require_apart(
+    told: Mapping[Key, tuple[str, tuple[int, ...]]], holders: Mapping[tuple[Key, Extent], Sequence[object]]
+) -> None:
+    held = dict.fromkeys(told, 0)
+    for key, (_, sizes) in holders:
+        held[key] += math.prod(sizes)
+    wrong = next((key for key, numel in held.items() if numel > math.prod(told[key][1])), None)
+    if wrong is not None:
+        raise PolyshardError(
+            f"Ranks hold parts of '{'.'.join(wrong)}' that overlap without being the same. Lay it out alike on every "
+            "rank that holds it."
+        )

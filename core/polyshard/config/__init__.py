@@ -1,11 +1,8 @@
-"""What a user decides about sharding, and where each decision came from."""
+"""Settings of sharding, and where each came from."""
 
-from .environment import ENVIRONMENT_PREFIX, NO_SETTINGS
-from .origin import Origin, Source
 from .plugin_spec import GROUP_OF_SETTING, PluginChoice, PluginSpec
-from .shard_config import FILE_FIELDS, ShardConfig
-from .strategy import Strategy
-from .suggestions import did_you_mean
+from .shard_config import FILE_FIELDS, ShardConfig, Strategy
+from .sources import ENVIRONMENT_PREFIX, NO_SETTINGS, Origin, Source, did_you_mean
 
 __all__ = [
     "ENVIRONMENT_PREFIX",

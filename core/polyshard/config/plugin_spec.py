@@ -1,4 +1,4 @@
-"""How a user says which plugin is meant."""
+"""Plugins as users name them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, overload
 
 from ..errors import ConfigError
 from ..interfaces import Group
-from .suggestions import listed
 
 #: Names a plugin: ``"nccl"``, ``"acme-oneccl:nccl"`` (distribution and name), a table of ``name`` and the plugin's
 #: options, or an object that is the plugin.
@@ -63,7 +62,7 @@ class PluginSpec:
             table = dict(choice)
             name = table.pop("name", None)
             if not isinstance(name, str):
-                keys = listed(repr(key) for key in choice) or "nothing"
+                keys = ", ".join(repr(key) for key in choice) or "nothing"
                 raise ConfigError(
                     f"a plugin table needs a string under 'name', but this one holds {keys}. Write "
                     '{"name": "...", "option": value}.'

@@ -1,8 +1,9 @@
-"""What a user decides about sharding: one frozen object, from Python, from a TOML file, or from the environment."""
+"""``ShardConfig``: all settings of sharding in one frozen object, from Python, a TOML file, or the environment."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,19 +13,89 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 import torch
 
 from ..errors import ConfigError
-from .environment import overridden, variables
-from .file import read_table
-from .origin import Origin, Source, Sources, sources_in
+from ..interfaces import bytes_of
 from .plugin_spec import GROUP_OF_SETTING, PluginChoice, check_choice
-from .spellings import batch_nbytes_of, device_of, listeners_of, memory_budget_of
-from .strategy import Strategy, strategy_of
-from .suggestions import did_you_mean, listed
+from .sources import Origin, Source, Sources, did_you_mean, overridden, read_table, sources_in, variables
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-#: Of ``timeout_s``. Process groups count in milliseconds, to which 0 is no limit, and add to a clock in nanoseconds.
+class Strategy(enum.Enum):
+    """What each rank keeps of parameters (P), gradients (G) and optimizer state (O)."""
+
+    FULL_SHARD = "full_shard"
+    """P, G and O are sharded over all ranks; parameters are released after forward and after backward (ZeRO-3)."""
+    SHARD_GRAD_OP = "shard_grad_op"
+    """G and O are sharded over all ranks; parameters stay gathered from forward until the end of backward (ZeRO-2)."""
+    NO_SHARD = "no_shard"
+    """Every rank keeps P, G and O whole; gradients are all-reduced."""
+    HYBRID_SHARD = "hybrid_shard"
+    """``FULL_SHARD`` inside groups of ``shard_size`` ranks, replicated between the groups (HSDP)."""
+    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
+    """``SHARD_GRAD_OP`` inside groups of ``shard_size`` ranks, replicated between the groups."""
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether shards are replicated between groups of ranks."""
+        return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether parameters are released after forward where ``ShardConfig.reshard_after_forward`` is None."""
+        return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+
+
+def _strategy_of(value: Strategy | str) -> Strategy:
+    """``value``, or the strategy that it spells; raises ``ConfigError`` for anything else."""
+    if isinstance(value, Strategy):
+        return value
+    names = [strategy.value for strategy in Strategy]
+    if isinstance(value, str) and value.casefold() in names:
+        return Strategy(value.casefold())
+    suggestion = did_you_mean(value, names) if isinstance(value, str) else ""
+    raise ConfigError(f"strategy {value!r} does not exist.{suggestion} There are: {', '.join(names)}.")
+
+
+def _device_of(value: torch.device | str | None) -> torch.device | None:
+    """``value`` as a device; raises ``ConfigError`` for other values."""
+    if value is None or isinstance(value, torch.device):
+        return value
+    if isinstance(value, str):
+        try:
+            return torch.device(value)
+        except RuntimeError as error:
+            message = f"device {value!r} is none that torch knows. Write for example 'cpu' or 'cuda:0'."
+            raise ConfigError(message) from error
+    raise ConfigError(f"device must be a torch.device, a string or None, not {value!r}.")
+
+
+def _listeners_of(value: Iterable[PluginChoice]) -> tuple[PluginChoice, ...]:
+    """``value`` as a tuple of plugins; raises ``ConfigError`` for a single one."""
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise ConfigError(f"listeners must be a list of plugins, not {value!r}. Write [{value!r}] for a single one.")
+    return tuple(value)
+
+
+def _memory_budget_of(value: int | str | None) -> int | None:
+    """``value`` in bytes; raises ``ConfigError`` where it is not above 0."""
+    if value is None:
+        return None
+    nbytes = bytes_of(value)
+    if nbytes is None or nbytes <= 0:
+        raise ConfigError(f"memory_budget must be bytes above 0, a number or text such as '70 GiB', not {value!r}.")
+    return nbytes
+
+
+def _batch_nbytes_of(value: int | str) -> int:
+    """``value`` in bytes; raises ``ConfigError`` where it is negative, or not bytes."""
+    nbytes = bytes_of(value)
+    if nbytes is None or nbytes < 0:
+        raise ConfigError(f"batch_nbytes must be bytes, 0 or more, a number or text such as '16 MiB', not {value!r}.")
+    return nbytes
+
+
+#: Limits of ``timeout_s``: process groups count in milliseconds, where 0 is no limit, and in nanoseconds.
 _LEAST_S, _MOST_S = 1e-3, 1e8
 
 _Stored = TypeVar("_Stored")
@@ -69,9 +140,9 @@ class ShardConfig:
     """Which modules become units beside the root (group ``polyshard.policies``)."""
     layout: PluginChoice = "flat"
     """Where in its unit each parameter lies, and so where ranks cut it (group ``polyshard.layouts``)."""
-    listeners: _Normalised[tuple[PluginChoice, ...], Iterable[PluginChoice]] = _Normalised(listeners_of, ())
+    listeners: _Normalised[tuple[PluginChoice, ...], Iterable[PluginChoice]] = _Normalised(_listeners_of, ())
     """What watches the step, called in this order (group ``polyshard.plugins``). Read as a tuple."""
-    strategy: _Normalised[Strategy, str] = _Normalised(strategy_of, Strategy.FULL_SHARD)
+    strategy: _Normalised[Strategy, str] = _Normalised(_strategy_of, Strategy.FULL_SHARD)
     """What each rank keeps: a ``Strategy`` or its string. Read as a ``Strategy``."""
     mesh: DeviceMesh | None = None
     """The ranks to shard over. Two dimensions, (replicate, shard), with a hybrid strategy, otherwise one."""
@@ -80,14 +151,14 @@ class ShardConfig:
     reshard_after_forward: bool | Literal["auto"] | None = None
     """Whether units release their parameters after forward. None: as ``strategy`` says. ``"auto"``: as many are kept as
     fit ``memory_budget``, decided after the first optimizer step. No effect on ``NO_SHARD``."""
-    memory_budget: _Normalised[int | None, str] = _Normalised(memory_budget_of, None)
+    memory_budget: _Normalised[int | None, str] = _Normalised(_memory_budget_of, None)
     """Bytes of device memory that tensors of this process may take at once, for ``reshard_after_forward="auto"``: a
     number, or text such as ``"70 GiB"``. None: what the device has, less a tenth. Read as an int or None."""
     forward_prefetch: int = 1
     """How many units ahead of the computing one are gathered in forward; 0 for none."""
     backward_prefetch: int = 1
     """How many units ahead of the computing one are gathered in backward; 0 for none."""
-    batch_nbytes: _Normalised[int, str] = _Normalised(batch_nbytes_of, 128 * 2**20)
+    batch_nbytes: _Normalised[int, str] = _Normalised(_batch_nbytes_of, 128 * 2**20)
     """Bytes up to which units that follow each other share a communication: of whole parameters where they are
     prefetched; of gradients, up to 16 MiB, where units of at most a quarter of that are reduced, and, in one launch of
     a communication each, up to 64 MiB, where units of at most half of that are. A number, or text such as
@@ -95,7 +166,7 @@ class ShardConfig:
     split_root: bool = True
     """Whether a large module before all units and one behind them, of a language model embedding and head, are gathered
     and reduced apart from the rest of the root. To be turned off where only some ranks run such a module in a step."""
-    device: _Normalised[torch.device | None, str] = _Normalised(device_of, None)
+    device: _Normalised[torch.device | None, str] = _Normalised(_device_of, None)
     """Where the model computes; None: where its parameters are. Read as a ``torch.device`` or None."""
     timeout_s: float = 600.0
     """Seconds that a collective may wait for another rank: from 0.001 to 1e8."""
@@ -105,7 +176,7 @@ class ShardConfig:
     sync_module_states: bool = False
     """Whether all ranks take rank 0's parameters and buffers at wrap. Their values are then not compared."""
 
-    #: What is known of where values came from. No field: equal settings make equal configurations.
+    #: Sources of values, where known. Not a field: equal settings make equal configurations.
     _sources: ClassVar[Sources] = {}
 
     def __post_init__(self) -> None:
@@ -137,7 +208,7 @@ class ShardConfig:
         if not isinstance(releases, bool | None) and releases != "auto":
             raise ConfigError(f"reshard_after_forward must be True, False, None or 'auto', not {releases!r}.")
         if releases == "auto" and not self.strategy.reshards_after_forward:
-            able = listed(strategy.value for strategy in Strategy if strategy.reshards_after_forward)
+            able = ", ".join(strategy.value for strategy in Strategy if strategy.reshards_after_forward)
             raise ConfigError(
                 f"reshard_after_forward='auto' needs a strategy that releases parameters after forward ({able}), but "
                 f"strategy is {self.strategy.value!r}. Leave reshard_after_forward out or change the strategy."
@@ -149,7 +220,7 @@ class ShardConfig:
             )
 
     def _check_ranks_layout(self) -> None:
-        hybrids = listed(strategy.value for strategy in Strategy if strategy.hybrid)
+        hybrids = ", ".join(strategy.value for strategy in Strategy if strategy.hybrid)
         if self.shard_size is not None:
             if not _is_int(self.shard_size) or self.shard_size < 1:
                 raise ConfigError(f"shard_size must be a number of ranks, 1 or more, not {self.shard_size!r}.")
@@ -204,7 +275,7 @@ class ShardConfig:
 
         ``POLYSHARD_<FIELD>`` sets a field: a plugin is a name or an inline TOML table, ``POLYSHARD_LISTENERS`` a TOML
         array or names with commas, everything else a TOML value (``none`` for None). ``POLYSHARD_<FIELD>__<OPTION>``
-        sets one option of a plugin to a TOML value, or to the text itself where it is none. Naming another plugin
+        sets one option of a plugin to a TOML value, or to the text itself where it is not TOML. Naming another plugin
         drops the options of the former one. An empty variable counts as absent. Raises ``ConfigError`` for a variable
         with the prefix that is no setting.
         """
@@ -219,7 +290,7 @@ class ShardConfig:
             raise ConfigError(f"{variables(environ)}: {error}") from error
 
     def source_of(self, setting: str, option: str | None = None) -> Source:
-        """Where the value of ``setting`` came from, or of an ``option`` of the plugin that it names.
+        """The source of ``setting``, or of an ``option`` of the plugin that it names.
 
         A configuration that ``dataclasses.replace`` made is the program's: settings count as its own where they are not
         the defaults. Raises ``ConfigError`` for a setting that does not exist.
@@ -241,7 +312,7 @@ class ShardConfig:
             raise ConfigError(f"{where}: {error}") from error
 
     def _coming_from(self, sources: Sources) -> ShardConfig:
-        """This configuration, which was just made and nobody else has, with what is known of it."""
+        """This new configuration, with its sources."""
         object.__setattr__(self, "_sources", dict(sources))
         return self
 
@@ -255,7 +326,7 @@ FILE_FIELDS: tuple[str, ...] = tuple(name for name in _fields() if name != "mesh
 
 
 def _defaults() -> dict[str, Any]:
-    """Of the settings that a file or the environment can hold."""
+    """Defaults of the settings that a file or the environment can hold."""
     return {name: field.default for name, field in _fields().items() if name in FILE_FIELDS}
 
 
@@ -266,7 +337,7 @@ def _refuse_unknown(table: Mapping[str, Any], where: str) -> None:
         if key not in FILE_FIELDS:
             raise ConfigError(
                 f"{where}: unknown setting {str(key)!r}.{did_you_mean(str(key), FILE_FIELDS)} Settings: "
-                f"{listed(FILE_FIELDS)}."
+                f"{', '.join(FILE_FIELDS)}."
             )
 
 

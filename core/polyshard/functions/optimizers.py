@@ -186,10 +186,11 @@ class OptimizerCheck:
             [each for each in self._live.find(group["params"]) if each is not None] for group in optimizer.param_groups
         ]
         for each in (each for group in found for each in group):
-            if each.root.borrowed:
+            if each.root.replaced is not None:
+                context, values = each.root.replaced
                 raise StateError(
-                    f"{type(optimizer).__name__} was to update '{_name(each)}' inside of AveragedWeights.applied() "
-                    f"(rank {each.root.rank}), where the model holds its averages. Leave it first."
+                    f"{type(optimizer).__name__} was to update '{_name(each)}' inside of {context} (rank "
+                    f"{each.root.rank}), where the model holds its {values}. Leave it first."
                 )
         _refuse_dead_hooks(each for group in found for each in group)
         first_look = optimizer not in self._warned

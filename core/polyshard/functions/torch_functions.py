@@ -96,15 +96,18 @@ def _install() -> None:
 
 
 @contextmanager
-def borrowing(root: Root) -> Iterator[None]:
-    """Inside, the masters of ``root`` hold other values for a while: optimizers and backwards refuse them."""
-    root.borrowed = True
+def replacing_values(root: Root, context: str, values: str) -> Iterator[None]:
+    """Inside, the masters of ``root`` hold other values than the trained ones: optimizers and backwards refuse them.
+
+    ``context``, ``values``: what the program entered, and what the masters hold, for messages.
+    """
+    root.replaced = context, values
     # Optimizers that were let through are looked at again.
     _checks[0].forget()
     try:
         yield
     finally:
-        root.borrowed = False
+        root.replaced = None
 
 
 class GradientUtilities:

@@ -208,7 +208,7 @@ class _Guard:
             first = self._parameter(next(iter(self.slots.values())))
             raise StateError(
                 f"state_dict() found '{first}' sharded (rank {self._rank}): it would hold this rank's pieces under the "
-                "names of whole parameters. Save with polyshard.checkpoint.save, or with polyshard.huggingface.save as "
+                "names of whole parameters. Save with polyshard.checkpoint.save, or with polyshard_huggingface.save as "
                 "save_pretrained would; call polyshard.state.get_model_state_dict, or this inside of 'with "
                 "polyshard.unsharded(model)', for whole parameters, or polyshard.local_state_dict(model) for the "
                 "pieces of this rank."

@@ -20,34 +20,28 @@ from .collectives import (
     BufferRole,
     Collectives,
     CollectivesCapabilities,
+    CollectivesDecorator,
     ReduceOp,
     Work,
 )
-from .context import Constructor, PluginContext, RankAndSize
-from .decorator import CollectivesDecorator
-from .layout import (
+from .context import CURRENT_API, OLDEST_API, Constructor, Group, PluginContext, RankAndSize
+from .listener import Listener, Observer
+from .offload import OffloadCapabilities, OffloadManager
+from .options import bytes_of, resolve_callable, resolve_class, resolve_classes, resolve_object
+from .precision import InputCast, OutputCast, PrecisionCapabilities, PrecisionCaster, UnitDtypes, WireSpec
+from .units import (
     PARAMETER_ALIGNMENT_BYTES,
     SLICE_ALIGNMENT_BYTES,
+    UNIT_OVERRIDES,
     Arrangement,
     Layout,
     ParameterGeometry,
+    PolicyContext,
     UnitGeometry,
+    UnitPlan,
+    UnitSpec,
+    WrapPolicy,
 )
-from .listener import Listener, Observer
-from .offload import OffloadCapabilities, OffloadManager
-from .policy import UNIT_OVERRIDES, PolicyContext, UnitPlan, WrapPolicy
-from .precision import (
-    InputCast,
-    OutputCast,
-    PrecisionCapabilities,
-    PrecisionCaster,
-    UnitDtypes,
-    WireSpec,
-)
-from .quantities import bytes_of
-from .references import resolve_callable, resolve_class, resolve_classes, resolve_object
-from .unit import UnitSpec
-from .versions import CURRENT_API, OLDEST_API, Group
 
 __all__ = [
     "COMPLETED",

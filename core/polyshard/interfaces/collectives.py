@@ -1,4 +1,4 @@
-"""The contract for whatever moves bytes between ranks."""
+"""The contract of collectives, which move bytes between ranks, and the base of decorators around others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-#: Of any world. Plans and messages list ranks, and numbers beyond are mistakes.
+#: The largest world size: plans and messages list ranks.
 MOST_RANKS = 1 << 20
 
 
 class ReduceOp(enum.Enum):
-    """How the ranks' values become one."""
+    """The operation of a reduction."""
 
     SUM = "sum"
     """Element-wise sum."""
@@ -29,10 +29,10 @@ class ReduceOp(enum.Enum):
 
 
 class BufferRole(enum.Enum):
-    """What a buffer is used for; a backend may serve each from other memory."""
+    """The use of a buffer; a backend may allocate each from other memory."""
 
     GATHER = "gather"
-    """A whole unit in compute dtype: the output, and in place the input, of ``all_gather``."""
+    """A whole unit in compute dtype: the output of ``all_gather``, whose own slice is the input."""
     REDUCE = "reduce"
     """A whole unit's gradients in wire dtype: the input of ``reduce_scatter``."""
 
@@ -42,11 +42,10 @@ class Work(Protocol):
     """A collective that was issued."""
 
     def wait(self) -> None:
-        """Make the result usable.
+        """Make the result usable. Idempotent.
 
-        On a stream-ordered backend this orders the *current stream* after the operation and returns at once; on others
-        it blocks the calling thread. A local part that the operation still owes (the sum after an all-to-all) is
-        enqueued here. Idempotent.
+        A stream-ordered backend orders the *current stream* after the operation and returns at once; others block the
+        calling thread. Local work that follows the operation (the sum after an all-to-all) is enqueued here.
         """
 
 
@@ -55,7 +54,7 @@ class _Completed:
         return None
 
 
-#: The ``Work`` of an operation that had nothing left to do when it was issued.
+#: The ``Work`` of an operation that was complete when it was issued.
 COMPLETED: Work = _Completed()
 
 
@@ -72,10 +71,10 @@ class _Together:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesCapabilities:
-    """What a backend can do. The engine asks these and never a backend's name or type."""
+    """The features of a backend. The engine asks these, and never a backend's name or type."""
 
     devices: frozenset[str]
-    """Device types whose tensors it takes, for example ``frozenset({"cpu"})``."""
+    """Device types of its tensors, for example ``frozenset({"cpu"})``."""
     dtypes: frozenset[torch.dtype]
     """Dtypes that ``reduce_scatter`` and ``all_reduce`` take. ``all_gather`` must take every dtype."""
     reduce_ops: frozenset[ReduceOp]
@@ -87,20 +86,20 @@ class CollectivesCapabilities:
     capturable: bool
     """Operations may be recorded in a CUDA graph."""
     fixed_addresses: bool
-    """Buffers must come from ``lease``; otherwise the engine allocates and resizes its own."""
+    """Gather buffers come from ``lease``; otherwise the engine allocates and resizes its own."""
     can_communicate: bool
-    """Bytes really travel. False for stand-ins: ranks are then never compared with each other."""
+    """Bytes travel. False for stand-ins, whose ranks are never compared with each other."""
     announces: bool = False
-    """``announce`` compares what ranks are about to do, at a price that every step may pay."""
+    """``announce`` compares the ranks' next operations, cheaply enough for every step."""
     min_world_size: int = 1
     """Smallest number of ranks that it serves."""
     max_world_size: int | None = None
     """Largest number of ranks that it serves; None for no limit."""
     exchanges: bool = False
-    """``all_to_all`` is there. What needs it refuses a backend without it by name; plain sharding does not."""
+    """``all_to_all`` is implemented. Plain sharding does not need it; optimizers that do refuse a backend without."""
     blends: bool = False
-    """An element of a mean may depend on its neighbours, as where blocks share a scale. What lies between parameters is
-    then zero in what is reduced; otherwise some of it may be anything."""
+    """An element of a mean may depend on its neighbours: blocks share a scale, say. The engine then zeroes the padding
+    between parameters before a reduction; otherwise padding may hold anything."""
 
 
 class Collectives(ABC):
@@ -108,28 +107,27 @@ class Collectives(ABC):
 
     A plugin is a callable ``(context: PluginContext, **options) -> Collectives``; a subclass of this class is one.
 
-    **Construction is cheap and does not communicate.** Communicators, threads and registrations are made at first
-    use: a model of forty units constructs one instance for each ``fully_shard`` call and then uses only the root's.
+    **Construction is cheap and does not communicate.** Make communicators, threads and registrations at first use: a
+    model of forty units constructs one instance for each ``fully_shard`` call and then uses the root's alone.
 
-    **Order.** The engine issues operations in the same order on every rank. Gathers and reductions are issued from
-    different streams and must be able to overlap, so a backend makes as many communicators as that takes. Exchanges
-    may come from a third stream: gathers must be able to overlap with them, too; reductions, which leave what they
-    carry, need not.
+    **Order and streams.** Every rank issues the same operations in the same order, each with its stream current. Units
+    are gathered on one stream and reduced on another; the two must be able to overlap, so make as many communicators as
+    that takes. Exchanges may come from a third stream; they must be able to overlap with gathers, not with reductions.
 
-    **Lifetime.** Buffers given to an operation stay allocated until its ``Work.wait`` has been called and, on a
-    stream-ordered backend, until work enqueued before that wait has run.
+    **Lifetime.** The caller keeps the tensors of an operation allocated until it has called ``Work.wait`` and, on a
+    stream-ordered backend, until the work enqueued before that wait has run.
 
-    **Errors.** A failure raises from ``polyshard.errors.CollectiveError``; a rank that never arrives raises
-    ``CollectiveTimeoutError`` within ``context.timeout`` rather than hang.
+    **Errors.** A failure raises a ``polyshard.errors.CollectiveError``. A rank that never arrives makes the others
+    raise ``CollectiveTimeoutError`` within ``context.timeout``, rather than hang.
     """
 
     api_version: ClassVar[int]
-    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+    """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""
 
     @property
     @abstractmethod
     def capabilities(self) -> CollectivesCapabilities:
-        """What this backend can do; constant over the instance's life."""
+        """The features of this backend; constant over the instance's life."""
 
     @property
     @abstractmethod
@@ -144,34 +142,34 @@ class Collectives(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Device of the tensors that it takes."""
+        """Device of its tensors."""
 
     @property
     def process_group(self) -> Any | None:
-        """The ``torch.distributed.ProcessGroup`` behind it, or None where there is none."""
+        """The ``torch.distributed.ProcessGroup`` behind it, or None."""
         return None
 
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         """A context in which the engine allocates a storage of ``nbytes`` for ``role``: plain, registered or symmetric.
 
-        Entered anew for every gather and reduction, on the stream that will use the memory first. Nothing is computed
-        inside: a backend may let another stream be the current one there.
+        Entered for every gather and reduction, on the stream that uses the memory first. Nothing is computed inside, so
+        a backend may make another stream the current one there.
         """
         return nullcontext()
 
     def prepare_capture(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
-        """A step is about to be captured in a CUDA graph on ``stream``; steps like it ran on ``like``, none does now.
+        """Called before a step is captured in a CUDA graph on ``stream``; equal steps ran on ``like``, and have ended.
 
-        What ``allocation`` gave to those is free again. The capture may be given the same memory: the engine frees its
-        buffers before each replay, and orders replays after whatever used them, and that after replays.
+        All memory of ``allocation`` is free again, and may serve the capture: the engine frees its buffers before each
+        replay, and orders replays and other uses of that memory after each other.
         """
         return None
 
     def lease(self, numel: int, dtype: torch.dtype, role: BufferRole) -> torch.Tensor:
         """A buffer of ``numel`` elements at a fixed address, from a ring that the backend keeps.
 
-        Called once for each unit and role at wrap, and only where ``capabilities.fixed_addresses``. Foreign storages
-        cannot be resized, so the backend decides how many units share one slot.
+        Called once for each unit at wrap, and only where ``capabilities.fixed_addresses``. The backend decides how many
+        units share one slot, since the engine cannot resize foreign storages.
         """
         raise NotImplementedError(f"{type(self).__name__} does not lease buffers")
 
@@ -180,42 +178,36 @@ class Collectives(ABC):
         """Fill ``out`` with every rank's ``shard``, in rank order.
 
         ``out``: shape ``[world_size * n]``, contiguous; ``shard``: shape ``[n]``, same dtype. ``shard`` may be this
-        rank's own slice of ``out``, which then must not be copied.
+        rank's own slice of ``out``, which must then not be copied.
         """
 
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
-        """Do what ``all_gather(out, shard)`` does for each of ``pairs`` in turn; one ``Work`` for all.
+        """``all_gather(out, shard)`` for each of ``pairs`` in turn; one ``Work`` for all.
 
-        The engine gathers neighbouring small units by it, and the units of one module. A backend overrides it where one
-        launch of many operations takes less time than as many launches. ``pairs`` are the same on every rank, in
-        number, sizes and order, and may be of several dtypes.
+        Called for neighbouring small units, and for the units of one module. Override it where one launch of many
+        operations takes less time than many launches. Number, sizes and order of ``pairs`` are the same on every rank;
+        dtypes may differ between pairs.
         """
         return _Together([self.all_gather(out, shard) for out, shard in pairs])
 
     @abstractmethod
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         """Reduce ``full`` over ranks and keep this rank's slice.
 
-        ``out``: shape ``[n]``; ``full``: shape ``[world_size * n]``, contiguous. With ``F_k`` the ``full`` of rank
-        ``k`` and ``s`` this rank's slice, ``out = op_k(F_k[s])``. Where
-        ``capabilities.widening``, ``out`` may have a wider dtype, and the accumulation then happens in it. ``full``
-        may be overwritten. ``scratch``: uint8, of at least ``scratch_nbytes(...)`` bytes, or None.
+        ``out``: shape ``[n]``; ``full``: shape ``[world_size * n]``, contiguous; may be overwritten. With ``F_k`` the
+        ``full`` of rank ``k`` and ``s`` this rank's slice, ``out = op_k(F_k[s])``. Where ``capabilities.widening``,
+        ``out`` may have a wider dtype, in which the values are then accumulated. ``scratch``: uint8, of at least
+        ``scratch_nbytes(...)`` bytes, or None.
         """
 
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
     ) -> Work:
-        """Do ``reduce_scatter(out, full, op=op, scratch=scratch)`` for each of ``triples``; one ``Work`` for all.
+        """``reduce_scatter(out, full, op=op, scratch=scratch)`` for each of ``triples``; one ``Work`` for all.
 
-        The engine reduces neighbouring units of medium size by it, and the units of one module. A backend overrides it
-        for the same reason as ``all_gather_many``. ``triples`` are the same on every rank, in number, sizes and order.
+        Called for neighbouring units of medium size, and for the units of one module; see ``all_gather_many``.
         """
         return _Together([self.reduce_scatter(out, full, op=op, scratch=scratch) for out, full, scratch in triples])
 
@@ -225,50 +217,49 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        """Reduce ``tensor`` (any shape, contiguous) over ranks, in place."""
+        """Reduce ``tensor`` (any shape, contiguous) over ranks, in place: gradients over replicas, norms, flags."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        """Overwrite ``tensor`` with that of group rank ``src``."""
+        """Overwrite ``tensor`` (contiguous, any dtype) with that of group rank ``src``. Called at wrap and by state."""
 
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
     ) -> Work:
         """Send block ``j`` of ``input`` to rank ``j``, and receive rank ``j``'s block for this rank as block ``j``.
 
-        ``out``: shape ``[sum(out_splits)]``, contiguous; ``input``: shape ``[sum(in_splits)]``, contiguous, same dtype,
-        which may be any. They do not overlap, and ``input`` is left as it is. Blocks lie one behind the other in rank
-        order, this rank's own among them. Splits count elements, one for each rank, and may be 0, all of them, too.
-        ``out_splits[j]`` of rank ``i`` is ``in_splits[i]`` of rank ``j``: both know it beforehand, and it is never
-        communicated. Every rank makes the call, also one that neither sends nor receives.
+        ``out``: shape ``[sum(out_splits)]``, contiguous; ``input``: shape ``[sum(in_splits)]``, contiguous, same dtype
+        (any), unchanged. They do not overlap. Blocks lie in rank order, this rank's own among them. Splits count
+        elements, one for each rank; all may be 0. ``out_splits[j]`` of rank ``i`` is ``in_splits[i]`` of rank ``j``:
+        both ranks know it, and it is never communicated. Every rank makes the call.
 
-        Called only where ``capabilities.exchanges``.
+        Called by optimizers, where ``capabilities.exchanges``.
 
         Raises:
-            CollectiveError: splits that are not one for each rank, do not add up, or differ for this rank's own block;
-                tensors of two dtypes, or not flat. Before anything is sent.
+            CollectiveError: before anything is sent, for splits that are not one for each rank, do not add up, or
+                differ for this rank's own block, and for tensors of two dtypes or that are not flat.
         """
         raise NotImplementedError(f"{type(self).__name__} does not exchange blocks between ranks")
 
     def announce(self, what: str) -> None:
-        """What the engine issues next, in this group or a part of it: the same text on every rank that does the same.
+        """Compare the next operation, in this group or a part of it: ranks that issue the same pass the same text.
 
-        Called in every step, before its gathers and reductions, where ``capabilities.announces``. Ranks that went
-        different ways, one after an exception that it caught, say, then learn of it before bytes of one unit arrive in
-        another. It may wait for the other ranks, or let the operation that follows fail.
+        Called in every step, before its gathers and reductions, where ``capabilities.announces``. Ranks that diverged
+        learn of it before bytes of one unit arrive in another. It may wait for the other ranks, or let the next
+        operation fail.
 
         Raises:
-            RankMismatchError: ranks announced different things; on every rank, here or where it waits for what follows.
+            RankMismatchError: texts differ; on every rank, here or in the wait for the next operation.
         """
         return None
 
     @abstractmethod
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's picklable ``obj``, in rank order. Blocks; never called in a steady step."""
+        """Every rank's picklable ``obj``, in rank order. Blocks; called at wrap and in checkpoints, not in steps."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Block until every rank has arrived."""
+        """Block until every rank has arrived. Called by measurements, not by the engine."""
 
     @abstractmethod
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
@@ -277,20 +268,136 @@ class Collectives(ABC):
         ``rank_lists``: disjoint lists of group ranks that cover the group, the same on every rank; every rank calls
         it. Ranks within a subgroup are numbered in the order of their list.
 
-        Called once for each model. Two parts of equal lists may share communicators: what a part holds is released
-        with the last of them that is closed.
+        Called at wrap. Parts of equal lists may share communicators, which are released with the last of them that is
+        closed.
         """
-
-    def abort(self, reason: str) -> None:
-        """Give up operations in flight, here and on the ranks that can be reached. Called when this rank failed."""
-        return None
 
     def close(self) -> None:
         """Release communicators and memory. Idempotent.
 
-        Called by ``polyshard.close``, on every rank and in the same order, between steps: parts before the group that
-        they are of. It may meet the other ranks. Never called from a finalizer, since ranks collect garbage each at
-        another time: an instance that is dropped without it must not communicate. A group that the context gave stays
-        open.
+        Called by ``polyshard.close``, on every rank in the same order, between steps: parts before their group. It may
+        communicate. Never called from a finalizer, since ranks collect garbage at different times: an instance that is
+        dropped unclosed must not communicate. A group that the context gave stays open.
         """
         return None
+
+
+#: An operation that a decorator may override, and the batched one that must then go through it.
+_MANY = {"all_gather": "all_gather_many", "reduce_scatter": "reduce_scatter_many"}
+
+
+class CollectivesDecorator(Collectives):
+    """Base of collectives around others: ``{"name": "compressed", "inner": "nccl"}`` in the configuration.
+
+    Every member calls ``inner``; a subclass overrides what it changes. Its factory makes the inner collectives by
+    ``context.construct(Group.COLLECTIVES, inner)``, so that ranks compare these, too. ``around`` decorates a part of
+    the ranks::
+
+        class Counting(CollectivesDecorator):
+            api_version = 1
+
+            def __init__(self, context, inner="auto"):
+                super().__init__(context.construct(Group.COLLECTIVES, inner))
+                self.gathers = 0
+
+            def around(self, inner):
+                part = copy.copy(self)
+                part.inner = inner
+                return part
+
+            def all_gather(self, out, shard):
+                self.gathers += 1
+                return super().all_gather(out, shard)
+
+    Where a subclass overrides ``all_gather`` or ``reduce_scatter`` alone, batches call it once for each operation. A
+    subclass that changes what an operation needs (leased memory, capture, streams) changes ``capabilities`` as well.
+    """
+
+    inner: Collectives
+
+    def __init__(self, inner: Collectives) -> None:
+        self.inner = inner
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for one, many in _MANY.items():
+            if one in cls.__dict__ and many not in cls.__dict__:
+                setattr(cls, many, getattr(Collectives, many))
+
+    @abstractmethod
+    def around(self, inner: Collectives) -> Collectives:
+        """The same decorator, with its settings, around ``inner``: a part of the ranks."""
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return self.inner.capabilities
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    @property
+    def process_group(self) -> Any | None:
+        return self.inner.process_group
+
+    def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
+        return self.inner.allocation(role, nbytes)
+
+    def prepare_capture(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
+        self.inner.prepare_capture(stream, like)
+
+    def lease(self, numel: int, dtype: torch.dtype, role: BufferRole) -> torch.Tensor:
+        return self.inner.lease(numel, dtype, role)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        return self.inner.all_gather(out, shard)
+
+    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        return self.inner.all_gather_many(pairs)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
+    ) -> Work:
+        return self.inner.reduce_scatter(out, full, op=op, scratch=scratch)
+
+    def reduce_scatter_many(
+        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
+    ) -> Work:
+        return self.inner.reduce_scatter_many(triples, op=op)
+
+    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+        return self.inner.scratch_nbytes(role, numel, wire_dtype, out_dtype)
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        return self.inner.all_reduce(tensor, op=op)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        return self.inner.broadcast(tensor, src)
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        return self.inner.all_to_all(out, out_splits, input, in_splits)
+
+    def announce(self, what: str) -> None:
+        self.inner.announce(what)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self.inner.all_gather_object(obj)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
+        return self.around(self.inner.partition(rank_lists))
+
+    def close(self) -> None:
+        self.inner.close()

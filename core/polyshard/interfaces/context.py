@@ -1,7 +1,8 @@
-"""What a plugin is told when it is constructed."""
+"""The entry-point groups and their contract versions, and the context in which plugins are constructed."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload, runtime_checkable
@@ -9,21 +10,42 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload, runtime_chec
 import torch
 
 from ..errors import StateError
-from .versions import Group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from .collectives import Collectives
-    from .layout import Layout
     from .offload import OffloadManager
-    from .policy import WrapPolicy
     from .precision import PrecisionCaster
+    from .units import Layout, WrapPolicy
+
+
+class Group(enum.StrEnum):
+    """Entry-point groups, one for each contract."""
+
+    COLLECTIVES = "polyshard.collectives"
+    """Factories of ``Collectives``."""
+    PRECISION = "polyshard.precision"
+    """Factories of ``PrecisionCaster``."""
+    OFFLOAD = "polyshard.offload"
+    """Factories of ``OffloadManager``."""
+    POLICIES = "polyshard.policies"
+    """Factories of ``WrapPolicy``."""
+    LAYOUTS = "polyshard.layouts"
+    """Factories of ``Layout``."""
+    PLUGINS = "polyshard.plugins"
+    """Factories of listeners."""
+
+
+#: The oldest ``api_version`` that is still served, per group.
+OLDEST_API: dict[Group, int] = dict.fromkeys(Group, 1)
+#: The newest ``api_version`` that is served, per group.
+CURRENT_API: dict[Group, int] = dict.fromkeys(Group, 1)
 
 
 @runtime_checkable
 class RankAndSize(Protocol):
-    """The least that stands for a process group: something that knows its rank and its size."""
+    """Stands for a process group: an object with a rank and a size."""
 
     def rank(self) -> int:
         """This process's rank."""
@@ -33,10 +55,9 @@ class RankAndSize(Protocol):
 
 
 class Constructor(Protocol):
-    """Makes a plugin of ``group`` from ``choice``: what stands behind ``PluginContext.construct``."""
+    """Constructs the plugin of ``group`` that ``choice`` names; behind ``PluginContext.construct``."""
 
-    def __call__(self, context: PluginContext, group: Group, choice: Any) -> Any:
-        """The instance, constructed with ``context`` under the name that ``choice`` gives."""
+    def __call__(self, context: PluginContext, group: Group, choice: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +67,20 @@ class PluginContext:
     name: str
     """The name under which the configuration asked for the plugin."""
     device: torch.device
-    """Where the model computes."""
+    """Device on which the model computes."""
     process_group: Any | None = None
     """A ``torch.distributed.ProcessGroup``, or an object with ``rank()`` and ``size()``, where the user gave one."""
     mesh: DeviceMesh | None = None
     """The device mesh that the user gave."""
     timeout: timedelta = timedelta(minutes=10)
-    """How long a collective may wait for another rank."""
+    """Limit of a collective's wait for another rank."""
     rank: int | None = None
-    """This process's rank among those that share the model: for listeners alone, which may do different things on each.
-    None for every other plugin."""
+    """This process's rank among those that share the model: for listeners, which may differ between ranks. None for
+    every other plugin."""
     world_size: int | None = None
-    """How many ranks share the model: for listeners alone, too."""
+    """Number of ranks that share the model; for listeners alone, too."""
     constructor: Constructor | None = None
-    """What ``construct`` calls; polyshard sets it while the factory runs."""
+    """Called by ``construct``; polyshard sets it while the factory runs."""
 
     @overload
     def construct(self, group: Literal[Group.COLLECTIVES], choice: Any) -> Collectives: ...
@@ -76,16 +97,16 @@ class PluginContext:
     def construct(self, group: Group, choice: Any) -> object:
         """Another plugin, of any group: by name, by a table of a name and options, or an object.
 
-        For factories of plugins that are made of others. What they construct is compared between ranks with them, and
-        shown by ``polyshard explain``. It gets this context, so one that ``dataclasses.replace`` changed where another
-        device or group of ranks is meant.
+        For factories of plugins that are made of others. Ranks compare the constructed plugin with its owner, and
+        ``polyshard explain`` shows it. It gets this context: change that by ``dataclasses.replace`` for another device
+        or group of ranks.
 
-        Raises what choosing the plugin in a configuration would, and ``StateError`` outside of a factory, or in a
-        context that polyshard did not make (``polyshard.testing.plugin_context`` makes one for tests).
+        Raises what choosing the plugin in a configuration raises, and ``StateError`` outside of a factory, or in a
+        context that polyshard did not make (``polyshard_testing.plugin_context`` makes one for tests).
         """
         if self.constructor is None:
             raise StateError(
                 f"the context of {self.name!r} cannot construct {choice!r} of {group.value}: polyshard did not make "
-                "it. In a test, take polyshard.testing.plugin_context()."
+                "it. In a test, take polyshard_testing.plugin_context()."
             )
         return self.constructor(self, group, choice)

@@ -1,38 +1,33 @@
-"""What watches a step without taking part in it."""
+"""The contract of listeners, which watch steps without taking part in them."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Protocol, runtime_checkable
 
-from .unit import UnitSpec
+from .units import UnitSpec
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """Told when one unit's operations begin and end, as the host issues them.
+    """Called when one unit's operations begin and end, as the host issues them.
 
-    A listener's ``make_observer`` hook returns one, or None, for each unit at wrap; the unit then loops over a tuple of
-    them, which costs 34 ns when it is empty. Every call is made with the stream current on which the operation runs, so
-    that an event recorded there is reached by the device when the operation begins or ends. Where operations run on
-    the host, they begin and end when the call is made.
+    A listener's ``make_observer`` hook returns one, or None, for each unit at wrap. The stream of the operation is
+    current in every call, so that an event recorded there marks the begin or end on the device; operations on the host
+    begin and end at the call.
 
-    A beginning need not be followed by an end: a step may fail. A unit may be gathered and never compute, and may
-    compute several times between two gathers; under activation checkpointing, a backward holds another computation.
-    A unit with other units inside computes while those do, and while it waits for them.
+    A begin may have no end: a step may fail. A unit may be gathered and never compute, and may compute several times
+    between two gathers; under activation checkpointing, a backward contains another forward. A unit computes while
+    units inside of it do, and while it waits for them.
 
-    Methods must not issue collectives, must not synchronize with the device, and must not raise. A class that inherits
-    from this one does nothing at the moments that it leaves out.
+    Methods must not issue collectives, synchronize with the device, or raise. The methods here do nothing.
     """
 
     def unshard(self, unit: UnitSpec) -> None:
-        """The unit's gather is about to be issued, on the current stream.
-
-        One that an earlier forward left gathered is gathered again, with no reshard.
-        """
+        """The unit's gather is about to be issued, on the current stream; also where no reshard came before."""
         return None
 
     def unsharded(self, unit: UnitSpec) -> None:
-        """The gather was issued and ends at this point of the current stream; on the host, it has arrived."""
+        """The gather ends at this point of the current stream; on the host, it has ended."""
         return None
 
     def compute(self, unit: UnitSpec, backward: bool) -> None:
@@ -48,7 +43,7 @@ class Observer(Protocol):
         return None
 
     def waited(self, unit: UnitSpec) -> None:
-        """It waits until this point at most; where everything was there already, for no time."""
+        """The wait ends at this point at the latest."""
         return None
 
     def reduce(self, unit: UnitSpec) -> None:
@@ -73,4 +68,4 @@ class Listener:
     """
 
     api_version: ClassVar[int]
-    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+    """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""

@@ -1,4 +1,4 @@
-"""The contract for where a unit's master shard and gradient live between uses."""
+"""The contract of offload managers: where a unit's master shard and gradient live between uses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import ClassVar
 
 import torch
 
-from .unit import UnitSpec
+from .units import UnitSpec
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadCapabilities:
-    """What a manager does to the step."""
+    """The features of a manager."""
 
     parks: bool
-    """Masters and gradients leave the compute device, those of all units or of some: ``units_to_park`` says which.
-    False lets the engine skip every call."""
+    """Masters and gradients of the units in ``units_to_park`` leave the compute device. False: no method is called."""
 
 
 class OffloadManager(ABC):
@@ -31,31 +30,30 @@ class OffloadManager(ABC):
     """
 
     api_version: ClassVar[int]
-    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+    """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""
 
     @property
     @abstractmethod
     def capabilities(self) -> OffloadCapabilities:
-        """What this manager does to the step."""
+        """The features of this manager; constant over the instance's life."""
 
     def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
-        """Which of ``units`` are parked: all of them, unless a manager says otherwise.
+        """The parked ones of ``units``: all, unless a manager chooses.
 
-        Asked where the capabilities say that it parks, before the model changes, of all units at once that this manager
-        serves in one call of ``shard`` or ``fully_shard``, in the order in which their modules stand in the model. The
-        others stay on the compute device; in a step they cost what they would without a manager, and no method below is
-        called for them. The answer follows from ``units`` and the options alone: it is the same on every rank, which
-        ranks compare, and for every attempt. Raises ``ConfigError`` where options fit none of them.
+        Called where ``capabilities.parks``, before the model changes, with all units that this manager serves in one
+        call of ``shard`` or ``fully_shard``, in the model's order. The others stay on the compute device, and no method
+        below is called for them. The answer follows from ``units`` and options alone: ranks compare it, and another
+        attempt must get the same. Raises ``ConfigError`` for options that fit no unit.
         """
         return units
 
     @abstractmethod
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        """Where the master shard lives from now on; called at wrap, before the model changes.
+        """The master shard in the memory where it lives from now on; called at wrap, before the model changes.
 
-        ``shard``: ``[shard_numel]``, master dtype, on the compute device. Returns a contiguous tensor of the same shape
-        and dtype with the same values; the optimizer updates it in place. Where sharding fails on any rank, it is let
-        go of, and the next attempt calls this again.
+        ``shard``: ``[shard_numel]``, master dtype, on the compute device. Returns a contiguous tensor of equal shape,
+        dtype and values, which the optimizer updates in place. After a failure on any rank it is dropped, and the next
+        attempt calls this again.
         """
 
     @abstractmethod
@@ -71,12 +69,10 @@ class OffloadManager(ABC):
         """
 
     def begin_forward(self) -> None:
-        """Masters may have changed: an outermost forward starts, or a gather between steps, and what was
-        fetched before counts as old.
+        """Masters may have changed; called before the first ``fetch`` of a forward, or of a gather between steps.
 
-        Called before the first ``fetch`` of each. Until the next call the master of a unit may be taken to be as it
-        was when it was fetched, in the backward as well. There is no other sign of a change: an optimizer updates
-        tensors that view the master, whose ``_version`` does not move.
+        Until the next call, masters do not change, in the backward either. No other sign tells of a change: an
+        optimizer updates tensors that view the master, whose ``_version`` does not move.
         """
         return None
 

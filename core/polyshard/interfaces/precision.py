@@ -1,4 +1,4 @@
-"""The contract for dtypes: in which one a unit computes, travels, reduces and is handed to the optimizer."""
+"""The contract of precision casters: the dtypes in which units compute, travel, reduce and reach the optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from .collectives import Collectives
-from .unit import UnitSpec
+from .units import UnitSpec
 
 #: Takes and returns a forward's ``(args, kwargs)``.
 InputCast = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -44,24 +44,23 @@ class WireSpec:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionCapabilities:
-    """What a caster does beyond choosing dtypes."""
+    """The features of a caster beyond dtypes."""
 
     loss_scaling: bool = False
     """Gradients can underflow in its dtypes: an optimizer that steps without a gradient scaler is warned of."""
     encodes: bool = False
-    """It answers ``wire`` with a ``WireSpec`` for some units."""
+    """``wire`` returns a ``WireSpec`` for some units."""
 
 
 class PrecisionCaster(ABC):
     """Chooses dtypes and casts.
 
-    A plugin is a callable ``(context: PluginContext, **options) -> PrecisionCaster``. Every question is asked
-    at wrap, and must get the same answer each time and on every rank; only the callables and codecs that it returned
-    then run in a step.
+    A plugin is a callable ``(context: PluginContext, **options) -> PrecisionCaster``. ``dtypes`` to ``wire`` are called
+    at wrap, and must answer alike each time and on every rank. Casts and codecs run in steps.
     """
 
     api_version: ClassVar[int]
-    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+    """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""
     capabilities: PrecisionCapabilities = PrecisionCapabilities()
 
     @abstractmethod
@@ -77,36 +76,41 @@ class PrecisionCaster(ABC):
         return False
 
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
-        """What to apply to the unit's forward inputs; None for nothing. Integer tensors must pass unchanged."""
+        """A cast of the unit's forward inputs, or None. Integer tensors must pass unchanged."""
         return None
 
     def output_cast(self, unit: UnitSpec) -> OutputCast | None:
-        """What to apply to the unit's forward output; None for nothing."""
+        """A cast of the unit's forward output, or None."""
         return None
 
     def wire(self, unit: UnitSpec) -> WireSpec | None:
-        """How the unit travels in a gather. None: as compute dtype, one cast from master into the own slice."""
+        """The unit's bytes in a gather. None: compute dtype, one cast from the master into the own slice."""
         return None
 
     def prepare(self, units: Sequence[UnitSpec], collectives: Collectives) -> None:
-        """Called once at the start of each outermost forward, on every rank, where ``capabilities.encodes``."""
+        """Called at the start of each outermost forward, on every rank, where ``capabilities.encodes``."""
         return None
 
     def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-        """Write ``shard`` (``[shard_numel]``, master dtype) as bytes into ``wire`` (``[nbytes_per_rank]``, uint8)."""
+        """Write ``shard`` (``[shard_numel]``, master dtype) as bytes into ``wire`` (``[nbytes_per_rank]``, uint8).
+
+        Called before the gather, on its stream.
+        """
         raise NotImplementedError(f"{type(self).__name__} answered wire() with a WireSpec and must implement encode()")
 
     def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Read every rank's bytes (``[world_size, nbytes_per_rank]``) into ``out`` (``[world_size, shard_numel]``)."""
+        """Read every rank's bytes (``[world_size, nbytes_per_rank]``) into ``out`` (``[world_size, shard_numel]``).
+
+        Called behind the gather, on the stream that waits for it.
+        """
         raise NotImplementedError(f"{type(self).__name__} answered wire() with a WireSpec and must implement decode()")
 
     def encode_many(
         self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
     ) -> None:
-        """Do what ``encode`` does for each unit in turn.
+        """``encode`` for each unit in turn: the units of one communication, in the same order on every rank.
 
-        The engine encodes the units of one communication by it. A caster overrides it where one launch of many takes
-        less time than as many launches. The same units, in the same order, on every rank.
+        Override it where one launch of many takes less time than many launches.
         """
         for unit, wire, shard in zip(units, wires, shards, strict=True):
             self.encode(unit, wire, shard)
@@ -114,12 +118,12 @@ class PrecisionCaster(ABC):
     def decode_many(
         self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
-        """Do what ``decode`` does for each unit in turn; for the same reason as ``encode_many``, and the same units."""
+        """``decode`` for each unit in turn, as ``encode_many``."""
         for unit, wire, out in zip(units, wires, outs, strict=True):
             self.decode(unit, wire, out)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """State that a checkpoint must carry (amax histories and the like)."""
+        """State for checkpoints, such as amax histories."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -4,8 +4,7 @@ Beside them what trainings ask of optimizers: averaged weights, and parameter gr
 """
 
 from .averages import AveragedWeights
-from .decay import decay_groups
-from .matrices import MatrixSplit, for_matrices
+from .groups import MatrixSplit, decay_groups, for_matrices
 from .muon import Muon
 from .whole_tensors import WholeTensorOptimizer
 

@@ -10,12 +10,8 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..api import outermost_root
 from ..errors import ConfigError, StateError
-from ..functions.torch_functions import borrowing
-from ..runtime.root import Root
-from ..runtime.step import Phase
-from ..runtime.unit import Unit
+from ..inspect import ShardedModel, outermost_model
 
 #: Which part of the average stays at an update, from the number of updates before it.
 Decay = Callable[[int], float]
@@ -40,15 +36,14 @@ class AveragedWeights:
     updates: int
 
     def __init__(self, model: nn.Module, decay: float | Decay) -> None:
-        root = _resting(model, "AveragedWeights()")
+        sharded = _between_steps(model, "AveragedWeights()")
         if not callable(decay):
-            _require_part(decay, root)
+            _require_part(decay, sharded)
         self.updates = 0
         self._model = model
         self._decay = decay
-        managed = {original for unit in root.units for original in unit.originals.tensors}
-        root.take_up_changes()
-        self._units = [unit for unit in root.units if unit.trainable]
+        managed = {parameter for unit in sharded.units for parameter in unit.tensors}
+        self._units = [unit for unit in sharded.units if unit.trained]
         self._outside = [each for each in model.parameters() if each.requires_grad and each not in managed]
         with torch.no_grad():
             self._averages = [_wide(each).clone() for each in self._weights()]
@@ -57,16 +52,21 @@ class AveragedWeights:
         """Take up the weights as they are now: behind each step of the optimizer, on every rank.
 
         Raises:
-            StateError: inside of a step, ``unsharded`` or ``applied``, or what was frozen is trained.
+            StateError: inside of a step, ``unsharded`` or ``applied``, or a frozen unit is trained now.
             ConfigError: ``decay`` answered something outside of [0, 1].
         """
-        root = _resting(self._model, "AveragedWeights.update()")
-        root.take_up_changes()
-        self._refuse_thawed(root)
+        sharded = _between_steps(self._model, "AveragedWeights.update()")
+        known = set(self._units)
+        thawed = next((unit for unit in sharded.units if unit.trained and unit not in known), None)
+        if thawed is not None:
+            raise StateError(
+                f"Unit '{thawed.name}' is trained, and was frozen when AveragedWeights was made (rank "
+                f"{sharded.rank}): there is no average of it. Make it again once the unit is trained."
+            )
         decay = 0.0
         if self.updates:
             decay = self._decay(self.updates) if callable(self._decay) else self._decay
-            _require_part(decay, root)
+            _require_part(decay, sharded)
         together: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         with torch.no_grad():
             for average, weights in zip(self._averages, self._weights(), strict=True):
@@ -87,56 +87,34 @@ class AveragedWeights:
     def applied(self, *, writeback: bool = False) -> Iterator[None]:
         """Inside, the model's weights are the average: forwards, ``unsharded``, ``checkpoint.save`` take it for them.
 
-        Takes the memory of another shard. What is written to the weights inside is dropped on leaving, unless
-        ``writeback``: then it is the average from now on, as after ``checkpoint.load`` inside. Every rank enters and
-        leaves.
+        Takes the memory of another shard. Writes to the weights inside are dropped on leaving, unless ``writeback``:
+        then they are the average from now on, as after ``checkpoint.load`` inside. Every rank enters and leaves.
 
         Raises:
             StateError: inside of a step, ``unsharded`` or itself. Inside, a backward that adds to gradients and an
                 optimizer's step raise it.
         """
-        root = _resting(self._model, "AveragedWeights.applied()")
-        root.take_up_changes()
+        sharded = _between_steps(self._model, "AveragedWeights.applied()")
         with torch.no_grad():
             trained = [weights.clone() for weights in self._weights()]
-        with borrowing(root):
+        with sharded.replacing_values("AveragedWeights.applied()", "averages"):
             try:
-                self._change(root, self._averages)
+                sharded.copy_into_masters(self._averages, self._weights())
                 yield
                 if writeback:
-                    root.take_up_changes()
-                    _write(self._weights(), self._averages)
+                    sharded.take_up_changes()
+                    with torch.no_grad():
+                        for average, weights in zip(self._averages, self._weights(), strict=True):
+                            average.copy_(weights)
             finally:
                 try:
-                    # What came in the place of a parameter goes the way of other changes.
-                    root.take_up_changes()
+                    # A tensor that replaced a parameter inside is restored like other changes.
+                    sharded.take_up_changes()
                 finally:
-                    self._change(root, trained)
-
-    def _change(self, root: Root, values: list[torch.Tensor]) -> None:
-        # A gather that no forward waited for may still read, and the host writes what is parked beside the device.
-        root.streams.drain()
-        if root.streams.here() is not None and any(unit.parks for unit in root.units):
-            torch.cuda.synchronize(root.collectives.device)
-        _write(values, self._weights())
+                    sharded.copy_into_masters(trained, self._weights())
 
     def _weights(self) -> list[torch.Tensor]:
         return [unit.master for unit in self._units] + [each.detach() for each in self._outside]
-
-    def _refuse_thawed(self, root: Root) -> None:
-        held = set[Unit](self._units)
-        for unit in root.units:
-            if unit.trainable and unit not in held:
-                raise StateError(
-                    f"Unit '{unit.name}' is trained, and was frozen when AveragedWeights was made (rank {root.rank}): "
-                    "there is no average of it. Make it again once the unit is trained."
-                )
-
-
-def _write(values: list[torch.Tensor], places: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for value, place in zip(values, places, strict=True):
-            place.copy_(value)
 
 
 def _wide(weights: torch.Tensor) -> torch.Tensor:
@@ -145,20 +123,17 @@ def _wide(weights: torch.Tensor) -> torch.Tensor:
     return weights.float() if narrow else weights
 
 
-def _require_part(decay: object, root: Root) -> None:
+def _require_part(decay: object, sharded: ShardedModel) -> None:
     if not isinstance(decay, (int, float)) or not (math.isfinite(decay) and 0.0 <= decay <= 1.0):
         raise ConfigError(
-            f"decay of AveragedWeights is {decay!r} (rank {root.rank}): it is the part of the average that an update "
-            "leaves. Give a number from 0 to 1, such as 0.999, or a function of the number of updates that does."
+            f"decay of AveragedWeights is {decay!r} (rank {sharded.rank}): it is the part of the average that an "
+            "update leaves. Give a number from 0 to 1, such as 0.999, or a function of the number of updates that does."
         )
 
 
-def _resting(model: nn.Module, call: str) -> Root:
-    root = outermost_root(model, call)
-    root.leave_failed_backward()
-    if root.phase is not Phase.IDLE or root.unsharded or root.borrowed:
-        where = f"a {root.phase.value} of the model"
-        if root.unsharded or root.borrowed:
-            where = "polyshard.unsharded()" if root.unsharded else "AveragedWeights.applied()"
-        raise StateError(f"{call} came inside of {where} (rank {root.rank}). Call it between steps.")
-    return root
+def _between_steps(model: nn.Module, call: str) -> ShardedModel:
+    sharded = outermost_model(model, call)
+    sharded.refuse_inside_step(call)
+    sharded.refuse_replaced_values(call)
+    sharded.take_up_changes()
+    return sharded

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import _torch_private
+from ..api import placement
 from ..errors import ConfigError, ConfigTypeError
-from ..functions.lookup import placement_of
-from .momentum import go_along, mix
-from .newton_schulz import COEFFICIENTS, newton_schulz, newton_schulz_flops
 from .whole_tensors import Parameters, WholeTensorOptimizer
 
+#: Of the quintic that Muon's authors tuned for its slope at zero (Jordan et al. 2024, "Muon: An optimizer for hidden
+#: layers in neural networks"); torch.optim.Muon has the same.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+#: Dtypes of which Triton computes half of a symmetric product.
+_HALVES = (torch.bfloat16, torch.float16)
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -153,10 +159,107 @@ def _refuse_bad_settings(group: Mapping[str, Any]) -> None:
 
 def _refuse_no_matrices(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
-        shape = placement_of(parameter).shape
+        shape = placement(parameter).shape
         if len(shape) != 2 or parameter.is_complex():
             raise ConfigError(
                 f"Muon only supports 2D parameters whereas we found a parameter with size: {shape} of "
                 f"{parameter.dtype}. Give it matrices alone (polyshard.optim.for_matrices), and the rest to another "
                 "optimizer."
             )
+
+
+def newton_schulz(
+    matrices: torch.Tensor, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = 1e-7
+) -> torch.Tensor:
+    """``U S' V^T`` of each matrix ``U S V^T``, with all of ``S'`` near 1 (between about 0.7 and 1.2 after five steps).
+
+    With ``Y`` the matrix over its Frobenius norm, the longer side first, each step is ``Y <- Y (a I + b A + c A A)``
+    where ``A = Y^T Y``. That is torch.optim.Muon's iteration, transposed. Torch's function for it is private and takes
+    one matrix in bf16; this one takes many of one shape at once, in any dtype.
+
+    Args:
+        matrices: ``[count, rows, columns]``, computed with in their own dtype; left as they are.
+        steps: iterations.
+        coefficients: ``a, b, c``.
+        eps: smallest norm that a matrix is divided by.
+    """
+    a, b, c = coefficients
+    wide = matrices.size(-2) <= matrices.size(-1)
+    norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    # The longer side first in memory: the products below take 0.93 of the time that they take the other way round.
+    tall = matrices.mT if wide else matrices
+    y = torch.div(tall, norms, out=torch.empty(tall.shape, dtype=tall.dtype, device=tall.device))
+    halves = _kernels(y, _HALVES)
+    for _ in range(steps):
+        if halves is not None:
+            y = y @ halves.quadratic(halves.gram(y.mT), a, b, c)
+        else:
+            gram = y.mT @ y
+            y = torch.baddbmm(y, y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)
+    return y.mT if wide else y
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:
+    """Floating-point operations of one matrix's iterations: three products a step."""
+    short, long = sorted((rows, columns))
+    return steps * (4.0 * short * short * long + 2.0 * short**3)
+
+
+def mix(
+    means: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    places: Sequence[torch.Tensor],
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """Move each mean towards its gradient by ``1 - momentum``; into each place goes the mean, or Nesterov's mixture.
+
+    That is the gradient moved by ``momentum`` towards the new mean. On CUDA one Triton kernel a tensor does it: built
+    of torch's operations it would move more than twice as much memory.
+    """
+    kernels = _kernels(means[0]) if means else None
+    if kernels is not None and all(map(_dense, means, gradients, places)):
+        for mean, gradient, place in zip(means, gradients, places, strict=True):
+            kernels.mix(mean, gradient, place, momentum, nesterov)
+        return
+    held, given = list(means), list(gradients)
+    _torch_private.foreach_lerp_(held, given, 1 - momentum)
+    mixed = list(_torch_private.foreach_lerp(given, held, momentum)) if nesterov else held
+    _torch_private.foreach_copy_(list(places), mixed)
+
+
+def go_along(
+    parameters: Sequence[torch.Tensor],
+    directions: Sequence[torch.Tensor],
+    lr: float | torch.Tensor,
+    ratio: float,
+    weight_decay: float,
+) -> None:
+    """``parameter <- parameter (1 - lr weight_decay) - lr ratio direction`` for each."""
+    kernels = _kernels(parameters[0]) if parameters else None
+    if kernels is not None and not isinstance(lr, torch.Tensor) and all(map(_dense, parameters, directions)):
+        for parameter, direction in zip(parameters, directions, strict=True):
+            kernels.go_along(parameter, direction, 1 - lr * weight_decay, -lr * ratio)
+        return
+    _torch_private.foreach_mul_(list(parameters), 1 - lr * weight_decay)
+    for parameter, direction in zip(parameters, directions, strict=True):
+        if isinstance(lr, torch.Tensor):
+            parameter.addcmul_(direction, lr.to(direction.device), value=-ratio)
+        else:
+            parameter.add_(direction, alpha=-lr * ratio)
+
+
+def _dense(first: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether all of them lie in memory in one order, without gaps."""
+    return first.is_contiguous() and all(each.is_cuda and each.stride() == first.stride() for each in others)
+
+
+def _kernels(tensor: torch.Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> ModuleType | None:
+    """The Triton kernels, where ``tensor`` is on CUDA, in one of ``dtypes``, and this build of torch has Triton."""
+    if not tensor.is_cuda or tensor.dtype not in dtypes:
+        return None
+    try:
+        from . import kernels
+    except ImportError:
+        return None
+    return kernels

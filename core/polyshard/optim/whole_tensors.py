@@ -13,9 +13,8 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import CollectiveError, PluginContractError
-from ..functions.lookup import live_roots
-from .exchange import Held, Round
-from .plan import Plan, Whole, plan_for, units_of
+from ..inspect import find, models_changed
+from .plan import Plan, Round, SentPiece, Whole, plan_for
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 
@@ -126,32 +125,37 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         plans = self._current_plans()
         for plan in plans:
-            root = None if plan.root is None else plan.root()
-            if root is not None:
-                root.refuse_ended(f"{type(self).__name__}.step()")
+            model = plan.model()
+            if model is not None:
+                model.refuse_ended(f"{type(self).__name__}.step()")
         for plan in plans:
             try:
                 # Triton launches kernels where the current device is, wherever their tensors are.
                 with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
                     self._run(plan)
             except CollectiveError as error:
-                root = None if plan.root is None else plan.root()
-                if root is not None:
-                    root.recorder.fail(error)
+                model = plan.model()
+                if model is not None:
+                    model.fail(error)
                 raise
         return loss
 
     def _current_plans(self) -> list[Plan]:
         """Those of the first step, for as long as its parameters are not sharded after that."""
-        if self._plans is not None and self._changes != live_roots.changes:
-            self._changes = live_roots.changes
+        if self._plans is not None and self._changes != models_changed():
+            self._changes = models_changed()
             # Ranks that are threads see another model sharded at different times: they plan anew together, or not.
-            if self._units != units_of(self):
+            if self._units != self._units_now():
                 self._plans = None
         if self._plans is None:
-            self._changes, self._units = live_roots.changes, units_of(self)
+            self._changes, self._units = models_changed(), self._units_now()
             self._plans = plan_for(self, lambda group, shape: self.work(self.param_groups[group], shape), self._dtype)
         return self._plans
+
+    def _units_now(self) -> list[object]:
+        """For each parameter its unit, to be compared."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return [None if found is None else found.unit.reference() for found in find(parameters)]
 
     def _run(self, plan: Plan) -> None:
         """All rounds of ``plan``, one apart from the next: one travels while another is computed with."""
@@ -165,7 +169,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
                 going.update()
             coming, going = passage, coming
 
-    def _contribute(self, plan: Plan, held: Sequence[Held], outgoing: torch.Tensor) -> None:
+    def _contribute(self, plan: Plan, held: Sequence[SentPiece], outgoing: torch.Tensor) -> None:
         """Write what this rank brings of each piece to where it is sent from."""
         groups: dict[int, list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]] = {}
         for each in held:
@@ -225,7 +229,7 @@ class _Passage:
         self._outgoing = round_.outgoing()
         optimizer._contribute(plan, round_.sends, self._outgoing)
         self._incoming = round_.incoming(self._outgoing)
-        self._arrive = plan.beside.issue(lambda: round_.bring(self._outgoing, self._incoming))
+        self._arrive = plan.exchanges.issue(lambda: round_.bring(self._outgoing, self._incoming))
 
     def transform(self) -> None:
         """Compute with the tensors that this rank owns, and send the results back."""
@@ -236,7 +240,7 @@ class _Passage:
             results = self._optimizer._transformed(self._plan, round_.own, flat)
             round_.pack(self._incoming, results)
         self._everyone = everyone = round_.everyone(self._outgoing)
-        self._arrive = self._plan.beside.issue(lambda: round_.bring_back(self._outgoing, self._incoming, everyone))
+        self._arrive = self._plan.exchanges.issue(lambda: round_.bring_back(self._outgoing, self._incoming, everyone))
 
     def update(self) -> None:
         """Update this rank's pieces."""

@@ -62,10 +62,11 @@ def find_split_modules(
     inner: Collection[nn.Module],
     owned: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]],
 ) -> list[nn.Module]:
-    """The modules to split off ``parent``: at most one before and one behind all of ``inner``. See [Note: split modules].
+    """The modules to split off ``parent``: at most one before and one behind all of ``inner``.
 
-    Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_SPLIT`` elements of
-    what ``parent`` owns, and shares none of them with a module outside of it. Sides are those of ``parent.modules()``.
+    Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_SPLIT`` elements
+    of the parent's, and shares none of them with a module outside of it. Sides are those of ``parent.modules()``. See
+    [Note: split modules].
 
     Args:
         parent: A module that owns parameters.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Constructed
 from ..events import Events
 from ..interfaces import (
     InputCast,
@@ -24,6 +23,7 @@ from ..interfaces import (
     UnitSpec,
     WireSpec,
 )
+from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, parked_of, wire_of
 from .layout import FlatLayout, NamedLayout, dense_stride
 from .plan import ManagedParameter, ModuleParameters

@@ -1,13 +1,12 @@
-"""Functions under ``torch.utils.checkpoint``: where a forward called them, and that a backward calls them again.
+"""Functions under ``torch.utils.checkpoint``: where a forward called them, and a backward calls them again.
 
 [Note: recomputation]
-A rank that uses nothing of what such a function returned never computes it again, but other ranks do, and need its part
-of what they gather and reduce then. So the forward record of a forward says which module states each function entered. A backward
-gathers them in that order before it goes back through any of them, whichever outputs this rank used.
+A rank that uses no output of such a function never computes it again. Other ranks do, and need this rank's part of
+their gathers and reductions. So a forward's record says which modules each function entered, and a backward gathers
+them in that order before it goes through any of them, whichever outputs this rank used.
 
-A re-entrant checkpoint differentiates each function by itself: its first call runs without gradients, and the module states in
-it are finished with it. So what it entered has marks of its own. Those of a checkpoint that is not re-entrant are on
-the forward's way as if there were none.
+A re-entrant checkpoint differentiates each function by itself: its first call runs without gradients, and its modules
+are reduced with it. So they have points of their own. The modules of other checkpoints have those of the forward.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ class Region:
 
     def __init__(self, reentrant: bool, outer: Region | None) -> None:
         self.reentrant = reentrant
-        #: The one around it, while its function is called first.
+        #: The region around it, while its function is called first.
         self.outer = outer
         #: Whether a backward may come back to it.
         self.recorded: bool = torch.is_grad_enabled() or (outer is not None and outer.recorded)
-        #: Of the forward; None as long as no module state was entered.
+        #: That of the forward; None before it enters a module.
         self.forward_record: ForwardRecord[Any] | None = None
-        #: Whether its function runs several forwards. They are gone back through one after the other, and it is
-        #: computed again at once: nothing that ranks have in common says where.
+        #: Whether its function runs several forwards. Backwards go through these one after the other, and compute the
+        #: function again at once: no order that ranks have in common says where.
         self.several = False
-        #: Which one it is in that forward, from 1 on.
+        #: Its number in that forward, from 1 on.
         self.number = 0
-        #: Those inside it, in the order of their calls.
+        #: The regions inside it, in the order of their calls.
         self.inner: list[Region] = []
         #: Whether its function has been called.
         self.complete = False
@@ -46,14 +45,14 @@ class Region:
 
     @property
     def differentiated(self) -> Region | None:
-        """The innermost re-entrant one around a module state in it; None where there is none."""
+        """The innermost re-entrant region around a module in it; None where there is none."""
         region: Region | None = self
         while region is not None and not region.reentrant:
             region = region.outer
         return region
 
     def enter(self, forward_record: ForwardRecord[Any]) -> list[int]:
-        """A module state is entered in it; the numbers of all regions around that module state, from the innermost on."""
+        """Note that a module is entered in it; returns the numbers of all regions around that, the innermost first."""
         if self.forward_record is None:
             self.forward_record = forward_record
             forward_record.checkpoints += 1
@@ -79,24 +78,24 @@ class Checkpointed:
         self._function = function
         around = _running.call
         if around is not None and around.region.complete:
-            # Called anew, as what surrounds it is.
+            # Called again with the function around it.
             self.region: Region = around.next_inner(reentrant)
         else:
             self.region = Region(reentrant, None if around is None else around.region)
         self._called = False
         self._inner = 0
-        #: What a backward computes again, this or what surrounds it; None in a forward.
+        #: The call that a backward runs again, this one or one around it; None in a forward.
         self.again: Checkpointed | None = None
-        #: The module states that it has entered so far.
+        #: The module states that it has entered.
         self.entered: set[object] = set()
 
     def next_inner(self, reentrant: bool) -> Region:
-        """That of the next checkpoint inside it, which is computed again with it."""
+        """The region of the next checkpoint inside it, which is computed again with it."""
         index, self._inner = self._inner, self._inner + 1
         inner = self.region.inner
         if index < len(inner) and inner[index].reentrant is reentrant:
             return inner[index]
-        # Not what the forward called.
+        # The forward called another one.
         unknown = Region(reentrant, None)
         unknown.recorded, unknown.complete = False, True
         return unknown
@@ -122,5 +121,5 @@ class Checkpointed:
 
 
 def running() -> Checkpointed | None:
-    """The innermost function under a checkpoint that this thread runs; None for none."""
+    """The innermost checkpointed call that this thread runs; None for none."""
     return _running.call

@@ -121,14 +121,6 @@ class Gradients:
         # The sum of a unit that waits in a bucket is part of that reduction.
         return self.input.has_sum and self.input.gradients is None
 
-    @property
-    def reduction(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A reduction in the place of the mean over ranks (``Contribution.reduction``); None for the mean.
-
-        For subclasses to override.
-        """
-        return None
-
     def computed_at(self, places: Iterable[object]) -> None:
         """Note the places (``CommStreams.here``) at which the next gradients were computed."""
         for place in places:
@@ -171,7 +163,7 @@ class Gradients:
 
     def _contribution(self, places: Sequence[object]) -> Contribution:
         unit = self.unit
-        return Contribution(unit.spec, unit.grid, self.input, places, unit.observers, self.reduction, self._deliver)
+        return Contribution(unit.spec, unit.grid, self.input, places, unit.observers, self._deliver)
 
     def _note_missed(self, missed: frozenset[int]) -> None:
         if self.unfilled:

@@ -1,193 +1,39 @@
-"""Recording of a training step in a CUDA graph, and checks that the engine is still as the graph recorded it.
-
-[Note: memory of a recorded step]
-While a step is recorded, its allocations come from a pool that the graph owns: activations, gradients, and gather
-buffers, which get their memory in the step and lose it in the step. Nothing but the graph allocates from the pool, so
-that a replay may write to it, whatever tensors Python holds by then. Memory from outside must stay where it is:
-masters, the optimizer's state, the static inputs. Buffers that still have memory before the recording are therefore
-released first.
-
-A backend may instead give gather buffers and the inputs of reductions memory that eager steps have freed: registered
-memory, or memory that other processes map, is not the graph's. So buffers are released before each replay too, and a
-replay, issued where the step was called, is ordered behind the streams of eager gathers and reductions, and these
-behind it.
-"""
+"""A sharded model under CUDA graphs: whether a step can be recorded, and whether the model is still as it was then."""
 
 from __future__ import annotations
 
-import gc
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .. import _torch_private
-from ..errors import CaptureError
 from ..interfaces import Collectives
-from ..nested import iter_tensors
 from .root import Root
 from .streams import streams_for
 from .unit import Unit
 
-T = TypeVar("T")
-
 _address_of = torch.Tensor.data_ptr
-
 _is_trained = attrgetter("requires_grad")
-
 _state_of = attrgetter("state")
-
 _master_of = attrgetter("master")
-
 _waits = attrgetter("gradients.unreduced")
 
 
-class Recording(ABC, Generic[T]):
-    """A recorded step."""
-
-    @abstractmethod
-    def replay(self) -> T:
-        """Run it once more, on the current stream; returns its outputs, the same tensors every time."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free its memory, once it no longer runs."""
+def groups_of(root: Root) -> Iterable[Collectives]:
+    """All groups of ranks that the model communicates over, each once."""
+    groups = {id(root.collectives): root.collectives}
+    for unit in root.units:
+        for group in (unit.grid.shard, unit.grid.replicate):
+            if group is not None:
+                groups[id(group)] = group
+    return groups.values()
 
 
-class Capturer(ABC):
-    """Runs steps so that they can be recorded, and records one."""
-
-    def obstacle(self) -> str | None:
-        """The reason why this device cannot record; None where it can."""
-        return None
-
-    def warm_up(self, step: Callable[[], T]) -> T:
-        """Run ``step``."""
-        return step()
-
-    @abstractmethod
-    def record(self, step: Callable[[], T]) -> Recording[T]:
-        """Record ``step``, which is called once and executes nothing.
-
-        Raises:
-            CaptureError: it returned a tensor that is not on the device.
-            Exception: from ``step``. Nothing of the recording is left.
-        """
-
-
-def capturer_for(root: Root) -> Capturer:
-    """The capturer for the device of the model."""
-    device = root.collectives.device
-    return CudaCapturer(device, _groups(root)) if device.type == "cuda" else NoCapturer(device)
-
-
-class CudaCapturer(Capturer):
-    """Records CUDA graphs."""
-
-    def __init__(self, device: torch.device, groups: Iterable[Collectives]) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._groups = tuple(groups)
-        # Two: memory that the warm-up leaves on its stream (a library's workspace) must not become part of the graph,
-        # and the caller's may be the default stream, which records nothing.
-        self._warm_up_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        # PyTorch's allocators may hold on to the graph of a capture that failed.
-        self._failed: list[torch.cuda.CUDAGraph] = []
-
-    def warm_up(self, step: Callable[[], T]) -> T:
-        stream = self._warm_up_stream
-        caller = torch.cuda.current_stream(self._device)
-        stream.wait_stream(caller)
-        try:
-            with torch.cuda.stream(stream):
-                return step()
-        finally:
-            caller.wait_stream(stream)
-
-    def record(self, step: Callable[[], T]) -> Recording[T]:
-        torch.cuda.synchronize(self._device)
-        # Garbage freed during the recording could not be used by it, and cached memory not by its pool.
-        gc.collect()
-        torch.cuda.empty_cache()
-        for group in self._groups:
-            group.prepare_capture(self._stream, self._warm_up_stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), self._undone_on_error(graph) as pool:
-            # Other threads may query events meanwhile, as NCCL's watchdog does.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            outputs = step()
-            for tensor in iter_tensors(outputs):
-                if tensor.device != self._device:
-                    raise CaptureError(
-                        f"It returned a tensor on {tensor.device}, which a replay would not change. Return tensors on "
-                        f"{self._device}."
-                    )
-            graph.capture_end()
-        return _GraphRecording(graph, outputs, self._device)
-
-    @contextmanager
-    def _undone_on_error(self, graph: torch.cuda.CUDAGraph) -> Iterator[Any]:
-        index = self._device.index
-        generator = torch.cuda.default_generators[index]
-        before = generator.clone_state()
-        # A pool of a known name: a graph that failed does not tell its pool.
-        pool = torch.cuda.graph_pool_handle()
-        try:
-            yield pool
-        except BaseException:
-            ended = False
-            with warnings.catch_warnings(action="ignore"), suppress(RuntimeError):
-                graph.capture_end()
-                ended = True
-            if ended:
-                graph.reset()
-            else:
-                _torch_private.abandon_capture_pool(index, pool)
-                # The generator of the capture still takes part in it, and would refuse to draw outside of it.
-                generator.graphsafe_set_state(before)
-                self._failed.append(graph)
-            raise
-
-
-@dataclass(eq=False)
-class _GraphRecording(Recording[T]):
-    graph: torch.cuda.CUDAGraph
-    outputs: T
-    device: torch.device
-
-    def replay(self) -> T:
-        self.graph.replay()
-        return self.outputs
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self.graph.reset()
-
-
-class NoCapturer(Capturer):
-    """For devices that cannot record."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def obstacle(self) -> str | None:
-        return (
-            f"The model computes on {self._device.type}, and only CUDA devices record graphs. Move it to a CUDA device."
-        )
-
-    def record(self, step: Callable[[], T]) -> Recording[T]:
-        raise CaptureError(str(self.obstacle()))
-
-
-def engine_obstacle(root: Root) -> str | None:
-    """The reason why no step of this model can be recorded, or None: from its configuration, alike on all ranks."""
-    for group in _groups(root):
+def capture_obstacle(root: Root) -> str | None:
+    """Why no step of this model can be recorded, alike on all ranks; None where steps can be."""
+    for group in groups_of(root):
         if not group.capabilities.capturable:
             return f"{type(group).__name__} cannot be recorded in a graph. Choose collectives that can, such as 'nccl'."
     for unit in root.units:
@@ -206,18 +52,8 @@ def engine_obstacle(root: Root) -> str | None:
     return None
 
 
-def _groups(root: Root) -> Iterable[Collectives]:
-    """All groups that exchange the model's tensors, each once."""
-    groups = {id(root.collectives): root.collectives}
-    for unit in root.units:
-        for group in (unit.grid.shard, unit.grid.replicate):
-            if group is not None:
-                groups[id(group)] = group
-    return groups.values()
-
-
 def step_obstacle(root: Root) -> str | None:
-    """The reason why the next step cannot be recorded or replayed in the engine's present state, or None."""
+    """Why the next step cannot be recorded or replayed, as the engine stands, or None."""
     if not root.synchronises:
         return (
             "It was called under no_sync(). Enter no_sync() inside train_step, around the backwards that do not reduce."
@@ -229,8 +65,8 @@ def step_obstacle(root: Root) -> str | None:
     return None
 
 
-def prepare_engine(root: Root) -> None:
-    """Prepare the engine for a recording: do the work that a forward does once, before its first operation.
+def prepare_recording(root: Root) -> None:
+    """Do everything that a forward does before its first operation, and release all buffers.
 
     Raises:
         ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
@@ -240,31 +76,23 @@ def prepare_engine(root: Root) -> None:
 
 
 def release_buffers(root: Root) -> None:
-    """Release all gather buffers, and order the current stream after everything that was issued."""
+    """Take all gather buffers' memory, and order the current stream after everything that was issued."""
     for unit in root.units:
         unit.reshard()
     root.streams.drain()
 
 
-def reset_engine(root: Root) -> None:
-    """Restore the state between steps after a recording that failed."""
+def recover_from_recording(root: Root) -> None:
+    """Back to the state between steps, behind a recording that failed."""
     # The old streams' events belong to a recording that is gone: waiting for one would fail.
     root.use_streams(streams_for(root.collectives))
     root.abandon()
 
 
-class Obstacle(NamedTuple):
-    """The reason why a recorded step cannot be replayed now."""
+class RecordedState:
+    """The model as it was when a step was recorded, its buffers released.
 
-    reason: str
-    lasting: bool
-    """Whether it stays so until the step is captured anew."""
-
-
-class EngineWatch:
-    """The engine as it was when a step was recorded, its buffers released.
-
-    Changes are found by lists that are made and compared at C speed: a launch-bound step waits for the answer.
+    Compared by lists that are made and compared at C speed: a launch-bound step waits for the answer.
     """
 
     def __init__(self, root: Root) -> None:
@@ -278,24 +106,22 @@ class EngineWatch:
 
     @property
     def released(self) -> bool:
-        """Whether no buffer has been given memory since."""
+        """Whether no buffer has got memory since."""
         return list(map(_state_of, self._units)) == self._states
 
-    def obstacle(self) -> Obstacle | None:
-        """The obstacle to a replay, or None."""
+    def obstacle(self) -> tuple[str, bool] | None:
+        """Why the recording cannot be replayed, and whether that lasts until it is recorded anew; None where it can."""
         reason = step_obstacle(self._root)
         if reason is not None:
-            return Obstacle(reason, False)
+            return reason, False
         if self._module.training is not self._training:
             mode = "train" if self._training else "eval"
-            return Obstacle(
-                f"The model was in {mode} mode when the step was captured. Call {mode}() before the step.", False
-            )
+            return f"The model was in {mode} mode when the step was captured. Call {mode}() before the step.", False
         if _addresses(self._units) != self._masters:
-            return Obstacle("Parameters moved since the step was captured. Call reset() to capture again.", True)
+            return "Parameters moved since the step was captured. Call reset() to capture again.", True
         changed = self._tensors.changed()
         if changed is not None:
-            return Obstacle(f"{changed} since the step was captured. Call reset() to capture again.", True)
+            return f"{changed} since the step was captured. Call reset() to capture again.", True
         return None
 
 
@@ -303,11 +129,18 @@ def _addresses(units: list[Unit]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, map(_master_of, units)))
 
 
+class _Site(NamedTuple):
+    name: str
+    holder: dict[str, Any]
+    key: str
+    value: torch.Tensor | nn.Module | None
+
+
 class HeldTensors:
     """Notices a tensor or a module that was replaced or added, and a tensor that was moved, frozen or unfrozen.
 
-    Each replay checks every one. Modules' contents are compared as dicts, where identity decides at 10 ns an entry;
-    addresses and ``requires_grad`` take 85 ns a parameter together: 0.1 ms a replay for a thousand parameters.
+    Asked before each replay about every one. What modules hold is compared as dicts, where identity decides at 10 ns an
+    entry; addresses and ``requires_grad`` take 85 ns a parameter together: 0.1 ms a replay for a thousand parameters.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[tuple[str, Sequence[torch.Tensor]]]) -> None:
@@ -337,17 +170,21 @@ class HeldTensors:
         self._named = named
 
     def changed(self) -> str | None:
-        """The first change, as the begin of a sentence; None for no change."""
+        """What no longer is as it was, as the begin of a sentence; None where all is."""
         if (
-            differ(self._holders, self._held)
-            or not all(map(is_, map(dict.get, self._single_holders, self._single_keys), self._single))
+            self._is_replaced()
             or list(map(_is_trained, self._parameters)) != self._trained
             or list(map(_address_of, self._addressed)) != self._addresses
         ):
-            return self._change_text()
+            return self._describe()
         return None
 
-    def _change_text(self) -> str:
+    def _is_replaced(self) -> bool:
+        return differ(self._holders, self._held) or not all(
+            map(is_, map(dict.get, self._single_holders, self._single_keys), self._single)
+        )
+
+    def _describe(self) -> str:
         for name, holder, key, value in self._sites:
             if dict.get(holder, key) is not value:
                 return f"'{name}' was replaced"
@@ -360,20 +197,13 @@ class HeldTensors:
         return "A parameter, a buffer or a module was added to the model"
 
 
-class _Site(NamedTuple):
-    name: str
-    holder: dict[str, Any]
-    key: str
-    value: torch.Tensor | nn.Module | None
-
-
 def _has_address(tensor: torch.Tensor) -> bool:
-    # Ignored parameters may be of any kind.
+    # What is ignored may be of any kind.
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
 
 
 def differ(these: list[Any], those: list[Any]) -> bool:
-    """Whether two lists of lists or dicts hold other tensors, compared at C speed: identical tensors are equal."""
+    """Whether two lists of lists or dicts hold other tensors, compared at C speed: what is identical is equal."""
     try:
         return these != those
     except RuntimeError:

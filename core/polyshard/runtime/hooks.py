@@ -1,4 +1,23 @@
-"""Where tensors enter and leave a module state's forward: how a backward is noticed there, and what must not leave."""
+"""The hooks of one module state: what a module's forward calls, and what gradients call in its backward.
+
+[Note: one module state's forward and backward]
+Left to right; each arrow is one hook::
+
+    pre_forward ──► forward ──► post_forward ··· pre_backward ──► backward ──► post_backward
+    gather, show                hide, reshard    gather, show                  reshard, reduce
+
+``pre_backward`` runs before the first of the module's autograd nodes. The root begins its backward there, and does what
+the backward order has before that point; then the module state gathers. ``post_backward`` runs once the gradients of
+the module's inputs are there, and so all others: the root does what is left before that point, and the module state
+releases and reduces. Where no input needs a gradient, the root calls it when the backward comes to the module state
+before this one, or ends.
+
+Activation checkpointing runs forwards again inside a backward. Their ``pre_forward`` and ``post_forward`` show
+parameters and leave everything else to ``pre_backward`` and ``post_backward``. Where ``torch.utils.checkpoint`` called
+them first, they are on the record of that forward ([Note: recomputation]). Forwards that another function runs again
+are on no record, since no forward that other ranks know of called them: all of their gradients have come when the
+inputs of each have theirs.
+"""
 
 from __future__ import annotations
 
@@ -30,290 +49,41 @@ _detached = methodcaller("detach")
 _TORCHS = frozenset(nn.Module().__dict__)
 
 
-class Boundary(torch.autograd.Function):
-    """Passes tensors through and calls ``callback`` in backward, before passing their gradients on.
-
-    On a unit's inputs it runs once everything on the way to them has its gradient: autograd executes ready nodes in
-    the reverse order of their creation, and this node was created before any of the unit's own. On an output it runs
-    before any of the unit's nodes, and, unlike a tensor hook, survives in-place changes of an output that is a view.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``tensors`` as new tensors over the same memory: an in-place first operation on an input itself raises."""
-        ctx.callback = callback
-        ctx.set_materialize_grads(False)
-        return tuple(map(_detached, tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Call back, then pass every gradient on."""
-        ctx.callback()
-        return (None, *gradients)
-
-
-def pass_through(callback: Callable[[], None], tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """``tensors``, with ``callback`` called in backward before their gradients leave."""
-    passed: tuple[torch.Tensor, ...] = Boundary.apply(callback, *tensors)  # type: ignore[no-untyped-call]
-    return passed
-
-
-def pass_through_in(callback: Callable[[], None], value: T, tensors: list[torch.Tensor]) -> T:
-    """``value`` with ``tensors``, which are distinct, passed through: each is one tensor still wherever it occurs."""
-    passed = dict(zip(map(id, tensors), pass_through(callback, tensors), strict=True))
-    return map_tensors(lambda tensor: passed.get(id(tensor), tensor), value)
-
-
-def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
-    """``output``, with ``hook`` called before a backward goes through any tensor in it; and whether it can.
-
-    Tensors are found in containers, and in the attributes of objects that are none. Through a leaf no backward goes on,
-    and a hook on it would outlive the step.
-    """
-    if isinstance(output, torch.Tensor):
-        if not _has_graph(output):
-            return output, False
-        if not output._is_view():
-            _torch_private.on_gradient(output, hook)
-            return output, True
-    hidden = [tensor for tensor in iter_hidden_tensors(output) if _has_graph(tensor)]
-    found = distinct_tensors(output, _has_graph)
-    for tensor in hidden:
-        _torch_private.on_gradient(tensor, hook)
-    if not any(tensor._is_view() for tensor in found):
-        for tensor in found:
-            _torch_private.on_gradient(tensor, hook)
-        return output, bool(found or hidden)
-    # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
-    # released memory. The boundary's output is no view.
-    return pass_through_in(hook, output, found), True
-
-
-class SideOutputs:
-    """Tensors that a forward leaves in attributes of its modules: the losses of a mixture's routers, say.
-
-    A backward may enter the unit through them as through its output. Which attributes of ``modules()`` they are is
-    found after the first forward, and again when there are others than then, or something in the place of nothing.
-    Forwards look at those alone; whether others have come is compared at C speed.
-    """
-
-    def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
-        self._modules = modules
-        self._places: list[tuple[dict[str, Any], str]] = []
-        # The attributes of each module, and how many there were.
-        self._attributes: list[dict[str, Any]] = []
-        self._sizes = [-1]
-        # Those that were nothing: where they stand, under which name, and what they were.
-        self._holders: list[dict[str, Any]] = []
-        self._keys: list[str] = []
-        self._blank: list[Any] = []
-
-    def watch(self, hook: Hook) -> bool:
-        """Call ``hook`` before a backward goes through any of them; whether there is one."""
-        if list(map(len, self._attributes)) != self._sizes or (
-            self._keys and not all(map(is_, map(dict.get, self._holders, self._keys), self._blank))
-        ):
-            self._find()
-        watched = False
-        for attributes, key in self._places:
-            for tensor in iter_tensors(attributes.get(key)):
-                if _has_graph(tensor):
-                    _torch_private.on_gradient(tensor, hook)
-                    watched = True
-        return watched
-
-    def _find(self) -> None:
-        modules = list(self._modules())
-        buffers = [module._buffers for module in modules if module._buffers]
-        self._attributes = [*(module.__dict__ for module in modules), *buffers]
-        self._sizes = list(map(len, self._attributes))
-        found = [(each, key, value) for each in self._attributes for key, value in each.items() if key not in _TORCHS]
-        blank = [each for each in found if each[2] is None or (type(each[2]) in (int, float) and not each[2])]
-        # Buffers are many, and nearly always stay the tensors that they are.
-        held = {id(value) for each in buffers for value in each.values() if value is not None and not _has_graph(value)}
-        blank += [each for each in found if id(each[2]) in held]
-        self._places = [(each, key) for each, key, value in found if id(value) not in held and _may_hold_a_graph(value)]
-        self._holders = [each for each, _, _ in blank]
-        self._keys = [key for _, key, _ in blank]
-        self._blank = [value for _, _, value in blank]
-
-
-def _may_hold_a_graph(value: Any) -> bool:
-    """Whether it does, or is a tensor or a container that may next time."""
-    if isinstance(value, torch.Tensor) or (isinstance(value, list | dict | set | deque) and not value):
-        return True
-    return any(_has_graph(tensor) for tensor in iter_tensors(value))
-
-
-def _has_graph(tensor: torch.Tensor) -> bool:
-    return tensor.grad_fn is not None
-
-
-# What gradients call: where they reach a module state's outputs, and where its inputs have theirs.
-#
-# [Note: one module state's backward]
-# ``pre_backward`` is called before the first of the module state's nodes runs. It lets the root begin its backward and do what the
-# forward's forward record says comes before, and the module state gather. ``post_backward`` is called once everything on the way to the
-# module state's inputs has its gradient: the root does what is left behind it, and the module state finishes. A module state without an input
-# that needs a gradient is finished by the root, when the backward comes to the module state before it, or ends.
-#
-# Forwards inside a backward, which activation checkpointing runs again, are on the forward record of the forward where
-# ``torch.utils.checkpoint`` called them first (``checkpointed.py``). Those of another function are on none: no forward
-# that other ranks know of called them. What tells that all of their gradients have come is that the inputs of each have
-# theirs.
-
-
-class Recomputation:
-    """A forward inside a backward; alive as long as its graph, which holds what is called behind it."""
-
-
-def output_hook(module_state: ModuleState) -> Callable[..., None]:
-    """What a gradient calls that reaches an output of the forward of ``module_state`` that runs."""
-    if root_of(module_state).unsharded:
-        return partial(_refuse, module_state)
-    if module_state.kind is StateKind.MERGED:
-        assert module_state.parent is not None
-        return output_hook(module_state.parent)
-    if not module_state.full_precision_in_eval:
-        return partial(pre_backward, module_state, module_state.forward_record, module_state.finishes_at)
-    return partial(
-        _come_back_as,
-        module_state,
-        module_state.governing.training,
-        module_state.forward_record,
-        module_state.finishes_at,
-    )
-
-
-def input_hook(module_state: ModuleState) -> Callable[[], None]:
-    """What is called when the inputs of the forward of ``module_state`` that begins have their gradients."""
-    if module_state.forward_record is not None:
-        return partial(post_backward, module_state, module_state.forward_record, module_state.finishes_at)
-    call = Recomputation()
-    module_state.recomputations.add(call)
-    return partial(_recomputation_done, module_state, call)
-
-
-def pre_backward(
-    module_state: ModuleState, forward_record: ForwardRecord[ModuleState] | None, finish: Point[ModuleState], *_: Any
-) -> None:
-    """A gradient reached an output of the forward that was on ``forward_record``; None for a recomputation's.
-
-    ``finish``: where the module state is finished on it.
-    """
-    if torch.is_grad_enabled():
-        raise StateError(
-            f"polyshard does not support gradients of gradients: backward(create_graph=True) reached "
-            f"'{module_state.label}' on rank {module_state.rank}. Differentiate twice outside of sharded modules."
-        )
-    root = root_of(module_state)
-    root.enter_backward()
-    if forward_record is None:
-        # On no way that other ranks would know of: they must recompute, too.
-        module_state.owes = True
-    elif finish is not module_state.entry:
-        # Gathered where the checkpoint entered it again, on all ranks alike.
-        module_state.pre_backward(prefetches=False)
-        return
-    elif not root.arrive(forward_record, module_state.exit):
-        # Passed by already, on the way to a module state inside of it whose output is its own: what comes next is on its way.
-        module_state.pre_backward(prefetches=False)
-        return
-    module_state.pre_backward()
-
-
-def post_backward(
-    module_state: ModuleState, forward_record: ForwardRecord[ModuleState], finish: Point[ModuleState]
-) -> None:
-    """The gradients of the inputs of its first forward on ``forward_record`` are there, and so are all others."""
-    if not module_state.in_backward:
-        module_state.refuse_back_door()
-    if root_of(module_state).arrive(forward_record, finish) or module_state.in_backward:
-        module_state.finish()
-
-
-def _recomputation_done(module_state: ModuleState, call: Recomputation) -> None:
-    if not module_state.in_backward:
-        module_state.refuse_back_door()
-    module_state.recomputations.discard(call)
-    if not module_state.recomputations:
-        module_state.finish()
-
-
-def _come_back_as(
-    module_state: ModuleState,
-    training: bool,
-    forward_record: ForwardRecord[ModuleState] | None,
-    finish: Point[ModuleState],
-    *_: Any,
-) -> None:
-    # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.
-    if module_state.in_backward and training is not module_state.trained_in_forward:
-        raise StateError(
-            f"One backward reached '{module_state.label}' through a forward in training mode and one in eval "
-            f"mode, which compute in different dtypes (rank {module_state.rank}). Run a backward for each."
-        )
-    module_state.trained_in_forward = training
-    for unit in module_state.units:
-        unit.choose_buffer(training)
-    pre_backward(module_state, forward_record, finish)
-
-
-def _refuse(module_state: ModuleState, *_: Any) -> NoReturn:
-    raise StateError(
-        f"A backward reached an output of '{module_state.label}' whose forward ran inside unsharded() on rank "
-        f"{module_state.rank}: its gradients would be whole and this rank's alone. Run that forward outside of "
-        "unsharded(), or inside torch.no_grad()."
-    )
-
-
-# What a module's forward calls: parameters become whole before it, and are let go of behind it.
-#
-# [Note: one module state's forward]
-# Left to right; each arrow is one hook, those of the backward stand in ``backward.py``::
-#
-# enter ──► forward ──► leave ··· come_back ──► backward ──► inputs_done
-# gather, show          hide, reshard     gather, show       reshard, reduce
-#
-# Recomputation under activation checkpointing runs ``enter`` and ``leave`` inside a backward; they then show parameters
-# and leave everything else to ``pre_backward`` and what ends the recomputation. See [Note: recomputation].
-
-
-class Forward:
-    """The forward of one module state."""
+class ForwardHooks:
+    """The hooks of one module state's forward."""
 
     def __init__(self, module_state: ModuleState) -> None:
         self.module_state = module_state
-        # Which exception was being handled when the forward began: another one behind it is the forward's own. Its id
-        # alone, which no other has meanwhile: the exception would keep its frames, and these their tensors.
+        # Id of the exception that was being handled when the forward began: another one behind it is the forward's own.
+        # The exception itself would keep its frames, and these their tensors.
         self._outer_error = id(None)
-        # Of the hook that leaves.
-        self._leaves = 0
+        # Id of the hook that calls ``post_forward``.
+        self._post_forward_id = 0
         self.side_outputs = SideOutputs(self._own_modules)
 
     def attach(self) -> None:
         """Put the hooks on the module."""
-        # First and last in line: the user's own hooks, but for forward hooks added later, see whole parameters. Called
-        # on errors too: nothing stays gathered.
+        # First and last in line: the user's own hooks, but for forward hooks added later, see whole parameters. The
+        # last one is called on errors too, so that nothing stays gathered.
         module = self.module_state.module
-        module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
-        self._leaves = module.register_forward_hook(self.leave, with_kwargs=True, always_call=True).id
+        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        self._post_forward_id = module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True).id
 
-    def enter(
+    def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make the parameters whole."""
+        """Gather the parameters, and let the module see them whole."""
         if torch.compiler.is_compiling():
-            return _hidden_enter(self, args, kwargs)
-        return self._enter(args, kwargs)
+            return _hidden_pre_forward(self, args, kwargs)
+        return self._pre_forward(args, kwargs)
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Let go of the parameters, and wait for a backward where there can be one."""
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Release the parameters, and watch for a backward where there can be one."""
         if torch.compiler.is_compiling():
-            return _hidden_leave(self, output)
-        return self._leave(output)
+            return _hidden_post_forward(self, output)
+        return self._post_forward(output)
 
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         module_state, step = self.module_state, self.module_state.step
         assert step is not None
         if step.unsharded:
@@ -323,7 +93,7 @@ class Forward:
         if not recomputes:
             ahead, kept = self._begin(step, records), False
         else:
-            ahead, kept = [], self._begin_again(records)
+            ahead, kept = [], self._begin_recomputation(records)
         show_whole(module_state.units, module_state.governing.training, recomputes=recomputes, kept=kept)
         if not module_state.reads_in_backward:
             module_state.keep_gathered(self._computes_otherwise())
@@ -335,19 +105,19 @@ class Forward:
         return args, kwargs
 
     def _computes_otherwise(self) -> bool:
-        """Whether an embedding's forward may save parameters for backward since something was put on it."""
+        """Whether an embedding's forward may save parameters for backward, since something was put on it."""
         module = self.module_state.module
         return (
             "forward" in module.__dict__
             or type(module).forward is not nn.Embedding.forward
             or module.max_norm is not None
-            # Behind ``enter``, in front of ``leave``: other hooks see pieces.
+            # Behind ``pre_forward``, in front of ``post_forward``: other hooks see pieces.
             or len(module._forward_pre_hooks) > 1
-            or next(iter(module._forward_hooks), self._leaves) != self._leaves
+            or next(iter(module._forward_hooks), self._post_forward_id) != self._post_forward_id
         )
 
     def _begin(self, step: Step, records: bool) -> list[list[ModuleState]]:
-        """The module state is entered; what is to be gathered ahead, as batches."""
+        """Note that the module state is entered; returns the batches to prefetch."""
         module_state = self.module_state
         # In a backward that raised, too: none runs.
         if step.phase is not Phase.FORWARD:
@@ -356,7 +126,7 @@ class Forward:
         module_state.entered += 1
         if records:
             module_state.enters_first = step.forward_record is not module_state.forward_record
-            module_state.forward_record, module_state.finishes_at = step.forward_record, module_state.entry
+            module_state.forward_record, module_state.post_backward_at = step.forward_record, module_state.entry
         if module_state.kind is StateKind.MERGED:
             return []
         call = running()
@@ -367,7 +137,7 @@ class Forward:
         return module_state.execution_order.enter(module_state)
 
     def _enter_region(self, region: Region, forward_record: ForwardRecord[ModuleState]) -> None:
-        """Note that a checkpoint computes the module state, and will again."""
+        """Note that a checkpoint computes the module state, and will compute it again."""
         module_state = self.module_state
         numbers = region.enter(forward_record)
         alone = region.differentiated
@@ -377,8 +147,8 @@ class Forward:
             forward_record.points.append(module_state.point_in(BackwardAction.POST_BACKWARD, alone.number))
         forward_record.points += [module_state.point_in(BackwardAction.RECOMPUTE, number) for number in numbers]
 
-    def _again(self) -> Checkpointed | None:
-        """The checkpoint that a backward computes again, if the forward that it was called in is known."""
+    def _recomputed_call(self) -> Checkpointed | None:
+        """The checkpointed call that a backward runs again, if the forward that it was called in is known."""
         call = running()
         again = None if call is None else call.again
         if again is None or again.region.forward_record is None or again.region.several:
@@ -387,16 +157,16 @@ class Forward:
         # One checkpoint may call several models.
         return again if isinstance(outermost, ModuleState) and outermost.step is self.module_state.step else None
 
-    def _begin_again(self, records: bool) -> bool:
-        """The module state is entered inside of a backward; whether that comes after it was finished for the other ranks."""
-        module_state, again = self.module_state, self._again()
+    def _begin_recomputation(self, records: bool) -> bool:
+        """Note that a backward enters the module state; returns whether its post-backward came on other ranks."""
+        module_state, again = self.module_state, self._recomputed_call()
         root = root_of(module_state)
         # Also where no gradient comes of it: what it gathers is released when the backward ends.
         root.enter_backward()
         if again is None:
             root.accumulate_reentrantly()
             if records:
-                module_state.forward_record, module_state.enters_first, module_state.finishes_at = (
+                module_state.forward_record, module_state.enters_first, module_state.post_backward_at = (
                     None,
                     True,
                     module_state.entry,
@@ -408,18 +178,18 @@ class Forward:
         if records and region.reentrant:
             module_state.enters_first = module_state not in again.entered
             again.entered.add(module_state)
-            module_state.forward_record, module_state.finishes_at = (
+            module_state.forward_record, module_state.post_backward_at = (
                 region.forward_record,
                 module_state.point_in(BackwardAction.POST_BACKWARD, region.number),
             )
         return not comes_first
 
     def _has_graph(self) -> bool:
-        """Whether what a backward computes again is gone back through, and not what was computed first."""
-        again = self._again()
+        """Whether a backward goes through what it computes again, and not through what the forward computed."""
+        again = self._recomputed_call()
         return not self.module_state.awaits_backward if again is None else again.region.reentrant
 
-    def _leave(self, output: Any) -> Any:
+    def _post_forward(self, output: Any) -> Any:
         module_state, step = self.module_state, self.module_state.step
         assert step is not None
         records = torch.is_grad_enabled()
@@ -537,12 +307,241 @@ class Forward:
 
 # torch.compile does not look inside these. Eager steps go around them, and so never import the compiler.
 @_torch_private.hidden_from_compile
-def _hidden_enter(
-    forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _hidden_pre_forward(
+    forward: ForwardHooks, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return forward._enter(args, kwargs)
+    return forward._pre_forward(args, kwargs)
 
 
 @_torch_private.hidden_from_compile
-def _hidden_leave(forward: Forward, output: Any) -> Any:
-    return forward._leave(output)
+def _hidden_post_forward(forward: ForwardHooks, output: Any) -> Any:
+    return forward._post_forward(output)
+
+
+class Recomputation:
+    """A forward inside a backward; alive as long as its graph, which holds the hook of its inputs."""
+
+
+def output_hook(module_state: ModuleState) -> Callable[..., None]:
+    """The hook for gradients of an output of the forward of ``module_state`` that runs."""
+    if root_of(module_state).unsharded:
+        return partial(_refuse, module_state)
+    if module_state.kind is StateKind.MERGED:
+        assert module_state.parent is not None
+        return output_hook(module_state.parent)
+    if not module_state.full_precision_in_eval:
+        return partial(pre_backward, module_state, module_state.forward_record, module_state.post_backward_at)
+    return partial(
+        _pre_backward_in_mode,
+        module_state,
+        module_state.governing.training,
+        module_state.forward_record,
+        module_state.post_backward_at,
+    )
+
+
+def input_hook(module_state: ModuleState) -> Callable[[], None]:
+    """The hook for the time when the inputs of the forward that begins have their gradients."""
+    if module_state.forward_record is not None:
+        return partial(post_backward, module_state, module_state.forward_record, module_state.post_backward_at)
+    call = Recomputation()
+    module_state.recomputations.add(call)
+    return partial(_recomputation_done, module_state, call)
+
+
+def pre_backward(
+    module_state: ModuleState,
+    forward_record: ForwardRecord[ModuleState] | None,
+    post_backward_at: Point[ModuleState],
+    *_: Any,
+) -> None:
+    """A gradient reached an output of a forward.
+
+    Args:
+        module_state: Whose forward.
+        forward_record: The record of that forward; None for a recomputation that is on none.
+        post_backward_at: Point of the module state's post-backward on it.
+    """
+    if torch.is_grad_enabled():
+        raise StateError(
+            f"polyshard does not support gradients of gradients: backward(create_graph=True) reached "
+            f"'{module_state.label}' on rank {module_state.rank}. Differentiate twice outside of sharded modules."
+        )
+    root = root_of(module_state)
+    root.enter_backward()
+    if forward_record is None:
+        # On no record that other ranks know of: they must recompute, too.
+        module_state.joins_reduction = True
+    elif post_backward_at is not module_state.entry:
+        # Gathered where the checkpoint entered it again, on all ranks alike.
+        module_state.pre_backward(prefetches=False)
+        return
+    elif not root.arrive(forward_record, module_state.exit):
+        # Done already, on the way to an inner module that returned the same tensor: prefetches are on their way.
+        module_state.pre_backward(prefetches=False)
+        return
+    module_state.pre_backward()
+
+
+def post_backward(
+    module_state: ModuleState, forward_record: ForwardRecord[ModuleState], post_backward_at: Point[ModuleState]
+) -> None:
+    """The gradients of the inputs of the first forward on ``forward_record`` are there, and so are all others."""
+    if not module_state.in_backward:
+        module_state.refuse_unseen_backward()
+    if root_of(module_state).arrive(forward_record, post_backward_at) or module_state.in_backward:
+        module_state.post_backward()
+
+
+def _recomputation_done(module_state: ModuleState, call: Recomputation) -> None:
+    if not module_state.in_backward:
+        module_state.refuse_unseen_backward()
+    module_state.recomputations.discard(call)
+    if not module_state.recomputations:
+        module_state.post_backward()
+
+
+def _pre_backward_in_mode(
+    module_state: ModuleState,
+    training: bool,
+    forward_record: ForwardRecord[ModuleState] | None,
+    post_backward_at: Point[ModuleState],
+    *_: Any,
+) -> None:
+    # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.
+    if module_state.in_backward and training is not module_state.trained_in_forward:
+        raise StateError(
+            f"One backward reached '{module_state.label}' through a forward in training mode and one in eval "
+            f"mode, which compute in different dtypes (rank {module_state.rank}). Run a backward for each."
+        )
+    module_state.trained_in_forward = training
+    for unit in module_state.units:
+        unit.choose_buffer(training)
+    pre_backward(module_state, forward_record, post_backward_at)
+
+
+def _refuse(module_state: ModuleState, *_: Any) -> NoReturn:
+    raise StateError(
+        f"A backward reached an output of '{module_state.label}' whose forward ran inside unsharded() on rank "
+        f"{module_state.rank}: its gradients would be whole and this rank's alone. Run that forward outside of "
+        "unsharded(), or inside torch.no_grad()."
+    )
+
+
+class Boundary(torch.autograd.Function):
+    """Passes tensors through and calls ``callback`` in backward, before passing their gradients on.
+
+    On a unit's inputs it runs once everything on the way to them has its gradient: autograd executes ready nodes in
+    the reverse order of their creation, and this node was created before any of the unit's own. On an output it runs
+    before any of the unit's nodes, and, unlike a tensor hook, survives in-place changes of an output that is a view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``tensors`` as new tensors over the same memory: an in-place first operation on an input itself raises."""
+        ctx.callback = callback
+        ctx.set_materialize_grads(False)
+        return tuple(map(_detached, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Call back, then pass every gradient on."""
+        ctx.callback()
+        return (None, *gradients)
+
+
+def pass_through(callback: Callable[[], None], tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``tensors``, with ``callback`` called in backward before their gradients leave."""
+    passed: tuple[torch.Tensor, ...] = Boundary.apply(callback, *tensors)  # type: ignore[no-untyped-call]
+    return passed
+
+
+def pass_through_in(callback: Callable[[], None], value: T, tensors: list[torch.Tensor]) -> T:
+    """``value`` with ``tensors``, which are distinct, passed through: each stays one tensor wherever it occurs."""
+    passed = dict(zip(map(id, tensors), pass_through(callback, tensors), strict=True))
+    return map_tensors(lambda tensor: passed.get(id(tensor), tensor), value)
+
+
+def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
+    """``output``, with ``hook`` called before a backward goes through any tensor in it; and whether it can.
+
+    Tensors are found in containers, and in the attributes of objects that are none. Through a leaf no backward goes on,
+    and a hook on it would outlive the step.
+    """
+    if isinstance(output, torch.Tensor):
+        if not _has_graph(output):
+            return output, False
+        if not output._is_view():
+            _torch_private.on_gradient(output, hook)
+            return output, True
+    hidden = [tensor for tensor in iter_hidden_tensors(output) if _has_graph(tensor)]
+    found = distinct_tensors(output, _has_graph)
+    for tensor in hidden:
+        _torch_private.on_gradient(tensor, hook)
+    if not any(tensor._is_view() for tensor in found):
+        for tensor in found:
+            _torch_private.on_gradient(tensor, hook)
+        return output, bool(found or hidden)
+    # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
+    # released memory. The boundary's output is no view.
+    return pass_through_in(hook, output, found), True
+
+
+class SideOutputs:
+    """Tensors that a forward leaves in attributes of its modules: the losses of a mixture's routers, say.
+
+    A backward may enter the unit through them as through its output. Which attributes of ``modules()`` they are is
+    found after the first forward, and again when there are others than then, or something in the place of nothing.
+    Forwards look at those alone; whether others have come is compared at C speed.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
+        self._modules = modules
+        self._places: list[tuple[dict[str, Any], str]] = []
+        # The attributes of each module, and how many there were.
+        self._attributes: list[dict[str, Any]] = []
+        self._sizes = [-1]
+        # Those that were nothing: where they stand, under which name, and what they were.
+        self._holders: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._blank: list[Any] = []
+
+    def watch(self, hook: Hook) -> bool:
+        """Call ``hook`` before a backward goes through any of them; whether there is one."""
+        if list(map(len, self._attributes)) != self._sizes or (
+            self._keys and not all(map(is_, map(dict.get, self._holders, self._keys), self._blank))
+        ):
+            self._find()
+        watched = False
+        for attributes, key in self._places:
+            for tensor in iter_tensors(attributes.get(key)):
+                if _has_graph(tensor):
+                    _torch_private.on_gradient(tensor, hook)
+                    watched = True
+        return watched
+
+    def _find(self) -> None:
+        modules = list(self._modules())
+        buffers = [module._buffers for module in modules if module._buffers]
+        self._attributes = [*(module.__dict__ for module in modules), *buffers]
+        self._sizes = list(map(len, self._attributes))
+        found = [(each, key, value) for each in self._attributes for key, value in each.items() if key not in _TORCHS]
+        blank = [each for each in found if each[2] is None or (type(each[2]) in (int, float) and not each[2])]
+        # Buffers are many, and nearly always stay the tensors that they are.
+        held = {id(value) for each in buffers for value in each.values() if value is not None and not _has_graph(value)}
+        blank += [each for each in found if id(each[2]) in held]
+        self._places = [(each, key) for each, key, value in found if id(value) not in held and _may_hold_a_graph(value)]
+        self._holders = [each for each, _, _ in blank]
+        self._keys = [key for _, key, _ in blank]
+        self._blank = [value for _, _, value in blank]
+
+
+def _may_hold_a_graph(value: Any) -> bool:
+    """Whether it does, or is a tensor or a container that may next time."""
+    if isinstance(value, torch.Tensor) or (isinstance(value, list | dict | set | deque) and not value):
+        return True
+    return any(_has_graph(tensor) for tensor in iter_tensors(value))
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is not None

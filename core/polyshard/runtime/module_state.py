@@ -1,4 +1,4 @@
-"""A module that owns units, and where it stands in a step."""
+"""A module that owns units: its hooks' work in forward and backward, and its state between them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .unit import Unit, UnitState, unshard_due, unshard_together
 
 
 class StateKind(enum.Enum):
-    """What the units of a module state ask of its hooks."""
+    """How much a module state's hooks have to do."""
 
     NOTHING = "nothing"
-    """It has no units, or none that backward must help, and what it contains has some."""
-    MERGED = "given back"
-    """It was a part, and its units are its parent's now."""
+    """It has no units, or none that its backward must gather or reduce; modules inside it have some."""
+    MERGED = "merged"
+    """It was split off its parent, which has its units now."""
     RESIDENT = "resident"
-    """A single rank without casts: autograd works on the originals, and backward needs no help."""
+    """One rank and no casts: autograd works on the originals, and the hooks do nothing in backward."""
     SHARDED = "sharded"
     """At least one unit is gathered, cast or reduced."""
 
@@ -36,20 +36,20 @@ class StateKind(enum.Enum):
 class BackwardState(enum.Enum):
     """How far the backward that runs has come in a module state.
 
-    =========  ========  =========================================================
-    from       to        by
-    =========  ========  =========================================================
-    NOT_REACHED    INSIDE    ``pre_backward``: a gradient reaches one of its outputs
-    INSIDE     FINISHED  ``finish``
-    FINISHED   INSIDE    another gradient: of an earlier call, or a recomputation
-    any        NOT_REACHED   ``reset``: the backward ended, or was given up
-    =========  ========  =========================================================
+    =============  =============  =========================================================
+    from           to             by
+    =============  =============  =========================================================
+    NOT_REACHED    PRE_BACKWARD   ``pre_backward``: a gradient reaches one of its outputs
+    PRE_BACKWARD   POST_BACKWARD  ``post_backward``
+    POST_BACKWARD  PRE_BACKWARD   another gradient: of an earlier call, or a recomputation
+    any            NOT_REACHED    ``reset``: the backward ended, or was given up
+    =============  =============  =========================================================
 
-    ``finish`` in NOT_REACHED takes part in a reduction for other ranks' sake, and changes nothing here; nor does it in
-    FINISHED, where gradients came late.
+    ``post_backward`` in NOT_REACHED takes part in a reduction for other ranks' sake, and in POST_BACKWARD reduces
+    gradients that arrived late. Neither changes the state.
     """
 
-    NOT_REACHED = "not yet"
+    NOT_REACHED = "not reached"
     """None of its outputs has a gradient."""
     PRE_BACKWARD = "pre-backward"
     """Its parameters are whole, and its gradients are being computed."""
@@ -60,8 +60,8 @@ class BackwardState(enum.Enum):
 class ModuleState:
     """A module with hooks, and the units of the parameters that are its own.
 
-    Usually one unit; more where parameters differ in dtype, or in whether they are trained. ``forward.py`` holds what
-    its forward calls, ``backward.py`` what gradients call that reach its outputs and inputs.
+    Usually one unit; more where parameters differ in dtype, or in whether they are trained. ``hooks.py`` calls it from
+    the module's forward, and from the gradients of its outputs and inputs.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class ModuleState:
         parent: ModuleState | None = None,
         reads_in_backward: bool = True,
     ) -> None:
-        """``parent``: the module state that this one is a part of (``part.py``)."""
+        """``parent``: the module state that this one was split off, see [Note: split modules]."""
         self.name = name
         self.module = module
         self.parent = parent
-        #: The module whose mode counts, and whose inputs and outputs are cast: a part's are its parent's.
+        #: The module whose mode counts, and whose inputs and outputs are cast: the parent's of a split module.
         self.governing = module if parent is None else parent.module
         #: Whether its backward gathers. The same on every rank, whatever hooks come later on one of them.
         self.reads_in_backward = reads_in_backward
         self.step: Step | None = None
-        #: In which order module states are entered, and gathered ahead; the root's.
+        #: The root's: in which order module states are entered and prefetched.
         self.execution_order: ExecutionOrder[ModuleState]
         self.input_cast = input_cast
         self.output_cast = output_cast
@@ -96,28 +96,27 @@ class ModuleState:
         self.own(units)
         #: Forwards of it that run: more than one where it calls itself.
         self.entered = 0
-        #: What a backward does where a forward left the module state, and where it first entered it.
+        #: Points of the backward order: where a forward left the module state, and where it first entered it.
         self.exit: Point[ModuleState] = Point(self, BackwardAction.PRE_BACKWARD)
         self.entry: Point[ModuleState] = Point(self, BackwardAction.POST_BACKWARD)
-        #: What it does where checkpoints entered it, by number.
+        #: Points where checkpoints entered it, by action and number of the checkpoint.
         self._checkpointed: dict[tuple[BackwardAction, int], Point[ModuleState]] = {}
-        #: That of the forward that it was entered in last, and whether that was the first time in it.
+        #: Record of the forward that entered it last, and whether that was the first entry in it.
         self.forward_record: ForwardRecord[ModuleState] | None = None
         self.enters_first = True
-        #: Where on it the module state is finished: at its first entry, or at that of a checkpoint which differentiates alone.
-        self.finishes_at: Point[ModuleState] = self.entry
+        #: Point of its post-backward: its first entry, or that of a re-entrant checkpoint.
+        self.post_backward_at: Point[ModuleState] = self.entry
         #: Whether a checkpoint entered it in the forward that the backward goes back through.
         self.recomputed = False
-        #: Its forwards inside a backward whose own is still to come (``backward.py``). Weak: a graph that was dropped
-        #: takes its own along.
+        #: Its recomputed forwards whose backward is still to come. Weak: a graph that is dropped takes its own along.
         self.recomputations: WeakSet[object] = WeakSet()
         #: Whether an output may bring a backward; until its gradients were taken.
         self.awaits_backward = False
         self.backward_state = BackwardState.NOT_REACHED
         #: Whether the module was training in the forward that the backward goes back through.
         self.trained_in_forward = True
-        #: Other ranks may have gradients for it where this one has none, so that it must reduce with them.
-        self.owes = False
+        #: Whether other ranks may have gradients where this one has none, so that it reduces with them.
+        self.joins_reduction = False
 
     def own(self, units: Sequence[Unit]) -> None:
         """Hold ``units`` from now on, and no others."""
@@ -141,7 +140,7 @@ class ModuleState:
         prefix = name.removesuffix(before).rstrip(".") if before else name
         for unit in self.units:
             own = unit.spec.module_name
-            # A part that was given back keeps the name of its module.
+            # Units that were merged keep the name of their module.
             module_name = name if own == before else f"{prefix}.{own}" if prefix else own
             unit.join(module_name, names_of or partial(names_behind, prefix), grid)
 
@@ -158,7 +157,7 @@ class ModuleState:
 
     @property
     def is_split(self) -> bool:
-        """Whether its units are a part of what belongs to the module state around it."""
+        """Whether it was split off its parent, and is not merged."""
         return self.parent is not None and self.kind is not StateKind.MERGED
 
     @property
@@ -176,11 +175,11 @@ class ModuleState:
         """Bytes of all units' gather buffers."""
         return sum(unit.gathered_nbytes for unit in self.units)
 
-    def point_in(self, act: BackwardAction, checkpoint: int) -> Point[ModuleState]:
-        """What a backward does where ``checkpoint``, by its number in the forward, entered the module state."""
-        found = self._checkpointed.get((act, checkpoint))
+    def point_in(self, action: BackwardAction, checkpoint: int) -> Point[ModuleState]:
+        """The point where ``checkpoint``, by its number in the forward, entered the module state."""
+        found = self._checkpointed.get((action, checkpoint))
         if found is None:
-            found = self._checkpointed[act, checkpoint] = Point(self, act, checkpoint)
+            found = self._checkpointed[action, checkpoint] = Point(self, action, checkpoint)
         return found
 
     def unshard(self) -> None:
@@ -188,15 +187,15 @@ class ModuleState:
         unshard_due(self.units)
 
     def reshard(self, turns: bool) -> None:
-        """Release what is not kept after a forward; ``turns``: its backward is expected to follow at once."""
+        """Release units behind a forward, as their policies say. ``turns``: the backward is expected at once."""
         for unit in self.units:
             if unit.releases(turns):
                 unit.reshard()
             else:
                 unit.hide()
 
-    def left_forward(self) -> None:
-        """The outermost forward ended: release what no backward will come back to."""
+    def end_forward(self) -> None:
+        """The outermost forward ended: release units that no backward comes back to."""
         self.entered = 0
         for unit in self.units:
             if self.awaits_backward and self.reads_in_backward and unit.state is not UnitState.GATHERING:
@@ -205,9 +204,9 @@ class ModuleState:
                 unit.reshard()
 
     def pre_backward(self, *, prefetches: bool = True) -> None:
-        """Make the parameters whole again, before the first of the module's nodes runs.
+        """Gather the parameters again, before the first of the module's autograd nodes runs.
 
-        ``prefetches``: whether what comes next is gathered, too.
+        ``prefetches``: whether to gather the module states that come next, too.
         """
         if self.backward_state is BackwardState.PRE_BACKWARD:
             for unit in self.units:
@@ -229,8 +228,8 @@ class ModuleState:
         if prefetches:
             self.prefetch(self.execution_order.enter_backward(self))
 
-    def pass_by(self) -> None:
-        """Gather with the other ranks, whose backward may come by here where this one's went past."""
+    def gather_for_others(self) -> None:
+        """Gather with the other ranks, whose backward may come through here where this one's does not."""
         if self.backward_state is BackwardState.PRE_BACKWARD:
             return
         if self.reads_in_backward:
@@ -238,20 +237,20 @@ class ModuleState:
         self.prefetch(self.execution_order.enter_backward(self))
 
     def prefetch(self, batches: Sequence[Sequence[ModuleState]]) -> None:
-        """Gather what comes next in the backward."""
+        """Gather the module states that come next in the backward."""
         unshard_ahead(batches)
 
-    def finish(self) -> None:
+    def post_backward(self) -> None:
         """Take the gradients, release the parameters, start the reductions."""
         step = self.step
         assert step is not None
         self.recomputations.clear()
-        # Went past, while what is computed again for another module state may come by here.
+        # Not reached here, but a recomputation for another module state may still come through.
         keeps, self.recomputed = self.recomputed and self.backward_state is not BackwardState.PRE_BACKWARD, False
         if self.backward_state is BackwardState.PRE_BACKWARD:
             self.backward_state = BackwardState.POST_BACKWARD
         self.awaits_backward = False
-        owes, self.owes = self.owes, False
+        joins, self.joins_reduction = self.joins_reduction, False
         reduced: list[tuple[Unit, list[torch.Tensor | None]]] = []
         for unit in self.units:
             if unit.resident:
@@ -262,8 +261,8 @@ class ModuleState:
             arrived = bool(gradients) and (
                 gradients[0] is not None or any(gradient is not None for gradient in gradients)
             )
-            # Released before the reduction's buffers are taken: the two are never alive together. A forward around this
-            # backward goes on with them.
+            # Before the reduction takes its buffers: the two are never alive together. A forward around this backward
+            # goes on with the parameters.
             if keeps:
                 unit.keep()
             elif not self.entered:
@@ -273,7 +272,7 @@ class ModuleState:
             elif step.synchronises and step.accumulates and unit.gradients.unreduced:
                 # Earlier microbatches left gradients that nothing else would reduce.
                 pass
-            elif not (unit.trainable and owes and step.accumulates) or unit.grid.alone:
+            elif not (unit.trainable and joins and step.accumulates) or unit.grid.alone:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
             if step.synchronises:
@@ -289,14 +288,14 @@ class ModuleState:
                 [(unit.gradients.contribute(gradients, step.streams), gradients) for unit, gradients in reduced]
             )
 
-    def catch_up(self) -> None:
-        """Finish where a backward went past, or has ended."""
+    def late_post_backward(self) -> None:
+        """``post_backward`` where no gradient called it: the backward ended, or does not come through here."""
         if self.backward_state is BackwardState.NOT_REACHED and any(unit.pending for unit in self.units):
-            self.refuse_back_door()
-        self.finish()
+            self.refuse_unseen_backward()
+        self.post_backward()
 
-    def late(self) -> bool:
-        """Whether gradients arrived after ``finish``, or nothing finished it."""
+    def lacks_post_backward(self) -> bool:
+        """Whether gradients arrived after ``post_backward``, or nothing called it."""
         step = self.step
         assert step is not None
         if self.backward_state is BackwardState.PRE_BACKWARD:
@@ -310,17 +309,17 @@ class ModuleState:
         self.recomputations.clear()
         self.backward_state = BackwardState.NOT_REACHED
         self.awaits_backward = False
-        self.owes = self.recomputed = False
+        self.joins_reduction = self.recomputed = False
         for unit in self.units:
             unit.reshard()
 
     def keep_gathered(self, keeps: bool) -> None:
-        """Whether gathered parameters keep their memory when they are released, with the values that they have.
+        """Whether gathered parameters keep their memory and values when they are released.
 
         For a backward that gathers nothing, and may need them on this rank.
 
         Raises:
-            StateError: the memory is the backend's, and others are given it meanwhile.
+            StateError: the memory is the backend's, which gives it to others meanwhile.
         """
         for unit in self.units:
             if not keeps:
@@ -333,11 +332,11 @@ class ModuleState:
                     "on every rank."
                 )
 
-    def refuse_back_door(self) -> None:
-        """Raise if gradients came from parameters that are not whole.
+    def refuse_unseen_backward(self) -> None:
+        """Raise if gradients came while the parameters were not whole.
 
         Raises:
-            StateError: they did.
+            StateError: a backward came through no tensor that the forward returned.
         """
         if all(unit.permanent or unit.state is UnitState.UNSHARDED for unit in self.units):
             return
@@ -349,28 +348,28 @@ class ModuleState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(
-            f"A sharded module cannot be deep-copied ({self._described}). Copy the model before sharding it, or "
+            f"A sharded module cannot be deep-copied ({self._label_and_rank}). Copy the model before sharding it, or "
             "exchange values through a state dict: polyshard.checkpoint, or state_dict() inside polyshard.unsharded. "
             "For averaged weights, as of AveragedModel, use polyshard.optim.AveragedWeights."
         )
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
-            f"A sharded module cannot be pickled ({self._described}). Save a state dict instead: with "
+            f"A sharded module cannot be pickled ({self._label_and_rank}). Save a state dict instead: with "
             "polyshard.checkpoint, or inside polyshard.unsharded."
         )
 
     @property
-    def _described(self) -> str:
+    def _label_and_rank(self) -> str:
         # Without a step only before the first use of a model that is composed.
         where = f", rank {self.step.rank}" if self.step is not None else ""
         return f"unit '{self.label}'{where}"
 
 
 def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept: bool = False) -> None:
-    """Gather ``units``, order compute behind that, and let modules see whole parameters.
+    """Gather ``units``, order compute behind the gather, and let modules see whole parameters.
 
-    ``kept``: what was kept for this recomputation is there; other ranks do not gather it now.
+    ``kept``: units that were kept for this recomputation are whole; other ranks do not gather them now.
     """
     for unit in units:
         unit.choose_buffer(training)
@@ -394,21 +393,17 @@ def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
             unshard_together([unit for unit in units if unit.due])
 
 
-# A module state that no policy chose, and how it goes back to the one around it.
-#
-# Which modules become parts, and why, stands in ``planning/parts.py``. A part must not change what a forward may do:
-# where another module computes with its parameters, the stand-ins under their names give it back, and from then on the
-# *parent*, the module state that it was taken from, owns its units.
-
-
 def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:
-    """Let the units of ``module_state`` go back to ``parent`` as soon as somebody else computes with them."""
+    """Give the units of a split module to ``parent`` as soon as another module computes with them.
+
+    The stand-ins under the parameters' names notice that: a split module may not change what a forward may do.
+    """
     for unit in module_state.units:
-        unit.lender = partial(_give_back, module_state, parent)
+        unit.on_lazy_use = partial(_merge, module_state, parent)
 
 
-def _give_back(module_state: ModuleState, parent: ModuleState, unit: Unit, parameter: str) -> None:
-    """Somebody else computes with ``parameter`` of ``unit``: from now on ``parent`` owns all units of ``module_state``.
+def _merge(module_state: ModuleState, parent: ModuleState, unit: Unit, parameter: str) -> None:
+    """Another module computes with ``parameter`` of ``unit``: from now on ``parent`` owns the units.
 
     Raises:
         UnshardedUseError: outside of a forward and of a backward of the parent.

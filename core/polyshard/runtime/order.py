@@ -1,23 +1,28 @@
-"""In which order module states ran, and which come next.
+"""In which order modules are gathered and reduced: recorded in forwards, so that all ranks issue collectives alike.
 
-Collectives are issued in an order that follows from recorded order alone, never from timing, so that every rank that
-runs the same program prefetches alike.
+``ExecutionOrder`` answers which modules to prefetch. ``BackwardOrder`` says what a backward does, and in which order.
+Both follow from recorded order and sizes alone, never from timing.
 
 [Note: batches]
-Small module states that follow each other are gathered together, since a gather of few bytes takes as long as one of several
-times as many. The recorded order is divided into batches once, by the module states' sizes alone, and whoever asks for a module state
-gets the rest of its batch with it. So a batch is issued when the first of its module states is, and all ranks divide alike. It
-is asked for as soon as the batch before it is entered, not with that one's last module state: it then has as much compute to
-travel beside as it has bytes, where links are slow.
-
-Compute waits for the whole of a batch before it enters its first module state, and all of a batch takes memory at once. So
-one has no more module states than a number from which on the host gains little by fewer launches.
+Small neighbours are gathered together: a gather of few bytes takes as long as one of several times as many. The
+recorded order is divided into batches once, by sizes alone, so that all ranks divide alike. A batch is issued as soon
+as the batch before it is entered, and not with that one's last module: it then has as much compute to travel beside as
+it has bytes, where links are slow. Compute waits for a whole batch before it enters its first module, and a whole batch
+takes memory at once. So the number of modules in one is limited: beyond it fewer launches save the host little.
 
 [Note: routes]
-Not every forward takes the same way: an encoder and a decoder that are called in turns, a mixture whose blocks change
-places, an evaluation that skips one. A few recorded orders are kept, the last ones that were taken. A forward is
-expected to take the one that last came after the order before it, so that orders that alternate are foreseen from their
-first module state. Where it departs, another order that begins with what was entered so far is followed from there on.
+Not every forward takes the same way: an encoder and a decoder are called in turns, blocks of a mixture change places,
+an evaluation skips one. The last few recorded orders are kept. A forward is expected to take the order that last
+followed the order before it, so that orders in turns are foreseen from their first module. Where it departs, it follows
+another order that begins with the modules entered so far.
+
+[Note: backward order]
+Which modules a backward reaches differs between ranks, since each may use other outputs of one forward. Its collectives
+may not: one that a rank issues in another place meets another collective there. So a forward records where it entered
+and left each module, and a backward follows that record from its end. Wherever autograd arrives, the backward first
+does everything that the record has before that point; what is left is done when autograd has ended. Autograd runs ready
+nodes in the reverse order of creation, so a rank that uses every output arrives in the record's order anyway, and
+nothing is done early.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from ..planning import thresholds
 
 
 class Gathered(Protocol):
-    """What a execution order needs to know of a module state."""
+    """A module, as an execution order sees it."""
 
     @property
     def gathered_nbytes(self) -> int:
@@ -39,7 +44,7 @@ class Gathered(Protocol):
 
     @property
     def is_split(self) -> bool:
-        """Whether it was split off the module state around it."""
+        """Whether it was split off the module around it."""
 
 
 S = TypeVar("S", bound=Gathered)
@@ -78,7 +83,7 @@ class _Order(Generic[S]):
         self._ends = [1, *(1 + end for end in batch_ends(sizes, batch_nbytes))]
 
     def behind(self, position: int, ahead: int) -> list[list[S]]:
-        """The ``ahead`` module states behind ``position``, at least one of the next batch, and what is gathered with them."""
+        """The batches of the ``ahead`` modules behind ``position``, and of one module of the next batch at least."""
         if not ahead:
             return []
         last = min(max(position + ahead, self._ends[position]), len(self.module_states) - 1)
@@ -117,12 +122,12 @@ class ExecutionOrder(Generic[S]):
 
     @property
     def ahead(self) -> int:
-        """The most module states whose gathers are issued before they are needed."""
+        """The most modules whose gathers are issued before they are needed."""
         return max(self._forward_ahead, self._backward_ahead)
 
     @property
     def order(self) -> tuple[S, ...]:
-        """The module states in the order in which the last finished forward entered them."""
+        """The modules in the order in which the last finished forward entered them."""
         return tuple(self._routes[0].module_states) if self._routes else ()
 
     def begin_forward(self) -> None:
@@ -145,10 +150,10 @@ class ExecutionOrder(Generic[S]):
         self._routes.insert(0, taken)
 
     def enter(self, module_state: S) -> list[list[S]]:
-        """``module_state`` starts its forward; returns the module states whose gather should be issued now, unless it was already.
+        """``module_state`` starts its forward; returns the batches to gather now, unless they are already.
 
-        Those of one list are gathered together. Once a forward departs from all recorded orders, nothing more is
-        prefetched in it: a wrong guess costs a gather and memory.
+        Once a forward departs from all recorded orders, nothing more is prefetched in it: a wrong guess costs a gather
+        and memory.
         """
         position = len(self._entered)
         self._entered.append(module_state)
@@ -167,15 +172,15 @@ class ExecutionOrder(Generic[S]):
 
     @property
     def turning(self) -> S | None:
-        """The inner module state whose backward is expected to follow its forward at once; None before the first forward.
+        """The inner module whose backward is expected to follow its forward at once; None before the first forward.
 
-        It is entered last, and either is a part of what surrounds the others, or the outermost module state, whose backward
-        comes first, has nothing gathered.
+        The last one entered, if it was split off the outermost module, or if that has nothing to gather: else the
+        outermost module's backward comes in between.
         """
         return _turning(self._routes[0].module_states) if self._routes else None
 
     def turns_at(self, module_state: S) -> bool:
-        """Whether ``module_state``, whose forward ends, is what ``turning`` names for the order that this forward follows."""
+        """Whether ``module_state``, whose forward ends, is the ``turning`` one of the order that is followed."""
         route = self._route
         return (
             route is not None
@@ -184,16 +189,16 @@ class ExecutionOrder(Generic[S]):
         )
 
     def leave(self, module_state: S) -> None:
-        """``module_state`` ended a forward that a backward will come back to."""
+        """``module_state`` ended a forward that has a backward."""
         self._left.append(module_state)
         self._backward_stale = True
         self._cursor = len(self._left)
 
     def enter_backward(self, module_state: S) -> list[list[S]]:
-        """``module_state`` starts its backward; returns the module states whose gather should be issued now, as ``enter`` does.
+        """``module_state`` starts its backward; returns the batches to gather now, as ``enter`` does.
 
-        Backward visits module states in the reverse of the order in which forwards left them. The cursor moves down only, so a
-        backward over part of the graph skips what it does not visit.
+        A backward visits modules in the reverse of the order in which forwards left them. The cursor moves down only,
+        so that a backward over part of the graph skips modules.
         """
         position = self._cursor - 1
         while position >= 0 and self._left[position] is not module_state:
@@ -222,106 +227,93 @@ def _turning(module_states: Sequence[S]) -> S | None:
     return last if last.is_split or not first.gathered_nbytes else None
 
 
-# In which order a backward gathers and reduces: fixed by the forward that it goes back through.
-#
-# Which module states a backward reaches differs between ranks, since each may use other outputs of what all of them ran. What it
-# sends may not: a collective that one rank issues in another place meets another one there. So a forward records when it
-# entered and left each module state, and a backward follows that record from its end. Wherever autograd arrives, it first does
-# what the record says comes before, with nothing to add for the module states that it went past; what is left when the backward
-# has ended is done then.
-#
-# Autograd runs what can run in the reverse order of creation. So on a rank that uses everything, the record's order is
-# the one in which autograd arrives anyway, and nothing is done early: when it reaches a module state, all later ones have had
-# every gradient that they will get.
-
-
 T = TypeVar("T")
 
 
 class BackwardAction(enum.Enum):
-    """What a backward does with a module state."""
+    """What a backward does at a point of its order."""
 
     PRE_BACKWARD = "pre-backward"
-    """Where the forward left it: gather its parameters."""
+    """Where the forward left the module: gather its parameters."""
     POST_BACKWARD = "post-backward"
-    """Where the forward first entered it: release its parameters, and reduce its gradients."""
+    """Where the forward first entered the module: release its parameters, and reduce its gradients."""
     RECOMPUTE = "recompute"
-    """Where a checkpoint entered it: gather its parameters with those of all that this checkpoint computes again."""
+    """Where a checkpoint entered the module: gather all that the checkpoint computes again."""
 
 
 @dataclass(eq=False, slots=True)
 class Point(Generic[T]):
-    """One act at one module state. A module state keeps its marks for good, so that records are compared by identity, at C speed."""
+    """One action at one module. A module keeps its points for good: records are compared by identity, at C speed."""
 
     module_state: T
-    act: BackwardAction
+    action: BackwardAction
     checkpoint: int = 0
     """The number of the checkpoint in that forward; 0 for the forward itself."""
 
 
 @dataclass(eq=False, slots=True)
 class ForwardRecord(Generic[T]):
-    """When one outermost forward entered and left its module states, gradients on."""
+    """Where one outermost forward entered and left modules with gradients on."""
 
     outermost: object
-    """The module state whose forward it is."""
+    """The module whose forward it is."""
     points: list[Point[T]] = field(default_factory=list)
-    """What it passed, in order."""
+    """In the order of the forward."""
     followed: bool = False
     """Whether a backward that accumulates has followed it."""
     checkpoints: int = 0
-    """How many checkpoints entered a module state."""
+    """How many checkpoints entered a module."""
     reentrant: bool = False
     """Whether any of them was re-entrant."""
 
 
 class BackwardOrder(Generic[T]):
-    """How far one backward has come along the forward records that it goes back through."""
+    """The order of one backward, along the records of the forwards that it goes through, and how far it has come."""
 
     def __init__(self) -> None:
-        self._itinerary: ForwardRecord[T] | None = None
-        # Left behind by this backward, with nothing more to do.
+        self._record: ForwardRecord[T] | None = None
+        # Records that this backward is done with.
         self._left: set[ForwardRecord[T]] = set()
         self._order: list[Point[T]] = []
         self._index: dict[Point[T], int] = {}
         self._recomputed: set[T] = set()
         self._done = 0
-        # What ``_order`` was made of: steps repeat.
+        # The points that ``_order`` was made of: steps repeat.
         self._ordered: list[Point[T]] = []
 
     @property
     def begun(self) -> bool:
-        """Whether this backward is on any forward record."""
-        return self._itinerary is not None
+        """Whether this backward follows a record."""
+        return self._record is not None
 
     def follows(self, forward_record: ForwardRecord[T]) -> bool:
-        """Whether this backward is on ``forward_record``, or has left it behind."""
-        return forward_record is self._itinerary or forward_record in self._left
+        """Whether this backward follows ``forward_record``, or is done with it."""
+        return forward_record is self._record or forward_record in self._left
 
     def begin(self, forward_record: ForwardRecord[T]) -> None:
-        """Follow ``forward_record`` from its end. What was left of the one before must have been done."""
-        if self._itinerary is not None:
-            self._left.add(self._itinerary)
-        self._itinerary = forward_record
+        """Follow ``forward_record`` from its end. ``rest`` of the record before must have been done."""
+        if self._record is not None:
+            self._left.add(self._record)
+        self._record = forward_record
         self._done = 0
         if self._ordered != forward_record.points:
             self._ordered = list(forward_record.points)
             self._order = backward_order(self._ordered)
             self._index = {point: index for index, point in enumerate(self._order)}
-            self._recomputed = {point.module_state for point in self._order if point.act is BackwardAction.RECOMPUTE}
+            self._recomputed = {point.module_state for point in self._order if point.action is BackwardAction.RECOMPUTE}
 
     def until(self, forward_record: ForwardRecord[T], point: Point[T]) -> Sequence[Point[T]] | None:
-        """What is to be done before ``point``, which counts as done from now on; None if it did already."""
+        """The points to do before ``point``, which counts as done from now on; None where it was done already."""
         index = self._index.get(point, -1)
-        if forward_record is not self._itinerary or index < self._done:
+        if forward_record is not self._record or index < self._done:
             return None
         before = self._order[self._done : index]
         self._done = index + 1
         return before
 
     def rest(self) -> Sequence[Point[T]]:
-        """What is left; it counts as done from now on."""
-        if self._itinerary is None:
+        """The points that are left; they count as done from now on."""
+        if self._record is None:
             return ()
         left = self._order[self._done :]
         self._done = len(self._order)
@@ -333,31 +325,31 @@ class BackwardOrder(Generic[T]):
 
     def end(self) -> None:
         """The backward has ended."""
-        self._itinerary = None
+        self._record = None
         self._left.clear()
 
 
 def backward_order(points: Sequence[Point[T]]) -> list[Point[T]]:
     """``points`` from the last to the first, each once.
 
-    A module state that was entered several times is gathered for the last of them and finished after the first, where all of
-    its gradients have come. What a checkpoint entered is gathered in the order of the forward, before any of it is
-    finished.
+    A module that was entered several times is gathered for the last entry, and reduced at the first, where all of its
+    gradients are there. Modules that a checkpoint entered are gathered in the order of the forward, before any of them
+    is reduced.
     """
     kept: list[Point[T]] = []
     entered: set[Point[T]] = set()
     recomputed: dict[int, list[Point[T]]] = {}
     for point in points:
-        if point.act is BackwardAction.POST_BACKWARD:
+        if point.action is BackwardAction.POST_BACKWARD:
             if point in entered:
                 continue
             entered.add(point)
-        elif point.act is BackwardAction.RECOMPUTE:
+        elif point.action is BackwardAction.RECOMPUTE:
             recomputed.setdefault(point.checkpoint, []).append(point)
         kept.append(point)
     order: dict[Point[T], None] = {}
     for point in reversed(kept):
-        if point.act is BackwardAction.RECOMPUTE:
+        if point.action is BackwardAction.RECOMPUTE:
             order.update(dict.fromkeys(recomputed.pop(point.checkpoint, ())))
         else:
             order.setdefault(point)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import _torch_private
-from ..errors import PluginContractError, RankMismatchError
+from ..errors import PluginContractError, RankMismatchError, words
 from ..interfaces import Collectives
 from ..planning.answers import plugin_name
 from ..planning.values import checksum
@@ -69,7 +69,7 @@ class Peers:
     def post_error(self, error: BaseException, where: str) -> None:
         """Post that this rank's program raised ``error``; ``where``: its last communication."""
         trace = "".join(traceback.format_exception(error))
-        self._post({"kind": _RAISED, "where": where, "error": error_text(error), "trace": trace})
+        self._post({"kind": _RAISED, "where": where, "error": words(error), "trace": trace})
 
     def post_silence(self, where: str, silent_s: float, stack: str) -> None:
         """Post that this rank issued nothing for ``silent_s`` seconds behind the communication ``where``."""
@@ -193,15 +193,6 @@ def peers_of(collectives: Collectives) -> Peers | None:
 def scope_of(ranks: Iterable[int]) -> str:
     """A short name of ``ranks``, the same on all of them, for keys in a store: a list of thousands is too long."""
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
-
-
-def error_text(error: BaseException) -> str:
-    """The type and the text of ``error``, for other ranks. Raises nothing."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as failed:
-        # Another error must not replace the program's.
-        return f"{type(error).__name__}, whose words cannot be told: its __str__ raised {type(failed).__name__}"
 
 
 def _within(limit_s: float, action: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _torch_private
-from ..interfaces import COMPLETED, BufferRole, Observer, UnitSpec, Work
+from ..interfaces import BufferRole, Observer, UnitSpec, Work
 from ..planning import thresholds
 from ..planning.groups import RankGrid
 from ..planning.layout import FlatLayout, round_up
@@ -48,9 +48,6 @@ class Contribution(NamedTuple):
     places: Sequence[object]
     """The places (``CommStreams.here``) at which the gradients were computed."""
     observers: tuple[Observer, ...]
-    reduction: Callable[[torch.Tensor], torch.Tensor] | None
-    """Stands in the place of the mean over ranks; None for the mean. Called on the stream that reduces, with
-    ``[padded_numel]`` elements that it may overwrite; returns the reduced shard (``[shard_numel]``)."""
     deliver: Callable[[torch.Tensor], None]
     """Called with the reduced shard (``[shard_numel]``), where operations are ordered behind the reduction."""
 
@@ -122,15 +119,14 @@ class Reducer:
         All are issued after ``flush``, and delivered after ``CommStreams.drain``.
         """
         nbytes = contribution.input.nbytes
-        mode = ReduceMode.ALONE if contribution.reduction is not None else self.mode_of(nbytes, contribution.grid)
-        self._take((contribution,), (gradients,), nbytes, mode)
+        self._take((contribution,), (gradients,), nbytes, self.mode_of(nbytes, contribution.grid))
 
     def reduce_together(self, units: Sequence[tuple[Contribution, list[torch.Tensor | None]]]) -> None:
         """``reduce`` for each of ``units``, of one module, by as few launches as they may share."""
         for _, same in groupby(units, lambda unit: unit[0].bucket):
             members, gradients = zip(*same, strict=True)
             whole = members[0].grid.shard is None
-            if whole or len(members) == 1 or any(each.reduction is not None for each in members):
+            if whole or len(members) == 1:
                 for each, its in zip(members, gradients, strict=True):
                     self.reduce(each, its)
                 continue
@@ -308,9 +304,6 @@ class _Launch(NamedTuple):
         else:
             self.merged.fill(self.copies)
         first = self.members[0]
-        if first.reduction is not None:
-            self.results[0] = first.reduction(self.inputs[0])
-            return COMPLETED
         if len(self.inputs) == 1:
             return first.grid.reduce(self.results[0], self.inputs[0])
         return first.grid.reduce_many(list(zip(self.results, self.inputs, strict=True)), self.result)

@@ -1,4 +1,4 @@
-"""What the units of one model share: streams, order, phase, and the ends of forward and backward."""
+"""The root of a sharded model: what its units share, and the beginning and end of each forward and backward."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ from .unit import UnitState, refuse_escape
 from .used_parameters import UsedParameters
 
 
+def _never() -> bool:
+    """No backward was entered yet."""
+    return False
+
+
 def root_of(module_state: ModuleState) -> Root:
-    """What drives the model that ``module_state`` is a part of."""
+    """The root of the model that ``module_state`` is inside."""
     root = module_state.step
     assert isinstance(root, Root)
     return root
 
 
 class EndsWithModel(Protocol):
-    """What stands above the engine, and is to end before the model's communicators do."""
+    """Work above the runtime that ends before the model's communicators do."""
 
     def close(self, root: Root) -> None:
         """The model is closed. Every rank calls it."""
@@ -52,41 +57,41 @@ class Root(Step):
     ) -> None:
         super().__init__(collectives, streams, execution_order.batch_nbytes, check_ranks=check_ranks)
         self.module_states = tuple(module_states)
-        #: Every unit, in module order, whichever module state it goes to later.
+        #: Every unit, in module order. A merge moves one to another module state, and not in this list.
         self.units = tuple(unit for module_state in self.module_states for unit in module_state.units)
         self.execution_order = execution_order
         self.events = events
-        #: Decides which units are kept after forward; None where nothing is left to decide.
+        #: Decides which units stay gathered behind forward; None where nothing is left to decide.
         self.budget: Budget | None = None
         self._used_parameters: UsedParameters | None = None
-        #: Whether a flat parameter may have zeros in its gradient for want of one: see ``Gradients.unfilled``.
+        #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
         # Whether the backward that was entered last may still end.
-        self._goes_on: Callable[[], bool] = bool
-        # Whether other ranks were told that it raised.
-        self._told = False
+        self._backward_may_end: Callable[[], bool] = _never
+        # Whether other ranks know that it raised.
+        self._failure_reported = False
         self._backward_order: BackwardOrder[ModuleState] = BackwardOrder()
-        # The last forward record of each inner module state that was called by itself, with gradients on, since the last backward.
+        # Since the last backward, the last record of each inner module that was called by itself with gradients on.
         self._apart: dict[object, ForwardRecord[ModuleState]] = {}
         self._followed = False
         # The thread that the forward runs in that began last.
         self._thread = 0
-        #: Whether an optimizer changed parameters since that forward began, inside of it.
+        #: Whether an optimizer changed parameters inside of that forward.
         self.outdated = False
-        #: Knows what came into the model after it was sharded; None where nobody looks.
+        #: Finds modules and parameters that came into the model later; None where nobody looks.
         self.registrations: RegistrationGuard | None = None
-        #: Refuses calls that would compute with pieces between steps; None where nothing does.
+        #: Refuses calls between steps that would compute with pieces; None where there is none to refuse.
         self.idle_guard: IdleCallGuard | None = None
-        #: Collectives that were made for this model, to be closed with it, in this order on every rank.
+        #: Collectives that were made for this model, closed with it in this order on every rank.
         self.owned: tuple[Collectives, ...] = ()
-        #: Whether state dicts of the model, and of its optimizers, are made whole by what drives it from outside.
+        #: Whether a drop-in makes state dicts of the model and its optimizers whole.
         self.answers_state_dicts = False
-        #: How often the host still waits for a device to see that ranks have one norm of what lies outside of units.
+        #: How often the host still waits to compare ranks' norms of parameters outside of units.
         self.norms_to_compare = 3
         #: Seconds that ranks wait for each other, by the configuration.
         self.timeout_s = 600.0
-        #: What ``checkpoint`` saved and loaded; it alone knows what that is.
-        self.history: EndsWithModel | None = None
+        #: What stands above and ends with the model.
+        self.attached: EndsWithModel | None = None
         self.recorder.when_failed = self._keep_memory
         for module_state in self.module_states:
             module_state.step = self
@@ -95,7 +100,7 @@ class Root(Step):
                 unit.step = self
         outermost = self.module_states[0]
         if outermost.kind is StateKind.RESIDENT and any(each.kind is StateKind.SHARDED for each in self.module_states):
-            # A backward that reaches no other module state is noticed all the same: what no_sync left waits for its end.
+            # A backward that reaches no other module state is noticed too: gradients from no_sync wait for its end.
             outermost.kind = StateKind.NOTHING
         self._parking: tuple[OffloadManager, ...] = tuple(
             {id(u.offload): u.offload for u in self.units if u.parks}.values()
@@ -144,7 +149,7 @@ class Root(Step):
             self.events.step_begin(module)
 
     def take_up_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
-        """Honour what the user did to the model since the last forward.
+        """Take over changes that the user made to the model since the last forward.
 
         Args:
             trains: Whether trained parameters that came later are refused, or only noted; None: as grad mode is.
@@ -170,7 +175,7 @@ class Root(Step):
             raise
 
     def refuse_moved(self) -> None:
-        """Refuse to name parameters where modules moved, so that a name is another parameter's now.
+        """Raise where modules moved, so that a name is another parameter's now.
 
         Raises:
             ParameterChangedError: naming one. Other ranks are told.
@@ -183,13 +188,13 @@ class Root(Step):
                 raise
 
     def begin_gathers(self) -> None:
-        """What is gathered from now on is gathered from the masters as they are now, whoever changed them."""
+        """Let gathers from here on read the masters as they are now, whoever changed them."""
         self.streams.begin_forward()
         for offload in self._parking:
             offload.begin_forward()
 
     def end_forward(self, output: object) -> None:
-        """The outermost forward ended and returns ``output``, which may hold no memory of a unit."""
+        """The outermost forward ended, and returns ``output``, which may not lie in memory of a unit."""
         try:
             self.refuse_escape(output)
         except UnshardedUseError:
@@ -205,7 +210,7 @@ class Root(Step):
         if self.audit is not None:
             self.audit.done = True
         for module_state in self.module_states:
-            module_state.left_forward()
+            module_state.end_forward()
         if self.events.active and not any(module_state.awaits_backward for module_state in self.module_states):
             self.events.step_end(self.module_states[0].module)
 
@@ -220,15 +225,15 @@ class Root(Step):
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
         if self.phase is Phase.BACKWARD:
-            if self._goes_on():
+            if self._backward_may_end():
                 return
-            # One before this one raised.
+            # An earlier one raised.
             self.abandon()
         self.refuse_ended("A backward")
         if self.outdated and self.active is not None:
             self._refuse_outdated()
         self.phase = Phase.BACKWARD
-        self._told = False
+        self._failure_reported = False
         self.accumulates = any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
             for module_state in reversed(self.module_states)
@@ -236,19 +241,20 @@ class Root(Step):
             for leaf in unit.leaves
         )
         if self.accumulates:
-            self._refuse_borrowed()
-        self._goes_on = _torch_private.queue_after_backward(self.end_backward)
+            self._refuse_replaced()
+        self._backward_may_end = _torch_private.queue_after_backward(self.end_backward)
 
     def accumulate_reentrantly(self) -> None:
         """Note that a re-entrant checkpoint is on the way, whose parameters are in a graph of its own."""
         if not self.accumulates and _torch_private.may_recompute_reentrantly():
             self.accumulates = any(unit.trainable for unit in self.units)
 
-    def _refuse_borrowed(self) -> None:
-        if self.borrowed:
+    def _refuse_replaced(self) -> None:
+        if self.replaced is not None:
+            context, values = self.replaced
             raise StateError(
-                "A backward inside of AveragedWeights.applied() would give the parameters gradients of their averages "
-                f"(rank {self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
+                f"A backward inside of {context} would give the parameters gradients of their {values} (rank "
+                f"{self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
             )
 
     def _refuse_outdated(self) -> NoReturn:
@@ -273,7 +279,7 @@ class Root(Step):
     def end_inner_backward(self) -> None:
         """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.
 
-        What it left in parameters of module states that are entered came through no output, at which a module state would have
+        Gradients of modules that are entered came through no output, at which a module state would have
         noticed it. Nothing else would take these gradients where no other backward follows, and a step of the optimizer
         inside of the forward would not find them.
 
@@ -286,7 +292,7 @@ class Root(Step):
         if not pending:
             return
         try:
-            self._refuse_borrowed()
+            self._refuse_replaced()
             if self.outdated:
                 self._refuse_outdated()
             for unit in pending:
@@ -303,10 +309,13 @@ class Root(Step):
         self.end_backward()
 
     def arrive(self, forward_record: ForwardRecord[ModuleState], point: Point[ModuleState]) -> bool:
-        """Do what comes before ``point``, so that every rank does it here, whichever outputs this one used.
+        """Do everything that the backward order has before ``point``, whichever outputs this rank used.
 
-        A forward that was called before the one that the backward leaves behind is next, and those of inner module states in
-        between, whose outputs nobody used on this rank.
+        So every rank gathers and reduces in one order. Where the backward leaves one forward for an earlier one, it
+        goes through the forwards in between too, whose outputs this rank did not use.
+
+        Returns:
+            Whether ``point`` is new: False where the backward did it already, or is on another forward.
         """
         backward_order = self._backward_order
         if not backward_order.follows(forward_record):
@@ -324,15 +333,15 @@ class Root(Step):
             return False
         if before:
             self._follow(before)
-        if point.act is BackwardAction.POST_BACKWARD:
-            point.module_state.owes = self.accumulates
+        if point.action is BackwardAction.POST_BACKWARD:
+            point.module_state.joins_reduction = self.accumulates
         return True
 
     def _turn(self) -> None:
-        """A backward leaves one forward behind, and goes on with an earlier one."""
+        """A backward leaves one forward, and goes on with an earlier one. For subclasses."""
 
     def _behind(self, forward_record: ForwardRecord[ModuleState]) -> list[ForwardRecord[ModuleState]]:
-        """What was called apart after ``forward_record``, from the last one on, and was not followed yet."""
+        """Forwards of inner modules that were called after ``forward_record``, and not followed yet; latest first."""
         found: list[ForwardRecord[ModuleState]] = []
         if self.accumulates and forward_record in self._apart.values():
             for other in reversed(self._apart.values()):
@@ -348,17 +357,17 @@ class Root(Step):
         self._follow(self._backward_order.rest())
 
     def _follow(self, points: Sequence[Point[ModuleState]]) -> None:
-        """Take part in what other ranks may do at ``points``, where this one's backward went past."""
+        """Take part in the gathers and reductions at ``points``, which other ranks' backwards may come through."""
         for point in points:
             module_state = point.module_state
-            if point.act is BackwardAction.POST_BACKWARD:
-                module_state.owes = self.accumulates
+            if point.action is BackwardAction.POST_BACKWARD:
+                module_state.joins_reduction = self.accumulates
                 module_state.recomputed = self._backward_order.recomputes(module_state)
-                module_state.catch_up()
-            elif point.act is BackwardAction.RECOMPUTE:
+                module_state.late_post_backward()
+            elif point.action is BackwardAction.RECOMPUTE:
                 module_state.unshard()
             else:
-                module_state.pass_by()
+                module_state.gather_for_others()
 
     def _keep_apart(self, forward_record: ForwardRecord[ModuleState]) -> None:
         if forward_record.points:
@@ -377,12 +386,12 @@ class Root(Step):
                 self._go_through(forward_record)
             self._followed = True
         self._backward_order.end()
-        # In one order on all ranks, whichever of them got gradients.
+        # In one order on all ranks, whichever of them had gradients.
         for module_state in reversed(self.module_states):
-            if module_state.late():
-                module_state.catch_up()
+            if module_state.lacks_post_backward():
+                module_state.late_post_backward()
         self.reducer.flush()
-        used_parameters = self._used_of_this_backward()
+        used_parameters = self._counted_parameters()
         if used_parameters is not None:
             if self.announce is not None:
                 with self.recorder.during("end of a backward", backward=True):
@@ -421,8 +430,8 @@ class Root(Step):
         if self.events.active:
             self.events.step_end(self.module_states[0].module)
 
-    def _used_of_this_backward(self) -> UsedParameters | None:
-        """What tells parameters that no rank used from those whose gradient is zero; None where nothing is reduced."""
+    def _counted_parameters(self) -> UsedParameters | None:
+        """Tells parameters that no rank used from those with a zero gradient; None where nothing is reduced."""
         if not (self.synchronises and self.accumulates):
             return None
         if self._used_parameters is None:
@@ -435,7 +444,7 @@ class Root(Step):
         Raises:
             StateError: the model was closed, or a communication had failed before.
         """
-        # Here alone, which no step between two others comes to, a forward of a closed model is found.
+        # A forward of a closed model is found here, and not by a check in every step.
         if self.phase in (Phase.CLOSED, Phase.FAILED):
             self.refuse_ended("A forward")
         self.active = None
@@ -454,24 +463,24 @@ class Root(Step):
                 unit.discard_gradients()
 
     def tell_failed_backward(self, error: Exception) -> None:
-        """Let other ranks know that a backward in this thread raised ``error``, where it was one of this model.
+        """Let other ranks know that a backward of this model raised ``error`` in this thread.
 
-        One of another thread, or around the one that raised, goes on; one that raised before was told then.
+        A backward of another thread, or around the one that raised, goes on; one that raised before is known.
         """
-        if self.phase is not Phase.BACKWARD or self._told:
+        if self.phase is not Phase.BACKWARD or self._failure_reported:
             return
         alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
-        if alone or not self._goes_on():
-            self._told = True
+        if alone or not self._backward_may_end():
+            self._failure_reported = True
             self.recorder.post_error(error)
 
     def leave_failed_backward(self) -> None:
-        """Abandon a backward that raised, behind which nothing of ours ran; one that runs goes on."""
+        """Abandon a backward that raised: no hook ran behind it. One that still runs goes on."""
         if self.phase is Phase.BACKWARD and not _torch_private.in_backward():
             self.abandon()
 
     def _keep_memory(self) -> None:
-        """A communication failed, which may still read and write: nothing of it is let go of, and none follows."""
+        """A communication failed, and may still read and write: its memory stays, and no other one follows."""
         for unit in self.units:
             unit.keep_memory()
         self.reducer.keep_memory()
@@ -496,7 +505,7 @@ class Root(Step):
 
         Raises:
             StateError: inside a forward, a backward or ``unsharded``.
-            PolyshardError: what was to end first failed; everything is released all the same.
+            PolyshardError: of work that ends first; everything is released all the same.
         """
         if self.phase is Phase.CLOSED:
             return
@@ -506,10 +515,10 @@ class Root(Step):
             raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")
         if self.phase is not Phase.FAILED:
             self.abandon()
-        history, self.history = self.history, None
+        attached, self.attached = self.attached, None
         try:
-            if history is not None:
-                history.close(self)
+            if attached is not None:
+                attached.close(self)
         finally:
             self._release()
 
@@ -530,5 +539,5 @@ class Root(Step):
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Names of the units that hold whole parameters in a gather buffer, or are about to."""
+        """Names of the units whose parameters are gathered, or on their way."""
         return tuple(u.name for u in self.units if not u.permanent and u.state is not UnitState.SHARDED)

@@ -1,4 +1,4 @@
-"""What every module state and unit of one model shares while it steps."""
+"""The step of a model: its phase, and everything that its module states and units share in it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Phase(enum.Enum):
 
 
 class Step:
-    """Where a model stands in its step, and what its module states and units send by. The root of the model drives it."""
+    """The step that a model is in, and its streams and reducer. The root of the model drives it."""
 
     def __init__(
         self,
@@ -68,8 +68,9 @@ class Step:
         self.registered = False
         #: Whether ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
         self.unsharded = False
-        #: Whether the masters hold other values for a while than those that are trained, such as their averages.
-        self.borrowed = False
+        #: Where masters hold other values than the trained ones: the context that the program entered, and what these
+        #: are, for messages. None elsewhere.
+        self.replaced: tuple[str, str] | None = None
         #: False under ``no_sync``.
         self.synchronises = True
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.

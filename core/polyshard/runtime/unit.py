@@ -62,8 +62,8 @@ class Reshard(enum.Enum):
     ALWAYS = "always"
     """Released, and gathered again for backward."""
     UNLESS_TURNING = "unless_turning"
-    """Released, but for the modules whose backward follows their forward at once: the outermost one, and the one that
-    ran last, if it is a part of the outermost one or that has no parameters of its own."""
+    """Released, but for modules whose backward follows their forward at once: the outermost one, and the last one to
+    run if it was split off the outermost one, or that one has no parameters of its own."""
     NEVER = "never"
     """Kept until the end of its backward."""
 
@@ -97,7 +97,7 @@ class Unit:
         parks: bool,
         wire: WireSpec | None = None,
     ) -> None:
-        """``master``: where it lives from now on, parked already where ``parks``. ``wire``: None for as it computes."""
+        """``master``: where it lives, parked already if ``parks``. ``wire``: None to travel as it computes."""
         self.spec = spec
         self.layout = layout
         self.parameters = tuple(parameters)
@@ -124,14 +124,14 @@ class Unit:
         self.bindings: Bindings
         #: Reduced in the backward that runs.
         self.reduced = False
-        #: Of a part: lets the module state around it take the unit over.
-        self.lender: Callable[[Unit, str], None] | None = None
-        #: Where it was used since its gather, as ``CommStreams.here`` says: one place, unless the model computes on several
-        #: streams.
+        #: Of a split module: called when another module computes with a parameter of the unit.
+        self.on_lazy_use: Callable[[Unit, str], None] | None = None
+        #: Where it was used since its gather, as ``CommStreams.here`` says: one place, but for models that compute on
+        #: several streams.
         self.places: list[object] = []
-        #: Gathered between steps because somebody asked for it: the next forward uses that gather, and makes no other.
+        #: Gathered between steps on request: the next forward uses that gather, and makes no other.
         self.ahead = False
-        #: Whole for this rank's recomputation alone: to whoever gathers it in the ranks' common order it is released.
+        #: Whole for this rank's recomputation alone: in the ranks' common order it is released.
         self.kept = False
         self._use_master(master)
 
@@ -139,7 +139,7 @@ class Unit:
         """Build what depends on the master: its dtype, its place, and the parameters that view it."""
         dtypes = self.dtypes
         self.master = master
-        # One shard, nothing to cast: the master itself serves compute, and nothing is ever gathered.
+        # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
         self.permanent = self.grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
         self.originals = self._make_originals()
         self.gradients = self._make_gradients()
@@ -172,7 +172,9 @@ class Unit:
         )
 
     def _make_bindings(self) -> Bindings:
-        gathers = None if self.lender is None else [partial(self._lend, index) for index in range(len(self.leaves))]
+        gathers = (
+            None if self.on_lazy_use is None else [partial(self._lazy_view, index) for index in range(len(self.leaves))]
+        )
         return Bindings(self.parameters, self.leaves, guarded=not self.permanent, gathers=gathers)
 
     def _make_gradients(self) -> Gradients:
@@ -194,15 +196,15 @@ class Unit:
         return self.permanent and self.grid.alone
 
     def watch(self, observers: tuple[Observer, ...]) -> None:
-        """Tell ``observers`` what the unit does from now on."""
+        """Tell ``observers`` of gathers, compute and reductions from now on."""
         self.observers = observers
         self._renew_record()
 
     def flatten(self) -> list[torch.nn.Parameter]:
-        """What an optimizer that treats all elements alike needs: one 1-D parameter over the whole master.
+        """One 1-D parameter over the whole master, for an optimizer that treats all elements alike.
 
-        Gradients arrive there from now on, and no longer in the originals. A resident unit's originals receive theirs
-        from autograd itself, and stay what they are.
+        Gradients arrive there from now on, and no longer in the originals. A resident unit keeps its originals, whose
+        gradients come from autograd itself.
 
         Raises:
             StateError: an original has a gradient already, or only some of them are trained.
@@ -274,9 +276,9 @@ class Unit:
     def join(
         self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], grid: RankGrid | None
     ) -> None:
-        """Become part of a larger model, of its module ``module_name``, and among the ranks of ``grid`` where given.
+        """Become a unit of a larger model, of its module ``module_name``, and of the ranks of ``grid`` if given.
 
-        Nothing else keeps what changes here: whoever needs ``spec`` or ``grid`` asks the unit.
+        Nobody else keeps ``spec`` or ``grid``: they change here.
         """
         if grid is not None:
             self.use_grid(grid)
@@ -319,13 +321,13 @@ class Unit:
         return self.gradients.claim(index, step.reducer)
 
     def keep_memory(self) -> None:
-        """Keep alive what a communication that did not end may still read and write."""
+        """Keep memory alive that a communication which did not end may still read and write."""
         if self.prepared and self.buffer.attached:
             self.buffer.pin()
         self.gradients.input.keep_memory()
 
     def discard_gradients(self) -> None:
-        """Drop what a backward that failed left behind."""
+        """Drop gradients of a backward that failed."""
         if not self.resident:
             self.take_gradients()
         self.gradients.discard()
@@ -345,7 +347,7 @@ class Unit:
                 )
 
     def follow_requires_grad(self) -> None:
-        """Take up a ``requires_grad`` that the user changed on an original."""
+        """Take over a ``requires_grad`` that the user changed on an original."""
         if self.flat is not None:
             self.flat.follow_requires_grad()
         for trained, leaf in zip(self.originals.trained, self.leaves, strict=True):
@@ -369,14 +371,14 @@ class Unit:
 
     @property
     def gathered(self) -> tuple[int, torch.dtype]:
-        """Elements that a gather brings together, and their dtype: bytes where they are encoded."""
+        """Elements of a gather's result, and their dtype: bytes where the unit is encoded."""
         if self.wire is not None:
             return self.wire.nbytes_per_rank * self.grid.shard_size, torch.uint8
         return self.layout.padded_numel, self.buffer.dtype
 
     @property
     def due(self) -> bool:
-        """Whether the parameters are neither there nor on their way."""
+        """Whether the parameters are to be gathered: neither there, nor on their way."""
         return not self.permanent and (self.state is UnitState.SHARDED or self._expired)
 
     def unshard(self) -> None:
@@ -418,13 +420,13 @@ class Unit:
         self.bindings.show(Shown.VIEWS)
 
     def hide(self) -> None:
-        """Let modules see the originals again; while a forward runs, stand-ins that refuse to compute."""
+        """Let modules see the originals again; during a forward, stand-ins that refuse to compute."""
         if self.prepared:
             self.bindings.hide(self.step is not None and self.step.phase is Phase.FORWARD)
 
-    def _lend(self, index: int) -> torch.Tensor:
-        assert self.lender is not None
-        self.lender(self, self.parameters[index].names[0])
+    def _lazy_view(self, index: int) -> torch.Tensor:
+        assert self.on_lazy_use is not None
+        self.on_lazy_use(self, self.parameters[index].names[0])
         return self.leaves[index]
 
     def reshard(self) -> None:
@@ -442,7 +444,7 @@ class Unit:
             observer.reshard(self.spec)
 
     def keep(self) -> None:
-        """Keep the parameters for a checkpoint that this rank may still compute again, where all ranks release them."""
+        """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
         self.hide()
         if self.permanent or self.state is UnitState.SHARDED:
             return
@@ -450,7 +452,7 @@ class Unit:
         self._expired = self.kept = True
 
     def expire(self) -> None:
-        """A new step: parameters left unsharded may be older than the master, and are gathered again before use."""
+        """A new step begins: parameters that stayed gathered may be older than the master, and are gathered again."""
         self._expired = self.state is not UnitState.SHARDED and not self.ahead
         self.ahead = False
         if self.permanent:
@@ -462,13 +464,13 @@ class Unit:
         return self.reshard_policy is Reshard.ALWAYS or (self.reshard_policy is Reshard.UNLESS_TURNING and not turns)
 
     def take_up_changes(self) -> None:
-        """Honour what the user did to the originals since the last forward.
+        """Take over changes that the user made to the originals since the last forward.
 
         Raises:
             ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
         if self.ahead:
-            # What modules hold may be views, which are no changes.
+            # Modules may hold views, which are no changes.
             self.hide()
         if self.flat is not None:
             self.flat.take_up_changes()
@@ -476,7 +478,7 @@ class Unit:
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:
-        """Refuse parameters replaced between forward and backward; take up a changed ``requires_grad``.
+        """Refuse parameters replaced between forward and backward; take over a changed ``requires_grad``.
 
         Raises:
             ParameterChangedError: naming the parameter.
@@ -486,8 +488,8 @@ class Unit:
         if self.originals.retrained():
             self.follow_requires_grad()
 
-    def forgo(self) -> None:
-        """Let go of memory in which a gather would have arrived that could not be issued."""
+    def give_up_gather(self) -> None:
+        """Release the memory of a gather that could not be issued."""
         if self.state is UnitState.SHARDED:
             self.buffer.release()
         else:
@@ -527,7 +529,7 @@ def unshard_together(units: Sequence[Unit]) -> None:
         if isinstance(error, CollectiveError):
             step.recorder.fail(error, entry)
         for unit in units:
-            unit.forgo()
+            unit.give_up_gather()
         if isinstance(error, CollectiveError):
             step.recorder.refuse(error, entry)
         raise
@@ -535,7 +537,7 @@ def unshard_together(units: Sequence[Unit]) -> None:
         unit._issued()
 
 
-def refuse_escape(units: Sequence[Unit], output: Any, module_state: str) -> None:
+def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
     """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
 
     Raises:
@@ -551,7 +553,7 @@ def refuse_escape(units: Sequence[Unit], output: Any, module_state: str) -> None
         for unit in held:
             if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
                 raise UnshardedUseError(
-                    f"The forward of '{module_state or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
+                    f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
                     f"on rank {unit.grid.world.rank}, which is released when the forward ends. Return a clone, or "
                     "compute with it inside the forward."
                 )

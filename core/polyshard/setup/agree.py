@@ -16,10 +16,10 @@ import torch
 
 from .. import _torch_private
 from ..config import ShardConfig
-from ..errors import RankMismatchError
+from ..errors import RankMismatchError, words
 from ..interfaces import Collectives
 from ..planning.groups import group_of
-from ..runtime.peers import error_text, scope_of
+from ..runtime.peers import scope_of
 from .differences import Reported, told
 
 #: Seconds of a rank's first wait for the others. Each wait is twice as long as the one before, up to the longest: few
@@ -175,7 +175,7 @@ class Meeting:
         self._deadline = time.monotonic() + self._timeout_s
         self._turn = self._store.add(f"{self._scope}/turns/{self._rank}", 1)
         if error is not None:
-            self._leave_failure(error_text(error))
+            self._leave_failure(words(error))
         else:
             self._compare()
         self._came = self._store.add(self._key("came"), 1)
@@ -363,7 +363,7 @@ def _through_collectives(collectives: Collectives, report: Sequence[Any], error:
         RankMismatchError: another rank failed, or reports something else.
     """
     rank = collectives.rank
-    failure = None if error is None else error_text(error)[:_LONGEST_FAILURE]
+    failure = None if error is None else words(error)[:_LONGEST_FAILURE]
     everyone = list(collectives.all_gather_object((failure, digest(report))))
     if error is not None:
         return

@@ -23,7 +23,7 @@ from ..planning.units import PlannedModule
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
 from ..runtime.guards import IdleCallGuard, RegistrationGuard, refuse_copies
-from ..runtime.hooks import Forward
+from ..runtime.hooks import ForwardHooks
 from ..runtime.module_state import ModuleState, merge_on_use
 from ..runtime.order import ExecutionOrder
 from ..runtime.peers import peers_of
@@ -193,7 +193,7 @@ def _join(plan: ShardPlan, grid: RankGrid, made: Mapping[nn.Module, ModuleState]
         root.budget = Budget(config.memory_budget, meter)
     root.owned = (*inner_owned, *_groups(plan, grid))
     for module, state in made.items():
-        Forward(state).attach()
+        ForwardHooks(state).attach()
         module.__dict__[MODULE_STATE_ATTRIBUTE] = state
     refuse_copies(unit for state in made.values() for unit in state.units)
     root.idle_guard = IdleCallGuard(root, states)

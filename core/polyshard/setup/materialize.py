@@ -115,13 +115,13 @@ def materialize(
     *,
     from_first: bool = False,
 ) -> dict[str, list[torch.Tensor]]:
-    """The masters of every module state that holds meta parameters, by module state name; meta buffers are filled in place.
+    """The masters of every module that owns meta parameters, by its name; meta buffers are filled in place.
 
-    ``from_first``: all ranks take rank 0's values of parameters and buffers, module state by module state, also of those that are not
-    on the meta device, which are overwritten in place.
+    ``from_first``: all ranks take rank 0's values of parameters and buffers, module by module. Those that are not on
+    the meta device are overwritten in place.
 
-    Memory on ``device`` peaks at the masters and one whole module state: all module states are initialised in the same memory, so
-    that none of it is left behind as holes between the masters.
+    Memory on ``device`` peaks at the masters and one whole module: all modules are initialised in the same memory, so
+    that no holes are left between the masters.
     """
     hollow = [owner for owner in owners if owner.has_meta_parameters]
     nbytes = max((sum(_nbytes(owner)) for owner in hollow), default=0) if grid.shard is not None else 0
@@ -227,8 +227,8 @@ def _initialize(
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
 ) -> None:
-    # A parameter of the module that belongs to another module state is sharded already, or not there yet: initialising must
-    # see its shape and not touch its values.
+    # A parameter that another module owns is sharded already, or not there yet: initialising must see its shape, and
+    # not touch its values.
     others = {
         key: parameter
         for key, parameter in module._parameters.items()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import catalog
+from .. import registry
 from ..config import PluginChoice, ShardConfig
 from ..errors import DeviceError, WorldSizeError
 from ..events import Events
@@ -68,21 +68,21 @@ class ChosenPlugins:
     policy: WrapPolicy
     layout: NamedLayout
     events: Events
-    used: tuple[catalog.Constructed[Any], ...]
+    used: tuple[registry.Constructed[Any], ...]
     """All of them, the collectives first."""
     collectives_choice: object
     """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
     entry_points: EntryPoints
     """What is installed, for the plugins that a policy names."""
 
-    def override(self, group: Group, choice: PluginChoice) -> catalog.Constructed[Any]:
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
         """The plugin that a policy names for one unit, constructed; raises what a configuration's would."""
-        resolved: catalog.Resolved[Any] = catalog.resolve(group, choice, self.entry_points)
-        return catalog.construct(resolved, self.context, self.entry_points)
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        return registry.construct(resolved, self.context, self.entry_points)
 
     def told(self) -> str:
         """All of them, in words."""
-        return ", ".join(f"{each.resolved.group.value} {catalog.used(each)}" for each in self.used)
+        return ", ".join(f"{each.resolved.group.value} {registry.used(each)}" for each in self.used)
 
 
 def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
@@ -94,7 +94,7 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
     """
     config = request.config
     choice, process_group, mesh = group_of(config)
-    entry_points = catalog.scan()
+    entry_points = registry.scan()
     context = PluginContext(
         name="",
         device=compute_device(config, request.module, request.ignored_modules),
@@ -102,8 +102,8 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
-    resolved = catalog.resolve(Group.COLLECTIVES, choice, entry_points)
-    constructed = catalog.construct(resolved, context, entry_points)
+    resolved = registry.resolve(Group.COLLECTIVES, choice, entry_points)
+    constructed = registry.construct(resolved, context, entry_points)
     agreement.collectives = constructed.instance
     return construct_plugins(config, context, constructed, entry_points)
 
@@ -111,7 +111,7 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
 def construct_plugins(
     config: ShardConfig,
     context: PluginContext,
-    constructed: catalog.Constructed[Collectives],
+    constructed: registry.Constructed[Collectives],
     entry_points: EntryPoints,
 ) -> ChosenPlugins:
     """Every plugin that ``config`` names, but for the collectives, which are ``constructed``.
@@ -120,20 +120,20 @@ def construct_plugins(
     not serve the device or the number of ranks.
     """
     collectives = constructed.instance
-    precision = catalog.resolve(Group.PRECISION, config.precision, entry_points)
-    offload = catalog.resolve(Group.OFFLOAD, config.offload, entry_points)
-    policy = catalog.resolve(Group.POLICIES, policy_choice(config.policy), entry_points)
-    layout = catalog.resolve(Group.LAYOUTS, config.layout, entry_points)
-    listeners = [catalog.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
+    precision = registry.resolve(Group.PRECISION, config.precision, entry_points)
+    offload = registry.resolve(Group.OFFLOAD, config.offload, entry_points)
+    policy = registry.resolve(Group.POLICIES, policy_choice(config.policy), entry_points)
+    layout = registry.resolve(Group.LAYOUTS, config.layout, entry_points)
+    listeners = [registry.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
     refuse_unable(collectives, collectives.rank)
     refuse_unserved(constructed, context, collectives.world_size)
     watched = dataclasses.replace(context, rank=collectives.rank, world_size=collectives.world_size)
-    caster = catalog.construct(precision, context, entry_points)
-    manager = catalog.construct(offload, context, entry_points)
-    wraps = catalog.construct(policy, context, entry_points)
-    arranges = catalog.construct(layout, context, entry_points)
-    watching = [catalog.construct(plugin, watched, entry_points) for plugin in listeners]
-    used: tuple[catalog.Constructed[Any], ...] = (constructed, caster, manager, wraps, arranges, *watching)
+    caster = registry.construct(precision, context, entry_points)
+    manager = registry.construct(offload, context, entry_points)
+    wraps = registry.construct(policy, context, entry_points)
+    arranges = registry.construct(layout, context, entry_points)
+    watching = [registry.construct(plugin, watched, entry_points) for plugin in listeners]
+    used: tuple[registry.Constructed[Any], ...] = (constructed, caster, manager, wraps, arranges, *watching)
     chosen = constructed.resolved
     return ChosenPlugins(
         context,
@@ -149,7 +149,7 @@ def construct_plugins(
     )
 
 
-def refuse_unserved(constructed: catalog.Constructed[Collectives], context: PluginContext, world_size: int) -> None:
+def refuse_unserved(constructed: registry.Constructed[Collectives], context: PluginContext, world_size: int) -> None:
     """Raise ``DeviceError`` or ``WorldSizeError`` where the collectives do not serve the device, or so many ranks."""
     collectives, name = constructed.instance, constructed.resolved.name
     capabilities = collectives.capabilities

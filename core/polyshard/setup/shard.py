@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import catalog
+from .. import registry
 from .._torch_private import post_accumulate_grad_hooks
 from .._version import __version__
 from ..config import ShardConfig, Strategy
@@ -120,7 +120,7 @@ def plan_shards(request: Request, plugins: ChosenPlugins) -> ShardPlan:
         _plan_units(owners, request, plugins, shards),
         plugins.events,
         signature=(
-            catalog.fingerprint(plugins.used[0]),
+            registry.fingerprint(plugins.used[0]),
             plugins.collectives_choice,
             plugins.context.process_group,
             (shard_lists, replicate_lists),
@@ -139,9 +139,9 @@ def planned_modules(
     return _plan_units(owners, request, plugins, shards)
 
 
-def plugins_of(model: nn.Module) -> tuple[catalog.UsedPlugin, ...]:
+def plugins_of(model: nn.Module) -> tuple[registry.UsedPlugin, ...]:
     """The plugins that ``model`` and the modules inside it, where they were sharded by themselves, were given."""
-    found: list[catalog.UsedPlugin] = []
+    found: list[registry.UsedPlugin] = []
     for name, inner in model.named_modules():
         for each in inner.__dict__.get(_PLUGINS_ATTRIBUTE, ()):
             found.append(dataclasses.replace(each, module=".".join(filter(None, (name, each.module)))))
@@ -225,11 +225,11 @@ def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> 
     """The report that ranks compare: what they resolved and planned, and checksums of values."""
     config, collectives = plan.request.config, plugins.collectives
     # Asked for where nobody compares them, too, so that a plugin that cannot answer shows everywhere.
-    overridden = [[catalog.fingerprint(own) for own in each.plugins.overrides.values()] for each in plan.modules]
+    overridden = [[registry.fingerprint(own) for own in each.plugins.overrides.values()] for each in plan.modules]
     compares = config.check_ranks and collectives.capabilities.can_communicate and collectives.world_size > 1
     report = [
-        *catalog.Permission.read().rows(),
-        *(row for used in plugins.used for row in catalog.fingerprint(used)),
+        *registry.Permission.read().rows(),
+        *(row for used in plugins.used for row in registry.fingerprint(used)),
         ["collectives", *kind_of(collectives)],
         ["strategy", plan.strategy.value, *plan.rank_lists],
         *([name, getattr(config, name)] for name in _COMPARED),
@@ -240,7 +240,7 @@ def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> 
             releases = ["reshard_after_forward", each.overrides.get("reshard_after_forward")]
             report += rows_of(each, [releases, *fingerprints])
     if compares:
-        report.append(["polyshard", __version__, catalog.engine_digest()])
+        report.append(["polyshard", __version__, registry.engine_digest()])
         report += described_values(plan.modules, compare=not config.sync_module_states)
         if config.sync_module_states:
             own = {inner for each in plan.modules for inner in each.modules}
@@ -254,8 +254,8 @@ def _form_groups(plan: ShardPlan, world: Collectives) -> RankGrid:
 
 
 def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
-    found = [catalog.used(each) for each in plugins.used]
-    found += [catalog.used(own, each.name) for each in plan.modules for own in each.plugins.overrides.values()]
+    found = [registry.used(each) for each in plugins.used]
+    found += [registry.used(own, each.name) for each in plan.modules for own in each.plugins.overrides.values()]
     plan.request.module.__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
 
 

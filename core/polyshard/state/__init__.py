@@ -9,12 +9,21 @@ this rank holds, and stock ``torch.distributed.checkpoint`` saves and loads it w
 ``StateOptions`` asks for DTensors, or for whole tensors on every rank or on rank 0.
 """
 
-from .boxes import Box
-from .getters import get_model_state_dict, get_optimizer_state_dict, get_state_dict
-from .options import StateForm, StateOptions, StateOrigin
+from ..io.boxes import Box, Chunk
 from .restore import Unmatched
-from .setters import init_optimizer_state, set_model_state_dict, set_optimizer_state_dict, set_state_dict
-from .sharded import CheckpointTensor, Chunk
+from .sharded import CheckpointTensor
+from .state_dicts import (
+    StateForm,
+    StateOptions,
+    StateOrigin,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    init_optimizer_state,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 __all__ = [
     "Box",

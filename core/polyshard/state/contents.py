@@ -1,19 +1,99 @@
-"""The state of a sharded model and its optimizer as objects, under the names that the unsharded model has."""
+"""The state of a sharded model and its optimizers as objects, under the names that the unsharded model has."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError, UnsupportedError
-from ..functions.whole import state_dicts_of_pieces
-from ..runtime.root import Root
-from .optimizers import Joint, Optimizers
-from .places import Holding, holdings, places
-from .resting import resting_root
+from ..errors import ConfigError, ConfigTypeError, UnsupportedError
+from ..inspect import idle_model, state_dicts_of_pieces
+from .sharded import Holding, holdings, of_parameter, parameters_of
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+#: The class of an optimizer, or of each of several.
+Kind = Mapping[str, str] | Sequence[Mapping[str, str]]
+#: Optimizers that keep something else of large parameters do so from 4,096 elements on.
+_MOST = 1 << 16
+
+
+class Joint:
+    """Optimizers as one: their parameter groups one after the other, each parameter's state with its own optimizer."""
+
+    def __init__(self, given: Optimizers) -> None:
+        """``given``: in the same order at each save and load.
+
+        Raises ConfigTypeError: there is something else among them, or nothing.
+        """
+        self.members = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
+        other = next((each for each in self.members if not isinstance(each, torch.optim.Optimizer)), None)
+        if other is not None or not self.members:
+            raise ConfigTypeError(
+                f"A checkpoint got {type(other).__name__ if self.members else 'an empty sequence'} for an optimizer. "
+                "Give an optimizer of PyTorch, a sequence of them, or None."
+            )
+        self.groups: list[dict[str, Any]] = [group for each in self.members for group in each.param_groups]
+        self._optimizer_of = {
+            parameter: each for each in self.members for group in each.param_groups for parameter in group["params"]
+        }
+
+    @property
+    def kind(self) -> Kind:
+        """The class of each optimizer, for a checkpoint."""
+        kinds = [kind_of(each) for each in self.members]
+        return kinds if len(kinds) > 1 else kinds[0]
+
+    @property
+    def described(self) -> str:
+        """For ranks to compare: the classes, and how many groups each has."""
+        return ", ".join(f"{type(each).__qualname__} of {len(each.param_groups)} group(s)" for each in self.members)
+
+    def settings(self) -> dict[str, object]:
+        """For ranks to compare: the settings of each group that are numbers, words, None and tuples of these.
+
+        Each rank steps its own pieces by its own settings: a learning rate that drifted apart on a rank's own loss
+        makes the model a mixture.
+        """
+        return {
+            f"{name} of the optimizer's group {index}": value
+            for index, group in enumerate(self.groups)
+            # Two ranks' may stand in different orders.
+            for name, value in sorted(group.items())
+            if _is_plain(value)
+        }
+
+    def parts(self) -> Iterator[tuple[torch.optim.Optimizer, slice]]:
+        """Each optimizer, and which of ``groups`` are its own."""
+        start = 0
+        for each in self.members:
+            yield each, slice(start, start + len(each.param_groups))
+            start += len(each.param_groups)
+
+    def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """What its optimizer has for ``parameter``."""
+        found: Mapping[str, Any] = self._optimizer_of[parameter].state.get(parameter, {})
+        return found
+
+    def replace_state(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
+        """Let its optimizer have ``state`` for ``parameter``; None or nothing in it for none."""
+        own = self._optimizer_of[parameter].state
+        own.pop(parameter, None)
+        if state:
+            own[parameter] = state
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The class of ``optimizer`` by name."""
+    return {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -26,10 +106,10 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
     """
-    root = resting_root(model, "model_state()")
-    state: dict[str, Any] = {place.name: place.value() for place in places(root)}
-    managed = {id(parameter) for parameter in _managed(root)}
-    module = root.module_states[0].module
+    sharded = idle_model(model, "model_state()")
+    module = sharded.module
+    state: dict[str, Any] = {each.name: of_parameter(each, each.tensor) for each in parameters_of(sharded)}
+    managed = {id(parameter) for unit in sharded.units for parameter in unit.tensors}
     for name, parameter in module.named_parameters():
         if id(parameter) not in managed:
             state[name] = parameter.detach()
@@ -54,23 +134,23 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
         ConfigError: the optimizer holds a parameter that is not the model's, a unit's flat parameter and its own ones
             together, or state that no other number of ranks could take over.
     """
-    root = resting_root(model, "optimizer_state()")
+    sharded = idle_model(model, "optimizer_state()")
     joint = Joint(optimizer)
-    held = holdings(root, joint.groups)
+    held = holdings(sharded, joint.groups)
     for each in joint.members:
         if getattr(each, "keeps_at_owners", False):
             raise UnsupportedError(
                 f"{type(each).__name__} keeps something of whole tensors on the ranks that own them (rank "
-                f"{root.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer start "
-                "anew."
+                f"{sharded.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer "
+                "start anew."
             )
         # Of several replicas one keeps the state of a piece, where they share the work.
         getattr(each, "drop_outdated_state", bool)()
     state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
         for key, value in joint.state_of(parameter).items():
-            for name, told in _entries(holding, key, value, root.rank).items():
-                state.setdefault(name, {})[key] = told
+            for name, shown in _entries(holding, key, value, sharded.rank).items():
+                state.setdefault(name, {})[key] = shown
     groups = []
     for group in joint.groups:
         names = [name for parameter in group["params"] for name in held[parameter].names]
@@ -83,7 +163,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
 
 def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """What ``model_state`` gave, under all names of a parameter or buffer, as ``model.state_dict()`` orders them."""
-    module = resting_root(model, "in_order()").module_states[0].module
+    module = idle_model(model, "in_order()").module
     names = names_of(model)
     named = {name: value for first, value in state.items() for name in names.get(first, (first,))}
     known = [name for name in _state_dict_names(module) if name in named]
@@ -92,7 +172,7 @@ def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of each parameter and buffer, by the one under which ``model_state`` has it."""
-    module = resting_root(model, "names_of()").module_states[0].module
+    module = idle_model(model, "names_of()").module
     found: dict[int, list[str]] = {}
     for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
@@ -104,7 +184,7 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def frozen_names(model: nn.Module) -> set[str]:
     """First names of the parameters that need no gradient."""
-    module = resting_root(model, "frozen_names()").module_states[0].module
+    module = idle_model(model, "frozen_names()").module
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
@@ -113,18 +193,12 @@ def _state_dict_names(module: nn.Module) -> Collection[str]:
         return module.state_dict().keys()
 
 
-def _managed(root: Root) -> Iterator[nn.Parameter]:
-    for unit in root.units:
-        for parameter in unit.parameters:
-            yield parameter.original
-
-
 def _entries(holding: Holding, key: str, value: Any, rank: int) -> dict[str, Any]:
     """The state ``key`` of each parameter that ``holding`` stands for, by name."""
     require_entry(holding, key, value, rank)
     if not isinstance(value, torch.Tensor):
         return dict.fromkeys(holding.here, value)
-    if holding.places and value.ndim > 0 and value.shape == holding.parameter.shape:
+    if holding.sharded and value.ndim > 0 and value.shape == holding.parameter.shape:
         return dict(holding.parts(value))
     return dict.fromkeys(holding.here, value.detach())
 
@@ -132,15 +206,14 @@ def _entries(holding: Holding, key: str, value: Any, rank: int) -> dict[str, Any
 def require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
     """Refuse state of a parameter that no other number of ranks could take over.
 
-    Raises:
-        ConfigError: naming the state ``key``, and the parameter that ``holding`` is about.
+    Raises ConfigError: naming the state ``key``, and the parameter that ``holding`` is about.
     """
     if isinstance(value, (dict, list, tuple)):
         raise ConfigError(
             f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of which "
             "it cannot be told how it is sharded. Use an optimizer whose state is tensors and numbers."
         )
-    if isinstance(value, torch.Tensor) and holding.places and value.ndim > 0:
+    if isinstance(value, torch.Tensor) and holding.sharded and value.ndim > 0:
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise ConfigError(
                 f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of "
@@ -154,3 +227,65 @@ def require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
                 "other ranks. Use an optimizer whose state has the parameter's shape, or save the model without it, "
                 "and the optimizer's state_dict() of each rank beside it."
             )
+
+
+def expected_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter, Mapping[str, Any]]]:
+    """What ``optimizer`` would keep: a parameter of its own, what stood for it in a step, and the state after that.
+
+    Of each group the largest parameter of each number of dimensions, cut to 65,536 elements. Nothing of torch's own
+    optimizers, whose state is known to be of parameters' shapes, and nothing of those that cannot step so: what was
+    wrong with these they say in their first step. Neither ``optimizer`` nor random states change.
+    """
+    if _is_known(optimizer):
+        return
+    for group in optimizer.param_groups:
+        largest: dict[int, nn.Parameter] = {}
+        for parameter in group["params"]:
+            known = largest.get(parameter.ndim)
+            if parameter.requires_grad and (known is None or parameter.numel() > known.numel()):
+                largest[parameter.ndim] = parameter
+        for parameter in largest.values():
+            if parameter.numel() and not parameter.is_meta and not optimizer.state.get(parameter):
+                stand_in = _stand_in(parameter)
+                yield parameter, stand_in, _state_after_a_step(optimizer, group, stand_in)
+
+
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    # Of those that exchange parameters, and of those that let others step, a copy would not step by itself.
+    together = hasattr(kind, "keeps_at_owners")
+    around = any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
+    return kind.__module__.startswith("torch.optim.") or together or around
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    shape = list(parameter.shape)
+    while shape and torch.Size(shape).numel() > _MOST:
+        longest = shape.index(max(shape))
+        shape[longest] = max(1, shape[longest] * _MOST // torch.Size(shape).numel())
+    with torch.inference_mode(False):
+        stand_in = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
+        stand_in.grad = torch.zeros_like(stand_in)
+    return stand_in
+
+
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], stand_in: nn.Parameter
+) -> Mapping[str, Any]:
+    # Not copy.copy, which asks the class for less than it needs to step.
+    copied: Any = object.__new__(type(optimizer))
+    copied.__dict__.update(vars(optimizer))
+    copied.state = defaultdict(dict)
+    copied.param_groups = [
+        {key: value for key, value in group.items() if key != "param_names"} | {"params": [stand_in]}
+    ]
+    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    devices = [stand_in.device] if stand_in.device.type == "cuda" else []
+    try:
+        # Some compile their steps, which takes longer than one does. The class's own: schedulers put others around.
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            type(optimizer).step(copied)
+    except Exception:
+        return {}
+    found: Mapping[str, Any] = copied.state.get(stand_in, {})
+    return found

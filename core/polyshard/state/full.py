@@ -13,30 +13,21 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..functions.whole import gather_whole
-from ..runtime.gather import view_of
-from ..runtime.root import Root
-from ..runtime.unit import Unit
-from .contents import model_state
-from .optimizers import Joint
-from .places import Holding, Place, holdings, places_of
-from .sharded import CheckpointTensor
+from ..inspect import ShardedModel, ShardedParameter, ShardedUnit
+from .contents import Joint, model_state
+from .sharded import CheckpointTensor, Holding, holdings
 
 
-def require_whole(root: Root, call: str) -> None:
-    """Refuse where other ranks' elements cannot be had.
-
-    Raises:
-        UnsupportedError: saying so.
-    """
-    if root.collectives.world_size > 1 and not root.collectives.capabilities.can_communicate:
+def require_whole(sharded: ShardedModel, call: str) -> None:
+    """Refuse where other ranks' elements cannot be had. Raises UnsupportedError: saying so."""
+    if sharded.collectives.world_size > 1 and not sharded.collectives.capabilities.can_communicate:
         raise UnsupportedError(
-            f"{call} cannot give whole tensors on a rank of a pretended world of {root.collectives.world_size}: "
+            f"{call} cannot give whole tensors on a rank of a pretended world of {sharded.collectives.world_size}: "
             "nothing travels there. Ask for the sharded form."
         )
 
 
-def whole_parameters(root: Root, *, receives: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_parameters(sharded: ShardedModel, *, receives: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Each sharded parameter, whole and in host memory, unit by unit; nothing where this rank does not receive.
 
     Every rank goes through all of it.
@@ -44,45 +35,47 @@ def whole_parameters(root: Root, *, receives: bool) -> Iterator[tuple[str, torch
     Raises:
         ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
-    root.refuse_moved()
-    for unit in root.units:
-        if unit.grid.shard is None and not receives:
+    sharded.refuse_moved()
+    for unit in sharded.units:
+        if unit.shard is None and not receives:
             continue
-        flat = gather_whole(unit, unit.master)
-        for place in places_of(unit) if receives else ():
-            yield place.name, _on_host(_view(flat, place))
+        flat = unit.gather(unit.master)
+        for parameter in unit.parameters if receives else ():
+            yield parameter.name, _on_host(_view(flat, parameter))
         # Not kept while the next one is gathered.
         del flat
 
 
-def full_model_state(model: nn.Module, root: Root, *, receives: bool) -> dict[str, Any]:
+def full_model_state(model: nn.Module, sharded: ShardedModel, *, receives: bool) -> dict[str, Any]:
     """As ``model_state``, of whole tensors; in its order."""
-    whole = dict(whole_parameters(root, receives=receives))
+    whole = dict(whole_parameters(sharded, receives=receives))
     if not receives:
         return {}
     return {name: whole[name] if name in whole else _on_host(value) for name, value in model_state(model).items()}
 
 
-def full_optimizer_state(root: Root, joint: Joint, own: Mapping[str, Any], *, receives: bool) -> dict[str, Any]:
+def full_optimizer_state(
+    sharded: ShardedModel, joint: Joint, own: Mapping[str, Any], *, receives: bool
+) -> dict[str, Any]:
     """As ``own``, which ``optimizer_state`` gave of ``joint``, of whole tensors."""
-    held = holdings(root, joint.groups)
+    held = holdings(sharded, joint.groups)
     told = _told(own["state"])
-    everyone = root.collectives.all_gather_object(told) if root.collectives.world_size > 1 else [told]
+    everyone = sharded.collectives.all_gather_object(told) if sharded.collectives.world_size > 1 else [told]
     known: dict[str, dict[str, Any]] = {}
     for each in everyone:
         for name, states in each.items():
             for key, value in states.items():
                 known.setdefault(name, {}).setdefault(key, value)
-    by_unit: dict[str, list[Holding]] = {}
-    unit_of = {parameter.names[0]: unit for unit in root.units for parameter in unit.parameters}
+    by_unit: dict[ShardedUnit, list[Holding]] = {}
+    unit_of = {parameter.name: unit for unit in sharded.units for parameter in unit.parameters}
     for holding in held.values():
-        if holding.places:
-            by_unit.setdefault(unit_of[holding.names[0]].name, []).append(holding)
+        if holding.sharded:
+            by_unit.setdefault(unit_of[holding.names[0]], []).append(holding)
     found: dict[str, dict[str, Any]] = {}
-    for unit in root.units:
-        if unit.grid.shard is None and not receives:
+    for unit in sharded.units:
+        if unit.shard is None and not receives:
             continue
-        for name, key, tensor in _whole_states(unit, by_unit.get(unit.name, []), joint, known, receives=receives):
+        for name, key, tensor in _whole_states(unit, by_unit.get(unit, []), joint, known, receives=receives):
             found.setdefault(name, {})[key] = tensor
     if not receives:
         return {}
@@ -119,29 +112,24 @@ def _told(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _whole_states(
-    unit: Unit,
-    held: list[Holding],
-    joint: Joint,
-    known: Mapping[str, Mapping[str, Any]],
-    *,
-    receives: bool,
+    unit: ShardedUnit, held: list[Holding], joint: Joint, known: Mapping[str, Mapping[str, Any]], *, receives: bool
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    wanted: dict[tuple[str, torch.dtype], list[Place]] = {}
+    wanted: dict[tuple[str, torch.dtype], list[ShardedParameter]] = {}
     for holding in held:
-        for place in holding.places:
-            for key, value in known.get(place.name, {}).items():
+        for parameter in holding.sharded:
+            for key, value in known.get(parameter.name, {}).items():
                 if isinstance(value, _Tensor) and value.cut:
-                    wanted.setdefault((key, value.dtype), []).append(place)
-    for (key, dtype), places in wanted.items():
+                    wanted.setdefault((key, value.dtype), []).append(parameter)
+    for (key, dtype), parameters in wanted.items():
         own = torch.zeros_like(unit.master, dtype=dtype)
-        names = {place.name for place in places}
+        names = {parameter.name for parameter in parameters}
         for holding in held:
             value = joint.state_of(holding.parameter).get(key)
             if isinstance(value, torch.Tensor) and value.ndim and value.shape == holding.parameter.shape:
                 _put(own, holding, names, value)
-        flat = gather_whole(unit, own)
-        for place in places if receives else ():
-            yield place.name, key, _on_host(_view(flat, place))
+        flat = unit.gather(own)
+        for parameter in parameters if receives else ():
+            yield parameter.name, key, _on_host(_view(flat, parameter))
         # Not kept while the next one is gathered.
         del flat, own
 
@@ -151,16 +139,18 @@ def _put(own: torch.Tensor, holding: Holding, names: set[str], value: torch.Tens
     if holding.unit is not None:
         own.copy_(value)
         return
-    (place,) = holding.places
-    if place.piece is None or place.name not in names or value.dtype != own.dtype:
+    (parameter,) = holding.sharded
+    slot, piece = parameter.slot, parameter.piece
+    if piece is None or parameter.name not in names or value.dtype != own.dtype:
         return
     # A parameter that is not cut has its own shape, which is no piece's.
-    shown = place.slot.shown(place.piece.numel) if place.cut else (place.slot.shape, place.slot.stride)
-    own.as_strided(*shown, own.storage_offset() + place.piece.shard_offset).copy_(value)
+    shown = slot.shown(piece.numel) if parameter.sharded else (slot.shape, slot.stride)
+    own.as_strided(*shown, own.storage_offset() + piece.shard_offset).copy_(value)
 
 
-def _view(flat: torch.Tensor, place: Place) -> torch.Tensor:
-    return view_of(flat, place.slot.shape, place.slot.stride, place.slot.offset)
+def _view(flat: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:
+    slot = parameter.slot
+    return flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
 
 
 def _on_host(value: Any) -> Any:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import ConfigError
-from ..functions.optimizers import NOT_BY_ELEMENT
-from ..runtime.root import Root
-from .contents import frozen_names, model_state, names_of
-from .flat_state import FlatState
-from .kind import IMPLEMENTATION, Kind, require_same_kinds
-from .optimizers import Joint
-from .places import MODEL, OPTIMIZER, Holding, holdings
-from .sharded import CheckpointTensor
-from .source import SavedState, Source, listed, opening, problem_with
-from .state_tensors import fits, kept_beside, require_dtype
+from ..inspect import NOT_BY_ELEMENT, ShardedModel
+from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of
+from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
+from .source import SavedState, Source, in_lines, listed, opening, problem_with
 
-#: Lines of one error.
-_MOST_PROBLEMS = 8
+#: How a step is carried out, not what it computes: left as the optimizer was made.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOT_COMPARED = _IMPLEMENTATION | {"params", "param_names"}
+#: For a flat parameter that differs from the parameters that it stands for.
+_REMEDY = "Give the optimizer model.parameters() instead."
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +38,13 @@ class ModelRestore:
     def __init__(
         self, source: Source, model: nn.Module, rank: int, *, strict: bool = True, frozen: bool = True
     ) -> None:
-        """Match ``model`` with the source's.
+        """Match ``model`` with the source's; a tied parameter is taken from any of its names.
 
-        A tied parameter is taken from any of its names.
+        ``strict``: whether all names must be in both. ``frozen``: whether parameters that need no gradient must be in
+        the source.
 
-        Args:
-            source: What is to be loaded.
-            model: The outermost sharded module.
-            rank: For errors.
-            strict: Whether all names must be in both.
-            frozen: Whether parameters that need no gradient must be in the source.
-
-        Raises:
-            ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all
-                that is wrong.
+        Raises ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all
+        that is wrong.
         """
         wanted = model_state(model)
         saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
@@ -86,8 +76,7 @@ class ModelRestore:
                 )
             wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
         if wrong:
-            more = len(wrong) - _MOST_PROBLEMS
-            raise ConfigError("\n".join([*wrong[:_MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]))
+            raise ConfigError(in_lines(wrong))
         self.unmatched = Unmatched(tuple(missing), tuple(unexpected))
 
 
@@ -98,42 +87,34 @@ class OptimizerRestore:
     as it was until then, but for state tensors that it had already and that are read into in place.
     """
 
-    def __init__(self, source: Source, root: Root, optimizer: Joint, kind: Kind | None) -> None:
+    def __init__(self, source: Source, sharded: ShardedModel, optimizer: Joint, kind: Kind | None) -> None:
         """Match ``optimizer`` with the source's, of which ``kind`` tells the class, or None where it does not.
 
-        Raises:
-            ConfigError: they do not fit.
+        Raises ConfigError: they do not fit.
         """
         self._optimizer = optimizer
-        self._rank = root.rank
+        self._rank = sharded.rank
         self._source = source
-        held = holdings(root, optimizer.groups)
+        held = holdings(sharded, optimizer.groups)
         self._settings = self._read_settings()
         self._compare_groups(held)
-        require_same_kinds(kind, self._settings, optimizer, source, root.rank)
+        _require_same_kinds(kind, self._settings, optimizer, source, sharded.rank)
         self.targets: dict[str, Any] = {}
         self._entries: list[tuple[nn.Parameter, str, str]] = []
         self._tensors: dict[str, torch.Tensor] = {}
-        self._flat: dict[nn.Parameter, FlatState] = {}
+        self._flat: dict[nn.Parameter, _FlatState] = {}
         #: Whose state is the source's afterwards. Of a parameter without elements here an optimizer may keep what
         #: it began with.
         self._taken: list[nn.Parameter] = []
-        saved = self._saved(root, held)
+        saved = self._saved()
         self._numbers = self._names_of_numbers(held.values(), saved)
         wrong: list[str] = []
         for group in optimizer.groups:
             for parameter in group["params"]:
                 holding, present = held[parameter], optimizer.state_of(parameter)
                 if holding.unit is not None:
-                    flat = FlatState(
-                        source,
-                        holding,
-                        saved,
-                        present,
-                        numbers=self._numbers,
-                        beside=kept_beside(group),
-                        rank=root.rank,
-                    )
+                    beside = _on_parameters_device(group)
+                    flat = _FlatState(source, holding, saved, present, self._numbers, sharded.rank, beside=beside)
                     self._flat[parameter] = flat
                     self._taken.append(parameter)
                     self.targets.update(flat.targets)
@@ -148,26 +129,21 @@ class OptimizerRestore:
                         wrong.append(str(error))
                     self._entries.append((parameter, name, key))
         if wrong:
-            raise ConfigError("\n".join(wrong[:_MOST_PROBLEMS]))
+            raise ConfigError(in_lines(wrong))
         self._read_scalars()
 
     def commit(self) -> None:
         """Give the optimizer what was read into ``targets``."""
         state = {parameter: flat.finish() for parameter, flat in self._flat.items()}
-        given: set[str] = set()
         for parameter, name, key in self._entries:
             value = self._tensors[key] if key in self._tensors else self.targets[key]
-            # State that was repaired is read once for several, each of which counts on by itself.
-            if key in given and isinstance(value, torch.Tensor):
-                value = value.clone()
-            given.add(key)
             state.setdefault(parameter, {})[name] = value
         for parameter in self._taken:
             self._optimizer.replace_state(parameter, state.get(parameter))
         for group, settings in zip(self._optimizer.groups, self._settings, strict=True):
             for name, value in settings.items():
                 current = group.get(name)
-                if name in ("params", "param_names") or name in IMPLEMENTATION:
+                if name in ("params", "param_names") or name in _IMPLEMENTATION:
                     continue
                 if isinstance(current, torch.Tensor):
                     # In place: a captured step reads the learning rate at this address.
@@ -175,20 +151,19 @@ class OptimizerRestore:
                 else:
                     group[name] = value
 
-    def _saved(self, root: Root, held: Mapping[nn.Parameter, Holding]) -> SavedState:
+    def _saved(self) -> SavedState:
         """By parameter name and name of the state, the source's key."""
         found: dict[str, dict[str, str]] = {}
         for key, path in self._source.paths(OPTIMIZER, "state").items():
             found.setdefault(path[2], {})[path[3]] = key
-        groups = [[held[parameter] for parameter in group["params"]] for group in self._optimizer.groups]
-        return self._source.mended(found, groups, root.units, self._rank)
+        return found
 
     def _names_of_numbers(self, held: Iterable[Holding], saved: SavedState) -> frozenset[str]:
         """Names of states that are one number for a parameter, not one for each element: the same for a scalar one.
 
         Seen at the other parameters; where there are none, ``torch.optim`` is asked.
         """
-        shapes = {place.name: place.slot.shape for holding in held for place in holding.places}
+        shapes = {each.name: each.slot.shape for holding in held for each in holding.sharded}
         numbers: set[str] = set()
         elements: set[str] = set()
         for parameter, states in saved.items():
@@ -206,12 +181,7 @@ class OptimizerRestore:
                 f"{opening(self._source)} holds no optimizer (rank {self._rank}). Load it without one, "
                 "or choose one that was saved with its optimizer."
             )
-        values: dict[str, Any] = {}
-        for key in paths:
-            entry = self._source.entry(key)
-            values[key] = None
-            if isinstance(entry, TensorStorageMetadata):
-                values[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        values: dict[str, Any] = {key: self._source.blank(key) for key in paths}
         self._source.read(values)
         settings: list[dict[str, Any]] = [{} for _ in range(1 + max(path[2] for path in paths.values()))]
         for key, path in paths.items():
@@ -254,20 +224,21 @@ class OptimizerRestore:
         parameter, shape, dtype = holding.parameter, tuple(entry.size), entry.properties.dtype
         local = present.get(name)
         what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
-        require_dtype(local, dtype, what, self._source, where)
-        if holding.places and shape == holding.places[0].slot.shape and (shape or name not in self._numbers):
-            if not fits(local, parameter.shape, dtype):
+        _require_dtype(local, dtype, what, self._source, where)
+        whole_shape = holding.sharded[0].slot.shape if holding.sharded else None
+        if shape == whole_shape and (shape or name not in self._numbers):
+            if not _fits(local, parameter.shape, dtype):
                 local = torch.zeros_like(parameter, dtype=dtype)
-            target: torch.Tensor = holding.places[0].shaped(local)
+            target: torch.Tensor = of_parameter(holding.sharded[0], local)
         elif holding.partial and math.prod(shape) != 1:
             raise ConfigError(
                 f"{what} has shape {shape} in {self._source.described}, neither a scalar nor the "
-                f"parameter's shape {holding.places[0].slot.shape}, so there is no part of it for this rank {where}. "
+                f"parameter's shape {whole_shape}, so there is no part of it for this rank {where}. "
                 "Load it with the strategy that saved it, or without its optimizer."
             )
         else:
-            if not fits(local, shape, dtype):
-                device = parameter.device if shape or kept_beside(group) else torch.device("cpu")
+            if not _fits(local, shape, dtype):
+                device = parameter.device if shape or _on_parameters_device(group) else torch.device("cpu")
                 local = torch.zeros(shape, dtype=dtype, device=device)
             target = local
         wrong = problem_with(self._source, key, what, target, where)
@@ -279,3 +250,250 @@ class OptimizerRestore:
 
 def _wants_nothing(value: Any) -> bool:
     return isinstance(value, CheckpointTensor) and not value.chunks
+
+
+class _FlatState:
+    """State of one flat parameter on its way out of a source.
+
+    Made before anything is read. ``targets`` are to be filled and ``scalars`` to be read and taken; ``finish`` then
+    gives what belongs to the optimizer.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        holding: Holding,
+        saved: Mapping[str, Mapping[str, str]],
+        present: Mapping[str, Any],
+        numbers: Collection[str],
+        rank: int,
+        *,
+        beside: bool,
+    ) -> None:
+        """Match ``source``, whose keys for each parameter and state are ``saved``, with a flat parameter.
+
+        ``present``: the optimizer's state now; tensors that fit are filled in place. ``numbers``: names of states that
+        are one number for a parameter, a scalar one too. ``beside``: whether scalars lie on the parameter's device.
+
+        Raises ConfigError: the source's state is of another shape, or is there for some of the parameters only.
+        """
+        self._source = source
+        self._holding = holding
+        self._present = present
+        self._beside = beside
+        self._where = f"(rank {rank})"
+        self.targets: dict[str, CheckpointTensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._scalars: dict[str, dict[str, str]] = {}
+        self._agreed: dict[str, Any] = {}
+        own = {each: saved.get(each, {}) for each in holding.names}
+        for name in dict.fromkeys(name for states in own.values() for name in states):
+            keys = {each: states[name] for each, states in own.items() if name in states}
+            self._require_all(name, keys)
+            if name not in numbers and self._has_shapes(keys):
+                self._add_tensor(name, keys)
+            else:
+                self._add_scalar(name, keys)
+
+    def scalars(self) -> dict[str, Any]:
+        """Where values that the parameters share are to be read into, by key of the source."""
+        return {key: self._source.blank(key) for keys in self._scalars.values() for key in keys.values()}
+
+    def take_scalars(self, values: Mapping[str, Any]) -> None:
+        """Take what was read into ``scalars``. Raises ConfigError: two parameters have different values."""
+        for name, keys in self._scalars.items():
+            (first, key), *others = keys.items()
+            for other, other_key in others:
+                if not _same(values[key], values[other_key]):
+                    raise ConfigError(
+                        f"optimizer state '{name}' is {_shown(values[key])} for '{first}' but "
+                        f"{_shown(values[other_key])} for '{other}' in {self._source.described}, and "
+                        f"{self._holding.described} has one for both {self._where}. {_REMEDY}"
+                    )
+            self._agreed[name] = values[key]
+
+    def finish(self) -> dict[str, Any]:
+        """What the optimizer is to have, once ``targets`` are filled."""
+        for tensor in self._tensors.values():
+            self._clear_padding(tensor)
+        state: dict[str, Any] = dict(self._tensors)
+        for name, value in self._agreed.items():
+            present = self._present.get(name)
+            if not isinstance(value, torch.Tensor):
+                state[name] = value
+            elif _fits(present, value.shape, value.dtype):
+                # In place: a captured step reads it at this address.
+                state[name] = present.detach().copy_(value)
+            else:
+                on_device = value.ndim > 0 or self._beside
+                state[name] = value.to(self._holding.parameter.device) if on_device else value
+        return state
+
+    def _require_all(self, name: str, keys: Mapping[str, str]) -> None:
+        # Empty parameters may have none: no rank has a part of them. One rank of a pretended world saved its own parts.
+        needed = [
+            each.name
+            for each in self._holding.sharded
+            if (each.slot.numel if self._source.complete else each.piece is not None)
+        ]
+        missing = [each for each in needed if each not in keys]
+        if missing:
+            raise ConfigError(
+                f"{opening(self._source)} has optimizer state '{name}' of {listed(list(keys))} but "
+                f"not of {listed(missing)}, and {self._holding.described} has it for all {self._where}. {_REMEDY}"
+            )
+
+    def _has_shapes(self, keys: Mapping[str, str]) -> bool:
+        """Whether every parameter's entry has the shape of the parameter."""
+        shapes = {each.name: each.slot.shape for each in self._holding.sharded}
+        entries = {each: self._source.entry(key) for each, key in keys.items()}
+        return all(
+            isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shapes[each]
+            for each, entry in entries.items()
+        )
+
+    def _add_tensor(self, name: str, keys: Mapping[str, str]) -> None:
+        parameter = self._holding.parameter
+        dtype, *others = {entry.properties.dtype for entry in map(self._source.entry, keys.values()) if entry}
+        if others:
+            raise ConfigError(
+                f"optimizer state '{name}' of {listed(list(keys))} has several dtypes in "
+                f"{self._source.described}, but {self._holding.described} has one {self._where}. {_REMEDY}"
+            )
+        local = self._present.get(name)
+        what = f"optimizer state '{name}' of {self._holding.described}"
+        _require_dtype(local, dtype, what, self._source, self._where)
+        if not _fits(local, parameter.shape, dtype):
+            local = torch.zeros_like(parameter, dtype=dtype)
+        self._tensors[name] = local.detach()
+        for each, target in self._holding.parts(local).items():
+            if each in keys:
+                wrong = problem_with(
+                    self._source, keys[each], f"optimizer state '{name}' of '{each}'", target, self._where
+                )
+                if wrong is not None:
+                    raise ConfigError(wrong)
+                self.targets[keys[each]] = target
+
+    def _add_scalar(self, name: str, keys: Mapping[str, str]) -> None:
+        for each, key in keys.items():
+            entry = self._source.entry(key)
+            if isinstance(entry, TensorStorageMetadata) and math.prod(entry.size) != 1:
+                raise ConfigError(
+                    f"optimizer state '{name}' of '{each}' has shape {tuple(entry.size)} in "
+                    f"{self._source.described}, neither a scalar nor the parameter's shape, so it is no state of "
+                    f"{self._holding.described} {self._where}. {_REMEDY}"
+                )
+        self._scalars[name] = dict(keys)
+
+    def _clear_padding(self, tensor: torch.Tensor) -> None:
+        cursor = 0
+        for piece in (each.piece for each in self._holding.sharded):
+            if piece is not None:
+                tensor[cursor : piece.shard_offset].zero_()
+                cursor = piece.shard_offset + piece.numel
+        tensor[cursor:].zero_()
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _shown(value: Any) -> str:
+    return str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _require_same_kinds(
+    saved: Kind | None, groups: Sequence[Mapping[str, Any]], joint: Joint, source: Source, rank: int
+) -> None:
+    """Refuse a source whose state other kinds of optimizers made.
+
+    ``saved``: ``Joint.kind`` at the save; None where the source does not name the classes. ``groups``: saved settings.
+
+    Raises:
+        ConfigError: naming the classes, or the setting.
+    """
+    kinds = [saved] if saved is None or isinstance(saved, Mapping) else list(saved)
+    if saved is not None and len(kinds) != len(joint.members):
+        names = ", ".join(kind["class"] for kind in kinds if kind is not None)
+        raise ConfigError(
+            f"{opening(source)} was saved by {len(kinds)} optimizers ({names}), and is loaded into "
+            f"{len(joint.members)} (rank {rank}). Give those that saved it, in the same order."
+        )
+    for (optimizer, own), kind in zip(joint.parts(), kinds * (len(joint.members) // len(kinds)), strict=True):
+        _require_same_kind(kind, groups[own], optimizer, source, rank)
+
+
+def _require_same_kind(
+    saved: Mapping[str, str] | None,
+    groups: Sequence[Mapping[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    source: Source,
+    rank: int,
+) -> None:
+    """See ``_require_same_kinds``.
+
+    Numbers such as the learning rate may differ: the checkpoint's are taken. Settings that are on or off, None or
+    something, may not, nor whether there is a momentum: they decide which state there is, or its meaning.
+    """
+    mine = kind_of(optimizer)
+    if saved is not None and saved["class"] != mine["class"]:
+        raise ConfigError(
+            f"{opening(source)} was saved by {saved['module']}.{saved['class']}, whose state means nothing to "
+            f"{mine['module']}.{mine['class']} (rank {rank}). Load it with the optimizer that saved it, or without one."
+        )
+    for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        different = list(_differences(settings, group))
+        if saved != mine:
+            # Of a class of the same name, or of one that is not told, the names of the settings are the best witness.
+            different += [
+                f"'{name}' is missing in the checkpoint" for name in sorted(optimizer.defaults.keys() - settings.keys())
+            ]
+            different += [
+                f"'{name}' is missing in the optimizer"
+                for name, value in sorted(settings.items())
+                if name not in group and name not in _NOT_COMPARED and (value is None or isinstance(value, bool))
+            ]
+        if different:
+            raise ConfigError(
+                f"Group {index} of the optimizer does not fit the state in {source.described} (rank {rank}): "
+                f"{'; '.join(different)}. Make the optimizer, here {mine['class']}, as it was when it was saved, or "
+                "load without it."
+            )
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted((saved.keys() & current.keys()) - _NOT_COMPARED):
+        if _choice(name, saved[name]) != _choice(name, current[name]):
+            yield f"'{name}' was {saved[name]!r} and is {current[name]!r}"
+
+
+def _choice(name: str, value: Any) -> object:
+    """What of a setting may not change."""
+    if value is None or isinstance(value, bool):
+        return value
+    return bool(value != 0) if name == "momentum" else "a value"
+
+
+def _fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    """Whether ``present`` is a tensor of this shape and dtype."""
+    return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
+
+
+def _on_parameters_device(group: Mapping[str, Any]) -> bool:
+    """Whether 0-dim state lies on the parameter's device.
+
+    As torch's optimizers place it: on the CPU, unless a kernel reads it.
+    """
+    return bool(group.get("capturable")) or bool(group.get("fused"))
+
+
+def _require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
+    """Raise ConfigError where the optimizer has ``present`` in another dtype than the source."""
+    if isinstance(present, torch.Tensor) and present.dtype != dtype:
+        raise ConfigError(
+            f"{what} is {dtype} in {source.described} but {present.dtype} in the optimizer {where}. Load it "
+            "into an optimizer of the dtypes that it was saved from."
+        )

@@ -1,18 +1,19 @@
-"""A whole tensor as ``torch.distributed.checkpoint`` sees it: its shape, and the boxes of it that this rank holds."""
+"""Whole tensors of which this rank holds parts: their boxes, and the parameters that an optimizer's stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..errors import StateError
-from ..planning.layout import Piece, Slot
-from .boxes import Box, inverse, range_boxes, storage_order
+from ..errors import ConfigError, StateError
+from ..inspect import Piece, ShardedModel, ShardedParameter, Slot
+from ..io.boxes import Box, Chunk, inverse, range_boxes, storage_order
 
 #: A FileSystemWriter that is given brings a stager of its own, which makes whole tensors to copy into.
 _STAGER = (
@@ -21,13 +22,8 @@ _STAGER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of the whole tensor, and this rank's memory for it."""
-
-    box: Box
-    view: torch.Tensor
-    """Shape ``box.sizes``; a view: reading a checkpoint into it changes what it views."""
+#: Under which a model's values, and an optimizer's, lie in what is saved and loaded.
+MODEL, OPTIMIZER = "model", "optimizer"
 
 
 class CheckpointTensor(torch.Tensor):
@@ -155,18 +151,116 @@ def of_piece(slot: Slot, piece: Piece | None, flat: torch.Tensor) -> CheckpointT
     return CheckpointTensor(slot.shape, flat.dtype, flat.device, chunks)
 
 
-def of_rows(slot: Slot, piece: Piece | None, rows: torch.Tensor) -> CheckpointTensor:
-    """As ``of_piece``, of a piece that is whole rows: ``rows``, shape ``(rows, ...)``, with any strides."""
-    if slot.numel == 0:
-        return whole(rows.new_empty(slot.shape))
+def of_parameter(parameter: ShardedParameter, local: torch.Tensor) -> CheckpointTensor:
+    """``local``, of this rank's shape of ``parameter``, as a part of a tensor of the whole one's."""
+    slot, piece, local = parameter.slot, parameter.piece, local.detach()
+    if not parameter.sharded:
+        return whole(local)
+    if not slot.by_rows or local.ndim <= 1 or slot.numel == 0:
+        return of_piece(slot, piece, local)
     chunks = []
     if piece is not None:
+        # Whole rows, with any strides.
         first = piece.start * slot.shape[0] // slot.numel
-        chunks.append(Chunk(Box((first, *(0 for _ in slot.shape[1:])), tuple(rows.shape)), rows))
-    return CheckpointTensor(slot.shape, rows.dtype, rows.device, chunks)
+        chunks.append(Chunk(Box((first, *(0 for _ in slot.shape[1:])), tuple(local.shape)), local))
+    return CheckpointTensor(slot.shape, local.dtype, local.device, chunks)
+
+
+def of_shard(parameter: ShardedParameter, shard: torch.Tensor) -> CheckpointTensor:
+    """The part of ``parameter`` in ``shard``, which has the shape of this rank's shard of the unit; a view."""
+    piece = parameter.piece
+    start, numel = (0, 0) if piece is None else (piece.shard_offset, piece.numel)
+    return of_piece(parameter.slot, piece, shard.detach().narrow(0, start, numel))
 
 
 def whole(tensor: torch.Tensor) -> CheckpointTensor:
     """A tensor that this rank holds whole, with any strides."""
-    box = Box((0,) * tensor.ndim, tuple(tensor.shape))
-    return CheckpointTensor(tensor.shape, tensor.dtype, tensor.device, [Chunk(box, tensor.detach())])
+    chunk = Chunk(Box.whole(tensor.shape), tensor.detach())
+    return CheckpointTensor(tensor.shape, tensor.dtype, tensor.device, [chunk])
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A parameter that an optimizer holds, and the parameters of the model that it stands for."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    """First fully-qualified names of the parameters: one, but for a flat parameter."""
+    sharded: tuple[ShardedParameter, ...] = ()
+    """Where they lie, in the order of ``names``; none for a parameter outside of units."""
+    unit: str | None = None
+    """The unit that a flat parameter stands for; None for a parameter of the model."""
+
+    @property
+    def described(self) -> str:
+        """For errors."""
+        return f"'{self.names[0]}'" if self.unit is None else f"the flat parameter of unit '{self.unit}'"
+
+    @property
+    def partial(self) -> bool:
+        """Whether its shape on this rank is not that of a parameter of the unsharded model."""
+        return self.unit is not None or any(each.sharded for each in self.sharded)
+
+    @property
+    def here(self) -> tuple[str, ...]:
+        """Names of the parameters whose state this rank saves and loads.
+
+        A rank without an element of a parameter gets no gradient of it, so that the optimizer lets its state stand
+        still: its number of steps is not the parameter's. Empty parameters stand still on every rank.
+        """
+        if not self.sharded:
+            return self.names
+        return tuple(each.name for each in self.sharded if each.piece is not None or each.slot.numel == 0)
+
+    def parts(self, local: torch.Tensor) -> dict[str, CheckpointTensor]:
+        """``local``, of the shape of ``parameter``, cut into those of ``here``. Only for parameters of units."""
+        here = set(self.here)
+        cut = of_parameter if self.unit is None else of_shard
+        return {each.name: cut(each, local) for each in self.sharded if each.name in here}
+
+
+def parameters_of(model: ShardedModel) -> Iterator[ShardedParameter]:
+    """Every parameter of a unit.
+
+    Raises ParameterChangedError: modules moved, so that a name is another parameter's now.
+    """
+    model.refuse_moved()
+    for unit in model.units:
+        yield from unit.parameters
+
+
+def holdings(model: ShardedModel, groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, Holding]:
+    """The parameters that each one of an optimizer's ``groups`` stands for, in their order.
+
+    Raises:
+        ConfigError: one is not the model's, or two stand for the same parameter.
+        ParameterChangedError: as ``parameters_of``.
+    """
+    model.refuse_moved()
+    known = {id(each): Holding(each, (name,)) for name, each in model.module.named_parameters()}
+    for unit in model.units:
+        found = unit.parameters
+        known.update({id(each.tensor): Holding(each.tensor, (each.name,), (each,)) for each in found})
+        flat = unit.flat_parameter
+        if flat is not None:
+            known[id(flat)] = Holding(flat, tuple(each.name for each in found), found, unit.name)
+    held: dict[nn.Parameter, Holding] = {}
+    taken: set[str] = set()
+    for index, group in enumerate(groups):
+        for position, parameter in enumerate(group["params"]):
+            where = f"Parameter {position} of the optimizer's group {index}, of shape {tuple(parameter.shape)},"
+            holding = known.get(id(parameter))
+            if holding is None:
+                raise ConfigError(
+                    f"{where} is not a parameter of the model (rank {model.rank}). Pass the optimizer that was made "
+                    "from this model's parameters."
+                )
+            twice = next((name for name in holding.names if name in taken), None)
+            if twice is not None:
+                raise ConfigError(
+                    f"{where} stands for '{twice}', which the optimizer has already (rank {model.rank}). Give it the "
+                    "flat parameter of a unit or the unit's own parameters, not both."
+                )
+            taken.update(holding.names)
+            held[parameter] = holding
+    return held

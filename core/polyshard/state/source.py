@@ -1,25 +1,34 @@
-"""Where values come from that a model or an optimizer is given, and whether a target can be filled from there."""
+"""Where a model or an optimizer is given values from: the contract of a source, and state dicts in memory."""
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from .boxes import Box
-from .sharded import CheckpointTensor
-
-if TYPE_CHECKING:
-    from ..runtime.unit import Unit
-    from .places import Holding
+from ..errors import ConfigError, ConfigTypeError, RankMismatchError
+from ..interfaces import Collectives
+from ..io.boxes import Box, Chunk, box_within
+from .exchange import from_first, speaks
+from .sharded import MODEL, OPTIMIZER, CheckpointTensor, whole
 
 _MOST_NAMES = 8
 
 #: By parameter and name of the state, the source's key.
 SavedState = Mapping[str, Mapping[str, str]]
+_Path = tuple[Any, ...]
 
 
 class Source(ABC):
@@ -49,21 +58,12 @@ class Source(ABC):
     def paths(self, *prefix: str) -> Mapping[str, tuple[Any, ...]]:
         """Each key under ``prefix`` and the path of its value."""
 
-    def mended(
-        self, saved: SavedState, groups: Sequence[Sequence[Holding]], units: Sequence[Unit], rank: int
-    ) -> SavedState:
-        """``saved`` with keys of what is known to be wrong replaced by those of what is right.
-
-        Args:
-            saved: What there is of each parameter of the optimizer.
-            groups: What each of the optimizer's groups holds.
-            units: Of the model.
-            rank: For errors.
-
-        Raises:
-            ConfigError: it cannot be known what is right.
-        """
-        return saved
+    def blank(self, key: str) -> torch.Tensor | None:
+        """What ``read`` is given for ``key`` where the value is wanted as it is: a tensor to be filled, or None."""
+        entry = self.entry(key)
+        if isinstance(entry, TensorStorageMetadata):
+            return torch.empty(entry.size, dtype=entry.properties.dtype)
+        return None
 
 
 def problem_with(source: Source, key: str, what: str, target: Any, where: str) -> str | None:
@@ -86,13 +86,9 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
         )
     if sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size):
         return None
-    wanted = (
-        [chunk.box for chunk in target.chunks]
-        if isinstance(target, CheckpointTensor)
-        else [Box((0,) * target.ndim, tuple(target.shape))]
-    )
-    for box in wanted:
-        held = sum(_overlap(box, chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+    for box in (chunk.box for chunk in chunks_of(target)):
+        overlaps = [box.overlap(Box(tuple(each.offsets), tuple(each.sizes))) for each in entry.chunks]
+        held = sum(each.numel for each in overlaps if each is not None)
         if held != box.numel:
             return (
                 f"{opening(source)} holds {held} of the {box.numel} elements of "
@@ -101,19 +97,285 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
     return None
 
 
-def _overlap(box: Box, offsets: Iterable[int], sizes: Iterable[int]) -> int:
-    return math.prod(
-        max(0, min(low + size, start + extent) - max(low, start))
-        for low, size, start, extent in zip(box.offsets, box.sizes, offsets, sizes, strict=True)
-    )
-
-
 def opening(source: Source) -> str:
     """``described`` for the beginning of a sentence."""
     return f"{source.described[0].upper()}{source.described[1:]}"
+
+
+def in_lines(problems: Sequence[str]) -> str:
+    """The first of ``problems``, one a line."""
+    more = len(problems) - _MOST_NAMES
+    return "\n".join([*problems[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
 
 
 def listed(names: Sequence[str]) -> str:
     """The first of ``names``, quoted."""
     shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
     return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What is known of one value without its elements."""
+
+    path: _Path
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    """None of what is no tensor."""
+    value: Any = None
+    """The value itself, where it is no tensor or a scalar one."""
+
+    @property
+    def travels(self) -> bool:
+        """Whether its elements are not in ``value``."""
+        return self.dtype is not None and self.value is None
+
+
+class HeldSource(Source):
+    """State dicts of the forms that ``model_state`` and ``optimizer_state`` have, of any kind of tensors."""
+
+    converts = True
+    remedy = (
+        "its tensors are cut otherwise than the model's. Save it by torch.distributed.checkpoint and load that, or "
+        "give whole tensors."
+    )
+
+    def __init__(self, values: Mapping[str, Any], described: Mapping[str, Described], collectives: Collectives) -> None:
+        """``values``: those that this rank has, by key. ``described``: all."""
+        self._values = values
+        self._described = described
+        self._collectives = collectives
+        self._gathered: list[str] = []
+
+    @classmethod
+    def of_every_rank(
+        cls, model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None, collectives: Collectives
+    ) -> HeldSource:
+        """What this rank was given, and every other rank for itself."""
+        values = dict(_flattened(model, optimizer))
+        return cls(
+            {".".join(map(str, path)): value for path, value in values.items()},
+            {".".join(map(str, path)): _describe(path, value) for path, value in values.items()},
+            collectives,
+        )
+
+    @property
+    def described(self) -> str:
+        return "the state dict"
+
+    def entry(self, key: str) -> Any | None:
+        told = self._described.get(key)
+        if told is None:
+            return None
+        if told.dtype is None:
+            return BytesStorageMetadata()
+        size = torch.Size(told.shape)
+        chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
+        value: Any = self._values.get(key)
+        if _in_chunks(value) and not _is_dtensor(value):
+            chunks = list(value.__create_chunk_list__())
+        return TensorStorageMetadata(TensorProperties(dtype=told.dtype), size, chunks)
+
+    def paths(self, *prefix: str) -> dict[str, _Path]:
+        return {key: told.path for key, told in self._described.items() if told.path[: len(prefix)] == prefix}
+
+    def read(self, targets: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for key, target in targets.items():
+                value = self._here(key)
+                if isinstance(target, torch.Tensor):
+                    if value is not None and not _is_dtensor(value):
+                        _copy(target, value)
+                else:
+                    targets[key] = copy.deepcopy(value)
+
+    def agree(self, targets: Mapping[str, Any]) -> None:
+        """Find out which DTensors must be gathered, since some rank needs other elements than it has. Every rank calls
+        it, before ``read`` and ``bring``.
+
+        Raises:
+            RankMismatchError: ranks have DTensors under different names; on every rank.
+        """
+        names = sorted(key for key, value in self._values.items() if _is_dtensor(value))
+        lacking = [key for key in names if key in targets and not _covers(self._values[key], targets[key])]
+        everyone = [(names, lacking)]
+        if speaks(self._collectives):
+            everyone = list(self._collectives.all_gather_object((names, lacking)))
+        different = sorted({key for keys, _ in everyone for key in set(keys) ^ set(everyone[0][0])})
+        if different:
+            raise RankMismatchError(
+                f"{listed(different)} of the state dict are DTensors on some ranks and not on others (rank "
+                f"{self._collectives.rank}). Give all ranks the same kinds of tensors."
+            )
+        self._gathered = sorted({key for _, keys in everyone for key in keys})
+
+    def bring(self, targets: Mapping[str, Any]) -> None:
+        """Fill those of ``targets`` that ``read`` could not, with the other ranks' help. Every rank calls it."""
+        with torch.no_grad():
+            for key, value in sorted(self._values.items()):
+                if _is_dtensor(value):
+                    brought = value.full_tensor() if key in self._gathered else value
+                    if key in targets:
+                        _copy(targets[key], brought)
+                    del brought
+
+    def _here(self, key: str) -> Any:
+        told = self._described[key]
+        return self._values.get(key) if told.travels or key in self._values else told.value
+
+
+class FirstRanksSource(HeldSource):
+    """Rank 0's state dicts, of which other ranks know names and shapes, and get one tensor after the other."""
+
+    remedy = "rank 0 must give whole tensors."
+
+    @classmethod
+    def of_rank_0(
+        cls, model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None, collectives: Collectives
+    ) -> FirstRanksSource:
+        """What rank 0 was given. Every rank calls it. Raises ConfigError: it is not of whole tensors; on every rank."""
+        values: dict[_Path, Any] = {}
+        problem: ConfigError | None = None
+        if collectives.rank == 0 or not speaks(collectives):
+            try:
+                values = dict(_flattened(model, optimizer))
+                cut = next((path for path, value in values.items() if _in_chunks(value)), None)
+                if cut is not None:
+                    problem = ConfigError(
+                        f"'{'.'.join(map(str, cut[1:]))}' of the state dict of rank 0 is a "
+                        f"{type(values[cut]).__name__}, of which rank 0 holds a part. Give whole tensors, as the form "
+                        "'full_on_rank_0' has them, or let every rank give its own."
+                    )
+            except ConfigError as error:
+                problem = error
+        told = {".".join(map(str, path)): _describe(path, value) for path, value in values.items()}
+        problem, told = from_first(collectives, (problem, told))
+        if problem is not None:
+            raise problem
+        return cls({".".join(map(str, path)): value for path, value in values.items()}, told, collectives)
+
+    @property
+    def described(self) -> str:
+        return "the state dict of rank 0"
+
+    def read(self, targets: dict[str, Any]) -> None:
+        held = {key: value for key, value in targets.items() if not self._described[key].travels}
+        super().read(held)
+        targets.update(held)
+
+    def bring(self, targets: Mapping[str, Any]) -> None:
+        device = self._collectives.device
+        with torch.no_grad():
+            for key, told in self._described.items():
+                if not told.travels:
+                    continue
+                value = self._values.get(key)
+                if value is None or speaks(self._collectives):
+                    carried: Any = torch.empty(told.shape, dtype=told.dtype, device=device)
+                    if value is not None:
+                        carried.copy_(value)
+                    if carried.numel():
+                        self._collectives.broadcast(carried, 0).wait()
+                    value = carried
+                if key in targets:
+                    _copy(targets[key], value)
+                # One at a time.
+                value = carried = None
+
+
+def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None) -> Iterator[tuple[_Path, Any]]:
+    """The paths and values of both state dicts.
+
+    Raises:
+        ConfigTypeError: one is no mapping.
+        ConfigError: an optimizer's is not by names.
+    """
+    for what, given in (("model", model), ("optimizer", optimizer)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigTypeError(f"The {what}'s state dict is a {type(given).__name__}; give a mapping of names.")
+    for name, value in (model or {}).items():
+        yield (MODEL, name), _replicated(value)
+    if optimizer is None:
+        return
+    if not {"state", "param_groups"} <= optimizer.keys():
+        raise ConfigError(
+            f"The optimizer's state dict has {sorted(map(str, optimizer))}, and must have 'state' and 'param_groups', "
+            "as polyshard.state.get_optimizer_state_dict and torch's function of this name give them."
+        )
+    for name, states in optimizer["state"].items():
+        require_name(name)
+        for key, value in states.items():
+            yield (OPTIMIZER, "state", name, key), _replicated(value)
+    for index, group in enumerate(optimizer["param_groups"]):
+        for name in group["params"]:
+            require_name(name)
+        for setting, value in group.items():
+            yield (OPTIMIZER, "param_groups", index, setting), value
+
+
+def require_name(name: object) -> None:
+    """Refuse what ``optimizer.state_dict()`` has instead of names. Raises ConfigError: ``name`` is a number."""
+    if not isinstance(name, str) or name.isdecimal():
+        raise ConfigError(
+            f"The optimizer's state is by numbers ({name!r}), as optimizer.state_dict() has it, which says nothing of "
+            "names. Take it by get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, or of "
+            "polyshard.state."
+        )
+
+
+def _describe(path: _Path, value: Any) -> Described:
+    if not isinstance(value, torch.Tensor):
+        return Described(path, value=value)
+    shape, dtype = tuple(value.shape), value.dtype
+    # As many messages less as there are numbers of steps.
+    scalar = value.ndim == 0 and not _in_chunks(value)
+    return Described(path, shape, dtype, value.detach().cpu() if scalar else None)
+
+
+def _is_dtensor(value: Any) -> bool:
+    return _in_chunks(value) and not isinstance(value, CheckpointTensor) and hasattr(value, "full_tensor")
+
+
+def _in_chunks(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "__create_chunk_list__")
+
+
+def _replicated(value: Any) -> Any:
+    """A DTensor that every rank holds whole, as a plain tensor."""
+    if _is_dtensor(value) and all(placement.is_replicate() for placement in value.placements):
+        return value.to_local()
+    return value
+
+
+def chunks_of(value: torch.Tensor) -> Iterable[Chunk]:
+    """What of ``value`` this rank holds."""
+    if isinstance(value, CheckpointTensor):
+        return value.chunks
+    if not _in_chunks(value):
+        return whole(value).chunks
+    parts: Any = value
+    return [
+        Chunk(
+            Box(tuple(chunk.offsets), tuple(chunk.sizes)), parts.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+        )
+        for chunk in parts.__create_chunk_list__()
+    ]
+
+
+def _covers(value: torch.Tensor, target: torch.Tensor) -> bool:
+    have = list(chunks_of(value))
+    for wanted in chunks_of(target):
+        overlaps = [wanted.box.overlap(each.box) for each in have]
+        if sum(each.numel for each in overlaps if each is not None) != wanted.box.numel:
+            return False
+    return True
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Fill what this rank holds of ``target`` from what it holds of ``value``, of the same shape."""
+    have = list(chunks_of(value))
+    for wanted in chunks_of(target):
+        for each in have:
+            common = wanted.box.overlap(each.box)
+            if common is not None:
+                box_within(wanted.view, wanted.box, common).copy_(box_within(each.view, each.box, common))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from polyshard.errors import ConfigError
-from polyshard.testing import PrecisionSuite, plugin_context
+from polyshard_testing import PrecisionSuite, plugin_context
 
 from acme.bf16_but_norms import Bf16ButNorms
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from polyshard.errors import ConfigError
-from polyshard.testing import OffloadSuite, plugin_context
+from polyshard_testing import OffloadSuite, plugin_context
 
 from acme.disk import Disk
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyshard.interfaces import PolicyContext
-from polyshard.testing import PolicySuite, plugin_context
+from polyshard_testing import PolicySuite, plugin_context
 from torch import nn
 
 from acme.keep_last import KeepLast

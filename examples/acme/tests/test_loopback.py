@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from polyshard.errors import WorldSizeError
-from polyshard.testing import CollectivesSuite, Rank, plugin_context
+from polyshard_testing import CollectivesSuite, Rank, plugin_context
 
 from acme.loopback import Loopback
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from polyshard.errors import ConfigError
-from polyshard.testing import ListenerSuite, plugin_context
+from polyshard_testing import ListenerSuite, plugin_context
 
 from acme.tally import Tally
 

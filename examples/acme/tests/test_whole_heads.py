@@ -6,7 +6,7 @@ import pytest
 import torch
 from polyshard.errors import ConfigError
 from polyshard.interfaces import ParameterGeometry, UnitGeometry
-from polyshard.testing import LayoutSuite, plugin_context
+from polyshard_testing import LayoutSuite, plugin_context
 
 from acme.whole_heads import WholeHeads
 

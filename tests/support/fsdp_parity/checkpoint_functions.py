@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from polyshard.errors import UnsupportedError
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import ShardingStrategy, StateDictType
-from polyshard_fsdp._composable import fully_shard
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 from torch.distributed.checkpoint import state_dict as functions
@@ -25,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from fsdp_parity.models import expected_warnings, wrap_fsdp
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import run_subtests, subtests
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-#: How the model is sharded: as a whole with blocks apart, the blocks alone, or in place.
-FORMS = ("original", "flat", "inside", "in place")
+#: How the model is sharded: as a whole with blocks apart, or the blocks alone.
+FORMS = ("original", "flat", "inside")
 
 
 def _plain(ranks: Ranks) -> nn.Module:
@@ -46,9 +45,6 @@ def _sharded(ranks: Ranks, form: str, strategy: str) -> nn.Module:
         model[1] = wrap_fsdp(model[1], sharding_strategy=chosen, use_orig_params=True)
         return model
     policy = ModuleWrapPolicy({nn.Sequential})
-    if form == "in place":
-        with expected_warnings():
-            return fully_shard(model, policy=policy, strategy=chosen)
     return wrap_fsdp(model, auto_wrap_policy=policy, sharding_strategy=chosen, use_orig_params=form == "original")
 
 
@@ -68,12 +64,9 @@ def _assert_values(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
             assert got[name] == value
 
 
-def models(ranks: Ranks) -> int:
-    """Values of the plain model, taken and given. Returns the number of cases."""
-    return run_subtests({"strategy": STRATEGIES, "form": FORMS}, _models, ranks)
-
-
-def _models(ranks: Ranks, strategy: str, form: str) -> None:
+@subtests(strategy=STRATEGIES, form=FORMS)
+def models(ranks: Ranks, strategy: str, form: str) -> None:
+    """Values of the plain model, taken and given."""
     model, wanted = _sharded(ranks, form, strategy), _plain(ranks).state_dict()
     for options in (
         StateDictOptions(),
@@ -95,10 +88,11 @@ def _models(ranks: Ranks, strategy: str, form: str) -> None:
         _assert_values(functions.get_model_state_dict(model), other)
 
 
-def refusals(ranks: Ranks) -> int:
-    """What would be wrong is refused, and nothing has changed. Returns the number of cases."""
+def refusals(ranks: Ranks) -> None:
+    """What would be wrong is refused, and nothing has changed."""
     axes = {"strategy": STRATEGIES, "form": FORMS}
-    return run_subtests(axes, _refusals, ranks) + run_subtests(axes, _whole_values, ranks)
+    run_subtests(axes, _refusals, ranks)
+    run_subtests(axes, _whole_values, ranks)
 
 
 def _refusals(ranks: Ranks, strategy: str, form: str) -> None:
@@ -136,7 +130,7 @@ def _whole_values(ranks: Ranks, strategy: str, form: str) -> None:
         _assert_values(functions.get_model_state_dict(model), wanted)
 
 
-def unsharded_optimizers(ranks: Ranks) -> int:
+def unsharded_optimizers(ranks: Ranks) -> None:
     """An optimizer of the parameters outside of FSDP is served; returns how many there are."""
     model = _sharded(ranks, "inside", "FULL_SHARD")
     assert isinstance(model, nn.Sequential)
@@ -149,12 +143,9 @@ def unsharded_optimizers(ranks: Ranks) -> int:
     return len(state)
 
 
-def advice(ranks: Ranks) -> int:
+@subtests(form=("original", "flat"))
+def advice(ranks: Ranks, form: str) -> None:
     """What the refusal says to do: saved by ``torch.distributed.checkpoint``, loaded into another model, trained on."""
-    return run_subtests({"form": ("original", "flat")}, _advice, ranks)
-
-
-def _advice(ranks: Ranks, form: str) -> None:
     runs = []
     folder = [tempfile.mkdtemp() if ranks.rank == 0 else ""]
     dist.broadcast_object_list(folder)

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_parity.models import group_of_own, wrap_fsdp
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import run_subtests, subtests
 from fsdp_parity.training import ddp, full_parameters
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -37,7 +37,7 @@ def _wrapped(ranks: Ranks, inner: ShardingStrategy, strategy: ShardingStrategy, 
     return wrap_fsdp(model, sharding_strategy=strategy, **settings)
 
 
-def clipped_against_ddp(ranks: Ranks) -> int:
+def clipped_against_ddp(ranks: Ranks) -> None:
     """Norm, clipped gradients and the step after them are those of DDP, with strategies alone and mixed."""
     axes = {
         "inner": STRATEGIES,
@@ -74,15 +74,12 @@ def clipped_against_ddp(ranks: Ranks) -> int:
         for theirs, mine in zip(stepped, full_parameters(model).values(), strict=True):
             torch.testing.assert_close(mine.to(theirs.device), theirs)
 
-    return run_subtests(axes, case)
+    run_subtests(axes, case)
 
 
-def an_expert_of_each_rank(ranks: Ranks) -> int:
+@subtests(order=ORDERS, use_orig_params=[False, True])
+def an_expert_of_each_rank(ranks: Ranks, order: float, use_orig_params: bool) -> None:
     """Of modules over groups of one rank the largest counts, on all: one factor for all pieces of what they share."""
-    return run_subtests({"order": ORDERS, "use_orig_params": [False, True]}, _an_expert, ranks)
-
-
-def _an_expert(ranks: Ranks, order: float, use_orig_params: bool) -> None:
     model, reference = _plain(ranks), _plain(ranks)
     for each in (model, reference):
         torch.manual_seed(ranks.rank)
@@ -108,13 +105,9 @@ def _an_expert(ranks: Ranks, order: float, use_orig_params: bool) -> None:
     torch.testing.assert_close(own, expert)
 
 
-def dtypes_of_the_norm(ranks: Ranks) -> int:
+@subtests(strategy=STRATEGIES, mixed=[False, True], use_orig_params=[False, True])
+def dtypes_of_the_norm(ranks: Ranks, strategy: ShardingStrategy, mixed: bool, use_orig_params: bool) -> None:
     """The norm comes in the dtype of the gradients, of fp16 and fp32 ones in fp32, and is right in it."""
-    axes = {"strategy": STRATEGIES, "mixed": [False, True], "use_orig_params": [False, True]}
-    return run_subtests(axes, _dtype_of_the_norm, ranks)
-
-
-def _dtype_of_the_norm(ranks: Ranks, strategy: ShardingStrategy, mixed: bool, use_orig_params: bool) -> None:
     policy = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, keep_low_precision_grads=True)
     model = _plain(ranks)
     settings = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
@@ -136,12 +129,9 @@ def _dtype_of_the_norm(ranks: Ranks, strategy: ShardingStrategy, mixed: bool, us
         hook.remove()
 
 
-def without_gradients(ranks: Ranks) -> int:
+@subtests(use_orig_params=[False, True])
+def without_gradients(ranks: Ranks, use_orig_params: bool) -> None:
     """Zero, with a warning that names the rank; a rank that alone has none still learns the norm."""
-    return run_subtests({"use_orig_params": [False, True]}, _without_gradients, ranks)
-
-
-def _without_gradients(ranks: Ranks, use_orig_params: bool) -> None:
     half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
     model = _wrapped(ranks, *STRATEGIES[:2], use_orig_params=use_orig_params, mixed_precision=half)
     model(_input(ranks))
@@ -166,12 +156,9 @@ def _without_gradients(ranks: Ranks, use_orig_params: bool) -> None:
             assert single.clip_grad_norm_(1).item() == 3
 
 
-def infinite_gradients(ranks: Ranks) -> int:
+@subtests(strategy=STRATEGIES, order=[2.0, float("inf")])
+def infinite_gradients(ranks: Ranks, strategy: ShardingStrategy, order: float) -> None:
     """A gradient that is infinite on one rank makes the norm infinite on all, and what is finite zero."""
-    return run_subtests({"strategy": STRATEGIES, "order": [2.0, float("inf")]}, _infinite, ranks)
-
-
-def _infinite(ranks: Ranks, strategy: ShardingStrategy, order: float) -> None:
     model = wrap_fsdp(nn.Linear(3, 3, device=ranks.device), sharding_strategy=strategy)
     model(torch.ones(3, device=ranks.device)).sum().backward()
     gradient = model._handle.flat_param.grad

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp_parity.models import wrap_fsdp
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import subtests
 from fsdp_parity.training import ddp, full_parameters
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -54,20 +54,16 @@ def _train(ranks: Ranks, model: nn.Module, accumulates: bool) -> list[float]:
     return losses
 
 
-def hooks_against_ddp(ranks: Ranks) -> int:
-    """PyTorch's default hooks average as DDP does, over several steps, with and without ``no_sync``."""
-    axes = {
-        "strategy": STRATEGIES,
-        "compressed": [None, torch.float16, torch.bfloat16],
-        "accumulates": [False, True],
-        "use_orig_params": [False, True],
-    }
-    return run_subtests(axes, _hooks_against_ddp, ranks)
-
-
-def _hooks_against_ddp(
+@subtests(
+    strategy=STRATEGIES,
+    compressed=[None, torch.float16, torch.bfloat16],
+    accumulates=[False, True],
+    use_orig_params=[False, True],
+)
+def hooks_against_ddp(
     ranks: Ranks, strategy: ShardingStrategy, compressed: torch.dtype | None, accumulates: bool, use_orig_params: bool
 ) -> None:
+    """PyTorch's default hooks average as DDP does, over several steps, with and without ``no_sync``."""
     settings = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     hooked, reference = _wrapped(ranks, **settings), ddp(ranks, _plain(ranks))
     state: default_hooks.DefaultState
@@ -94,12 +90,9 @@ def _hooks_against_ddp(
         torch.testing.assert_close(mine[name], theirs[name], rtol=rough, atol=rough)
 
 
-def gradients_by_hand(ranks: Ranks) -> int:
+@subtests(strategy=STRATEGIES, use_orig_params=[False, True])
+def gradients_by_hand(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """A hook sees the whole unreduced gradient once a backward, and what it writes is the gradient."""
-    return run_subtests({"strategy": STRATEGIES, "use_orig_params": [False, True]}, _gradients_by_hand, ranks)
-
-
-def _gradients_by_hand(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = wrap_fsdp(
         nn.Linear(1, 6, bias=False, device=ranks.device), sharding_strategy=strategy, use_orig_params=use_orig_params
     )
@@ -125,12 +118,10 @@ def _gradients_by_hand(ranks: Ranks, strategy: ShardingStrategy, use_orig_params
         assert gradient.unique().tolist() == [4.0 + step]
 
 
-def registration(ranks: Ranks) -> int:
+@subtests(strategy=STRATEGIES, use_orig_params=[False, True])
+def registration(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """Every instance has the hook and its state; another hook, and a registration further in, are refused."""
-    return run_subtests({"strategy": STRATEGIES, "use_orig_params": [False, True]}, _registration, ranks)
 
-
-def _registration(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     def hook(state: object, gradient: torch.Tensor) -> None:
         raise AssertionError("nothing runs here")
 

@@ -32,7 +32,7 @@ from fsdp_parity.models import (
     wrap_fsdp,
 )
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import pairs, run_subtests, subtests
 from fsdp_parity.training import (
     LEARNING_RATE,
     assert_same_parameters,
@@ -43,17 +43,10 @@ from fsdp_parity.training import (
     train_reference,
 )
 
-#: Every offload with every strategy; no strategy means FULL_SHARD.
-CONFIGS: Sequence[tuple[CPUOffload, ShardingStrategy | None]] = tuple(
-    (CPUOffload(offload_params=offload), strategy)
-    for offload in (True, False)
-    for strategy in (None, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-)
-CONFIG_NAMES = {
-    str(CPUOffload(offload_params=True)): "offload_true",
-    str(CPUOffload(offload_params=False)): "offload_false",
-    str(ShardingStrategy.SHARD_GRAD_OP): "shard_grad_op",
-    str(ShardingStrategy.NO_SHARD): "no_shard",
+#: No strategy means FULL_SHARD.
+AXES: Mapping[str, Sequence[Any]] = {
+    "cpu_offload": (CPUOffload(offload_params=True), CPUOffload(offload_params=False)),
+    "strategy": (None, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD),
 }
 FP16 = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
 PARITY_MODELS: Mapping[str, type[ParityModel]] = {
@@ -99,8 +92,8 @@ def _parity(
     mixed_precision: MixedPrecision | None = None,
     init_kwargs: Mapping[str, Any] | None = None,
     reference_kwargs: Mapping[str, Any] | None = None,
-) -> int:
-    """Every case against one training of the reference, which no axis changes. Returns the number of cases.
+) -> None:
+    """Every case against one training of the reference, which no axis changes.
 
     ``check`` looks at the wrapped model after each training that was not refused.
     """
@@ -131,30 +124,30 @@ def _parity(
         if check is not None and not refused:
             check(model.module)
 
-    return run_subtests(axes or _axes(ranks, cpu_offload), case)
+    run_subtests(axes or _axes(ranks, cpu_offload), case)
 
 
-def nested_wrapped_model(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> int:
-    return _parity(ranks, NestedWrappedModule, cpu_offload, strategy)
+def nested_wrapped_model(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
+    _parity(ranks, NestedWrappedModule, cpu_offload, strategy)
 
 
 def nested_wrapped_model_single_iteration_mixed_precision(
     ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None
-) -> int:
-    return _parity(ranks, NestedWrappedModule, cpu_offload, strategy, num_iters=1, mixed_precision=FP16)
+) -> None:
+    _parity(ranks, NestedWrappedModule, cpu_offload, strategy, num_iters=1, mixed_precision=FP16)
 
 
-def nested_always_wrap_model(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> int:
-    return _parity(ranks, AlwaysWrapNestedWrappedModule, cpu_offload, strategy)
+def nested_always_wrap_model(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
+    _parity(ranks, AlwaysWrapNestedWrappedModule, cpu_offload, strategy)
 
 
-def transformer(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> int:
-    return _parity(ranks, TransformerWithSharedParams, cpu_offload, strategy)
+def transformer(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
+    _parity(ranks, TransformerWithSharedParams, cpu_offload, strategy)
 
 
-def delayed_optim_step(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> int:
+def delayed_optim_step(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
     """The next forward's gathers wait for the optimizer's step, however late it comes."""
-    return _parity(
+    _parity(
         ranks,
         NestedWrappedModuleWithDelay,
         cpu_offload,
@@ -163,7 +156,7 @@ def delayed_optim_step(ranks: Ranks, cpu_offload: CPUOffload, strategy: Sharding
     )
 
 
-def delayed_reduce_scatter(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> int:
+def delayed_reduce_scatter(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
     """The optimizer waits for the reductions; they go through the attribute of ``torch.distributed``."""
 
     def check(model: NestedWrappedModuleWithDelay) -> None:
@@ -171,7 +164,7 @@ def delayed_reduce_scatter(ranks: Ranks, cpu_offload: CPUOffload, strategy: Shar
         # Four units have parameters: three inside, and the root that the layers outside belong to.
         assert model.delayed_reductions == (2 * 4 if shards else 0)
 
-    return _parity(
+    _parity(
         ranks,
         NestedWrappedModuleWithDelay,
         cpu_offload,
@@ -188,10 +181,10 @@ def _own_group(ranks: Ranks) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group(own)
 
 
-def mixture_of_experts(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> int:
+def mixture_of_experts(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
     """An expert with a process group of its own. The plain model averages its gradients itself, so DDP must not."""
     with _own_group(ranks) as own:
-        return _parity(
+        _parity(
             ranks,
             MixtureOfExperts,
             cpu_offload,
@@ -203,13 +196,13 @@ def mixture_of_experts(ranks: Ranks, cpu_offload: CPUOffload, strategy: Sharding
 
 def mixture_of_experts_with_delay_before_free(
     ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None
-) -> int:
+) -> None:
     def check(model: MixtureOfExperts) -> None:
         if strategy is None:
             assert model.delayed_frees >= 2, "no reshard of the shared layer was held up in the two forwards"
 
     with _own_group(ranks) as own:
-        return _parity(
+        _parity(
             ranks,
             MixtureOfExperts,
             cpu_offload,
@@ -220,7 +213,7 @@ def mixture_of_experts_with_delay_before_free(
         )
 
 
-def parity_at_other_world_sizes(ranks: Ranks, model: str) -> int:
+def parity_at_other_world_sizes(ranks: Ranks, model: str) -> None:
     """One prefetch setting, and everything else of the parity tests."""
     axes: dict[str, list[Any]] = {
         "cuda_init_mode": [CUDAInitMode.CUDA_BEFORE],
@@ -228,7 +221,8 @@ def parity_at_other_world_sizes(ranks: Ranks, model: str) -> int:
         "forward_prefetch": [True],
         "use_orig_params": [False, True],
     }
-    return sum(_parity(ranks, PARITY_MODELS[model], *config, axes=axes) for config in CONFIGS)
+    for config in pairs(AXES):
+        _parity(ranks, PARITY_MODELS[model], *config.values(), axes=axes)
 
 
 def _transformer(ranks: Ranks, mode: CUDAInitMode, settings: Mapping[str, Any], deterministic: bool = False) -> Any:
@@ -356,21 +350,14 @@ def transformer_no_grad(ranks: Ranks, mixed_precision: bool) -> None:
         assert_near(without_grad, reference(*model_input), torch.float16, "output under no_grad")
 
 
-def unshard_params_as_tensors(ranks: Ranks) -> int:
+@subtests(
+    sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+    use_orig_params=[False, True],
+    forward_prefetch=[False, True],
+    backward_prefetch=[BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None],
+)
+def unshard_params_as_tensors(ranks: Ranks, **settings: Any) -> None:
     """In forward and in backward modules compute with plain tensors, whatever is prefetched; and as DDP does."""
-    return run_subtests(
-        {
-            "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
-            "use_orig_params": [False, True],
-            "forward_prefetch": [False, True],
-            "backward_prefetch": [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None],
-        },
-        _unshard_params_as_tensors,
-        ranks,
-    )
-
-
-def _unshard_params_as_tensors(ranks: Ranks, **settings: Any) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(LINEARS))).to(ranks.device)
     reference = ddp(ranks, plain)

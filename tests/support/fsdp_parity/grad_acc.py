@@ -14,15 +14,15 @@ from torch import nn
 
 from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import product, run_subtests
+from fsdp_parity.subtests import pairs, run_subtests
 from fsdp_parity.training import assert_on_cpu, assert_same_parameters, ddp, full_parameters
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
-def accumulated(ranks: Ranks, use_orig_params: bool, turns: Sequence[tuple[bool, int]], offload: bool) -> int:
+def accumulated(ranks: Ranks, use_orig_params: bool, turns: Sequence[tuple[bool, int]], offload: bool) -> None:
     """Two rounds of backwards and a step, the last backward of a round always synchronising; the transformer comes to
-    DDP's losses and parameters. ``turns``: (whether under ``no_sync``, how many), in order. Returns the cases.
+    DDP's losses and parameters. ``turns``: (whether under ``no_sync``, how many), in order.
     """
     axes: dict[str, Sequence[Any]] = {
         "backward_prefetch": (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST),
@@ -39,7 +39,7 @@ def accumulated(ranks: Ranks, use_orig_params: bool, turns: Sequence[tuple[bool,
         optimizer.step()
         optimizer.zero_grad()
         wanted.append((losses, {name: p.detach().clone() for name, p in plain.named_parameters()}))
-    return run_subtests(axes, _accumulated, ranks, turns, wanted, **settings)
+    run_subtests(axes, _accumulated, ranks, turns, wanted, **settings)
 
 
 def _transformer(ranks: Ranks, mode: FSDPInitMode, settings: dict[str, Any] | None = None) -> Any:
@@ -95,13 +95,9 @@ def _round(
     return losses
 
 
-def unreduced_with_offload(ranks: Ranks, use_orig_params: bool) -> int:
-    """Under ``no_sync``, parameters offloaded: ``.grad`` is where the model computes, and the sum of this rank's own.
-
-    Returns the number of strategies.
-    """
-    cases = 0
-    for case in product({"sharding_strategy": STRATEGIES}):
+def unreduced_with_offload(ranks: Ranks, use_orig_params: bool) -> None:
+    """Under ``no_sync`` and offloading, ``.grad`` is where the model computes, and the sum of this rank's own."""
+    for case in pairs({"sharding_strategy": STRATEGIES}):
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(ranks.device)
         model: FSDP = wrap_fsdp(
@@ -124,5 +120,3 @@ def unreduced_with_offload(ranks: Ranks, use_orig_params: bool) -> int:
             shown = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             expected = torch.cat([each.flatten() for each in own])
             torch.testing.assert_close(shown[: expected.numel()], expected)
-        cases += 1
-    return cases

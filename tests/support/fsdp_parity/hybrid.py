@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import subtests
 from fsdp_parity.training import ddp, full_parameters
 
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
@@ -85,13 +85,9 @@ def batch(ranks: Ranks, step: int) -> torch.Tensor:
     return torch.randn(4, 7, device=ranks.device)
 
 
-def parity_with_ddp(ranks: Ranks) -> int:
+@subtests(strategy=HYBRID, groups=GROUPS, use_orig_params=[False, True])
+def parity_with_ddp(ranks: Ranks, strategy: ShardingStrategy, groups: str, use_orig_params: bool) -> None:
     """Losses and parameters of every hybrid strategy are DDP's, and groups are what was asked for."""
-    axes = {"strategy": HYBRID, "groups": GROUPS, "use_orig_params": [False, True]}
-    return run_subtests(axes, _parity_with_ddp, ranks)
-
-
-def _parity_with_ddp(ranks: Ranks, strategy: ShardingStrategy, groups: str, use_orig_params: bool) -> None:
     reference = ddp(ranks, net(ranks))
     model = hybrid(ranks, net(ranks), strategy, groups, use_orig_params)
     shards = 2 if groups != "world" else ranks.world_size
@@ -112,13 +108,9 @@ def _parity_with_ddp(ranks: Ranks, strategy: ShardingStrategy, groups: str, use_
         torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
 
 
-def accumulation(ranks: Ranks) -> int:
+@subtests(strategy=HYBRID, groups=["tuple"], use_orig_params=[False, True])
+def accumulation(ranks: Ranks, strategy: ShardingStrategy, groups: str, use_orig_params: bool) -> None:
     """Two microbatches under ``no_sync`` and a synchronising one come to DDP's gradients of the same three."""
-    axes = {"strategy": HYBRID, "groups": ["tuple"], "use_orig_params": [False, True]}
-    return run_subtests(axes, _accumulation, ranks)
-
-
-def _accumulation(ranks: Ranks, strategy: ShardingStrategy, groups: str, use_orig_params: bool) -> None:
     reference = ddp(ranks, net(ranks))
     model = hybrid(ranks, net(ranks), strategy, groups, use_orig_params)
     for each in (reference, model):
@@ -131,12 +123,9 @@ def _accumulation(ranks: Ranks, strategy: ShardingStrategy, groups: str, use_ori
         torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
 
 
-def mixed_precision(ranks: Ranks) -> int:
+@subtests(strategy=HYBRID, use_orig_params=[False, True])
+def mixed_precision(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """bfloat16 compute with float32 reduction comes to what a model in bfloat16 gives, averaged in float32."""
-    return run_subtests({"strategy": HYBRID, "use_orig_params": [False, True]}, _mixed_precision, ranks)
-
-
-def _mixed_precision(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     masters = net(ranks)
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = hybrid(ranks, net(ranks), strategy, "tuple", use_orig_params, mixed_precision=policy)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_parity.models import expected_warnings
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import run_subtests, subtests
 from fsdp_parity.training import ddp, full_parameters
 
 FS, SGO, NS = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -165,13 +165,11 @@ def step_in_backward(model: nn.Module, optimizer_class: Any, options: dict[str, 
         _apply_optimizer_in_backward(optimizer_class, model.parameters(), options, register_hook=False)
 
 
-def unused_output_has_no_gradient(ranks: Ranks) -> int:
+@subtests(strategy=[FS, SGO, NS], use_orig_params=BOTH, accumulates=BOTH)
+def unused_output_has_no_gradient(
+    ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
     """Nobody's loss uses a unit's output: no gradient, and an optimizer with weight decay leaves it alone."""
-    axes = {"strategy": [FS, SGO, NS], "use_orig_params": BOTH, "accumulates": BOTH}
-    return run_subtests(axes, _unused_output, ranks)
-
-
-def _unused_output(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool) -> None:
     model = wrap(build(ranks, Two), strategy, use_orig_params, nn.Linear)
     before = full_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
@@ -189,12 +187,9 @@ def _unused_output(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bo
         assert torch.equal(before[name], after[name]) == ("b." in name), name
 
 
-def output_used_on_some_ranks(ranks: Ranks) -> int:
+@subtests(strategy=[FS, SGO, NS], use_orig_params=BOTH)
+def output_used_on_some_ranks(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """Only rank 0's loss uses a unit: the others reduce zeros with it, and training is DDP's."""
-    return run_subtests({"strategy": [FS, SGO, NS], "use_orig_params": BOTH}, _some_ranks, ranks)
-
-
-def _some_ranks(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     reference = ddp(ranks, build(ranks, Two), find_unused_parameters=True)
     model = wrap(build(ranks, Two), strategy, use_orig_params, nn.Linear)
     for each in (reference, model):
@@ -209,11 +204,11 @@ def _some_ranks(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool)
         torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
 
 
-def optimizer_in_backward(ranks: Ranks) -> int:
+def optimizer_in_backward(ranks: Ranks) -> None:
     """Parameters step during backward as an optimizer would after it, and keep no gradient."""
     optimizers = [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.01})]
     axes = {"optimizer": optimizers, "strategy": [FS, SGO, NS], "offload": BOTH}
-    return run_subtests(axes, _optimizer_in_backward, ranks)
+    run_subtests(axes, _optimizer_in_backward, ranks)
 
 
 def _optimizer_in_backward(ranks: Ranks, optimizer: Any, strategy: ShardingStrategy, offload: bool) -> None:
@@ -326,20 +321,14 @@ def prefetched(ranks: Ranks, prefetch: BackwardPrefetch | None, training_state: 
     return seen
 
 
-def checkpointing(ranks: Ranks) -> int:
+@subtests(
+    place=["around", "inside", "wrapper_around", "wrapper_inside"],
+    reentrant=BOTH,
+    strategy=[FS, SGO],
+    use_orig_params=BOTH,
+)
+def checkpointing(ranks: Ranks, place: str, reentrant: bool, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """Activation checkpoints around and inside instances, of both kinds."""
-    axes = {
-        "place": ["around", "inside", "wrapper_around", "wrapper_inside"],
-        "reentrant": BOTH,
-        "strategy": [FS, SGO],
-        "use_orig_params": BOTH,
-    }
-    return run_subtests(axes, _checkpointing, ranks)
-
-
-def _checkpointing(
-    ranks: Ranks, place: str, reentrant: bool, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
     plain, model = build(ranks, Stack), build(ranks, Stack)
     assert isinstance(model, Stack)
     impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
@@ -380,12 +369,9 @@ def _checkpointed(function: Callable[..., Any], *args: Any, reentrant: bool | No
     return checkpoint(function, *args, use_reentrant=reentrant)
 
 
-def freezing_between_steps(ranks: Ranks) -> int:
+@subtests(strategy=[FS, SGO, NS], use_orig_params=BOTH)
+def freezing_between_steps(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """A unit that is frozen, and later thawed, between steps."""
-    return run_subtests({"strategy": [FS, SGO, NS], "use_orig_params": BOTH}, _freezing, ranks)
-
-
-def _freezing(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     plain = build(ranks, Stack)
     model = wrap(build(ranks, Stack), strategy, use_orig_params)
     comparison = Comparison(ranks, plain, model)
@@ -446,15 +432,11 @@ class Tiny(nn.Module):
         return x
 
 
-def shapes_of_models(ranks: Ranks) -> int:
-    """Deep nesting, a unit used twice, recursion, and shards without elements."""
-    axes = {"make": [Nested, Recursive, Tiny], "strategy": [FS, SGO, NS], "use_orig_params": BOTH}
-    return run_subtests(axes, _shape_of_model, ranks)
-
-
-def _shape_of_model(
+@subtests(make=[Nested, Recursive, Tiny], strategy=[FS, SGO, NS], use_orig_params=BOTH)
+def shapes_of_models(
     ranks: Ranks, make: Callable[[], nn.Module], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
+    """Deep nesting, a unit used twice, recursion, and shards without elements."""
     classes: Any = {Nested: Block, Recursive: Recursive, Tiny: nn.Linear}[make]  # type: ignore[index]
     plain, inner = build(ranks, make), build(ranks, make)
     model = wrap(nn.Sequential(inner), strategy, use_orig_params, classes)
@@ -484,13 +466,9 @@ def _raise_in_backward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return _call(module, _Raises.apply(x))  # type: ignore[no-untyped-call]
 
 
-def after_exceptions(ranks: Ranks) -> int:
+@subtests(where=[_raise_in_forward, _raise_in_backward], strategy=[FS, SGO, NS], use_orig_params=BOTH)
+def after_exceptions(ranks: Ranks, where: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """A forward or a backward that raised on all ranks leaves nothing behind: the next step is right."""
-    axes = {"where": [_raise_in_forward, _raise_in_backward], "strategy": [FS, SGO, NS], "use_orig_params": BOTH}
-    return run_subtests(axes, _after_exception, ranks)
-
-
-def _after_exception(ranks: Ranks, where: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     plain = build(ranks, Stack)
     model = wrap(build(ranks, Stack), strategy, use_orig_params)
     comparison = Comparison(ranks, plain, model)
@@ -504,10 +482,10 @@ def _after_exception(ranks: Ranks, where: Any, strategy: ShardingStrategy, use_o
     comparison.check()
 
 
-def cpu_is_a_device(ranks: Ranks) -> int:
+def cpu_is_a_device(ranks: Ranks) -> None:
     """A model on the CPU trains there, whatever other devices there are, over a group that moves host memory."""
     group = dist.new_group(backend="gloo")
-    return run_subtests({"strategy": [FS, SGO, NS], "use_orig_params": BOTH}, _on_cpu, ranks, group)
+    run_subtests({"strategy": [FS, SGO, NS], "use_orig_params": BOTH}, _on_cpu, ranks, group)
 
 
 def _on_cpu(ranks: Ranks, group: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:

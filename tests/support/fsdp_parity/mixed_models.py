@@ -14,7 +14,6 @@ import torch.distributed as dist
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import MixedPrecision, ShardingStrategy
 from polyshard_fsdp._common_utils import clean_tensor_name
-from polyshard_fsdp._composable import fully_shard
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -111,15 +110,9 @@ def simple_model(linear: LinearMixedPrecision, device: torch.device, **fsdp_kwar
     return wrap_fsdp(linear.to(device), **fsdp_kwargs)
 
 
-def nested_model(
-    linears: Iterable[LinearMixedPrecision], device: torch.device, *, composable: bool = False, **fsdp_kwargs: Any
-) -> nn.Module:
+def nested_model(linears: Iterable[LinearMixedPrecision], device: torch.device, **fsdp_kwargs: Any) -> nn.Module:
     """Two linear layers; the first is a unit of its own, the second belongs to the root."""
     model = nn.Sequential(*(linear.to(device) for linear in linears))
-    if composable:
-        fully_shard(model[0], **fsdp_kwargs)
-        fully_shard(model, **fsdp_kwargs)
-        return model
     model[0] = wrap_fsdp(model[0], **fsdp_kwargs)
     return wrap_fsdp(model, **fsdp_kwargs)
 
@@ -273,16 +266,6 @@ class TransformerWithAverage(nn.Module):
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.module(*args) if self.training else self.ema_module(*args)
         return output
-
-
-@contextmanager
-def case(*parts: object) -> Iterator[None]:
-    """Adds to an error which of the cases in one call failed."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note("case: " + ", ".join(map(str, parts)))
-        raise
 
 
 @contextmanager

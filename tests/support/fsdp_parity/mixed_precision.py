@@ -7,23 +7,26 @@ import importlib
 import importlib.util
 import itertools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from parity import seed_all
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp.sharded_grad_scaler import ShardedGradScaler
 from polyshard_fsdp.wrap import size_based_auto_wrap_policy
-from seeding import seed_all
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .mixed_models import (
     BUFFER_DTYPE,
     MP_ALL,
+    MP_ALL_DIFFERENT,
+    MP_NONE,
+    MP_ONLY_PARAM_AND_BUFFER,
+    MP_ONLY_REDUCE,
     BatchNormNet,
     CastReference,
     ForwardChecks,
@@ -32,7 +35,6 @@ from .mixed_models import (
     TwoLinears,
     assert_all_near,
     assert_near,
-    case,
     checked_reduce_scatter,
     is_sharded,
     joined,
@@ -49,9 +51,7 @@ from .models import (
     wrap_fsdp,
 )
 from .ranks import Ranks
-
-#: ``(forward_prefetch, backward_prefetch)``: which unit is gathered ahead of time.
-Prefetch = tuple[bool, BackwardPrefetch | None]
+from .subtests import subtests
 
 _STEPS = 3
 #: Enough for the default loss scale, which is infinite in fp16, to be halved until a step is taken.
@@ -59,26 +59,44 @@ _STEPS_WITH_SCALER = 6
 _LEARNING_RATE = 1e-3
 
 
-def end_to_end(
+def end_to_end_once(ranks: Ranks, strategy: ShardingStrategy) -> None:
+    """``end_to_end`` in the case where all dtypes differ."""
+    _end_to_end(ranks, MP_ALL_DIFFERENT, True, torch.float64, False, (False, None), 2, strategy)
+
+
+@subtests(
+    mixed_precision=(MP_ALL, MP_ONLY_REDUCE, MP_ONLY_PARAM_AND_BUFFER, MP_NONE, MP_ALL_DIFFERENT),
+    offload=(True, False),
+    full_dtype=(torch.float32, torch.float64),
+    with_scaler=(True, False),
+    prefetch=list(
+        itertools.product((False, True), (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST))
+    ),
+    layers=(1, 2),
+)
+def end_to_end(ranks: Ranks, **case: Any) -> None:
+    """Dtypes and values of inputs, parameters, buffers, gradients and state dicts while a model trains."""
+    _end_to_end(ranks, **case)
+
+
+def _end_to_end(
     ranks: Ranks,
     mixed_precision: MixedPrecision,
-    cpu_offload: CPUOffload,
+    offload: bool,
     full_dtype: torch.dtype,
     with_scaler: bool,
-    sharding_strategy: ShardingStrategy,
-    prefetches: Sequence[Prefetch],
+    prefetch: tuple[bool, BackwardPrefetch | None],
+    layers: int,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
 ) -> None:
-    """Dtypes and values of inputs, parameters, buffers, gradients and state dicts while a model trains."""
-    for (forward_prefetch, backward_prefetch), layers in itertools.product(prefetches, (1, 2)):
-        with case(f"{forward_prefetch=}", f"{backward_prefetch=}", f"{layers=}"):
-            settings = {
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "mixed_precision": mixed_precision,
-                "backward_prefetch": backward_prefetch,
-                "forward_prefetch": forward_prefetch,
-            }
-            _EndToEnd(ranks, mixed_precision, full_dtype, layers, settings).train(with_scaler)
+    settings = {
+        "sharding_strategy": strategy,
+        "cpu_offload": CPUOffload(offload_params=offload),
+        "mixed_precision": mixed_precision,
+        "forward_prefetch": prefetch[0],
+        "backward_prefetch": prefetch[1],
+    }
+    _EndToEnd(ranks, mixed_precision, full_dtype, layers, settings).train(with_scaler)
 
 
 class _EndToEnd:
@@ -362,7 +380,8 @@ def norms_in_full_precision(ranks: Ranks, convert_sync_bn: bool) -> None:
     assert_all_near(whole_gradients(sharded), gradients, torch.float16, "gradients", ulps=32)
 
 
-def gradients_in_low_precision(ranks: Ranks) -> None:
+@subtests(offload_params=(False, True), use_orig_params=(False, True))
+def gradients_in_low_precision(ranks: Ranks, offload_params: bool, use_orig_params: bool) -> None:
     """With ``keep_low_precision_grads``, gradients that add up over six backwards are fp16, and right."""
     mixed_precision = MixedPrecision(
         param_dtype=torch.float16,
@@ -370,33 +389,31 @@ def gradients_in_low_precision(ranks: Ranks) -> None:
         buffer_dtype=torch.float16,
         keep_low_precision_grads=True,
     )
-    for offload_params, use_orig_params in itertools.product((False, True), (False, True)):
-        with case(f"{offload_params=}", f"{use_orig_params=}"):
-            seed_all(0)
-            model: Any = TwoLinears().to(ranks.device)
-            reference = CastReference(model, mixed_precision)
-            settings: dict[str, Any] = {
-                "mixed_precision": mixed_precision,
-                "cpu_offload": CPUOffload(offload_params=offload_params),
-                "use_orig_params": use_orig_params,
-            }
-            model.lin1 = wrap_fsdp(model.lin1, **settings)
-            model = wrap_fsdp(model, **settings)
-            # The input lies on the CPU: the root moves it.
-            x = torch.ones(1, 10)
-            for done in range(1, 7):
-                model(x).sum().backward()
-                reference(x.to(ranks.device)).sum().backward()
-                gradients = {name: done * value for name, value in reference.gradients(ranks).items()}
-                seen = 0
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        assert parameter.grad.dtype == torch.float16
-                        assert parameter.grad.device.type == ("cpu" if offload_params else ranks.device.type)
-                        seen += 1
-                assert seen > 0 or use_orig_params
-            whole = _whole_low_gradients(model, gradients, ranks, use_orig_params)
-            assert_all_near(whole, gradients, torch.float16, "gradients")
+    seed_all(0)
+    model: Any = TwoLinears().to(ranks.device)
+    reference = CastReference(model, mixed_precision)
+    settings: dict[str, Any] = {
+        "mixed_precision": mixed_precision,
+        "cpu_offload": CPUOffload(offload_params=offload_params),
+        "use_orig_params": use_orig_params,
+    }
+    model.lin1 = wrap_fsdp(model.lin1, **settings)
+    model = wrap_fsdp(model, **settings)
+    # The input lies on the CPU: the root moves it.
+    x = torch.ones(1, 10)
+    for done in range(1, 7):
+        model(x).sum().backward()
+        reference(x.to(ranks.device)).sum().backward()
+        gradients = {name: done * value for name, value in reference.gradients(ranks).items()}
+        seen = 0
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                assert parameter.grad.dtype == torch.float16
+                assert parameter.grad.device.type == ("cpu" if offload_params else ranks.device.type)
+                seen += 1
+        assert seen > 0 or use_orig_params
+    whole = _whole_low_gradients(model, gradients, ranks, use_orig_params)
+    assert_all_near(whole, gradients, torch.float16, "gradients")
 
 
 def _whole_low_gradients(
@@ -418,32 +435,31 @@ def _whole_low_gradients(
     return {name: found[name] for name in like}
 
 
-def gradients_of_inputs(ranks: Ranks) -> None:
+@subtests(
+    strategy=(ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD),
+    use_orig_params=(False, True),
+)
+def gradients_of_inputs(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """An fp32 input that is cast to fp16 for the parameters still gets its gradient, in fp32."""
-    strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-    for strategy, use_orig_params in itertools.product(strategies, (False, True)):
-        with case(strategy, f"{use_orig_params=}"):
-            seed_all(0)
-            linear = nn.Linear(1024, 1024, bias=False)
-            mixed_precision = MixedPrecision(
-                param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
-            )
-            reference = CastReference(linear.to(ranks.device), mixed_precision)
-            sharded = wrap_fsdp(
-                linear.cpu(),
-                sharding_strategy=strategy,
-                mixed_precision=mixed_precision,
-                device_id=ranks.device.index,
-                use_orig_params=use_orig_params,
-            )
-            seed_all(1 + ranks.rank)
-            x = torch.randn((32, 1024), device=ranks.device, requires_grad=True)
-            sharded(x).sum().backward()
-            assert x.grad is not None
-            assert x.grad.dtype == torch.float32
-            y = x.detach().requires_grad_()
-            reference(y).sum().backward()
-            assert y.grad is not None
-            assert_near(x.grad, y.grad, torch.float16, "gradient of the input")
-            gradients = reference.gradients(ranks)
-            assert_all_near(whole_gradients(sharded), gradients, torch.float16, "gradients")
+    seed_all(0)
+    linear = nn.Linear(1024, 1024, bias=False)
+    mixed_precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+    reference = CastReference(linear.to(ranks.device), mixed_precision)
+    sharded = wrap_fsdp(
+        linear.cpu(),
+        sharding_strategy=strategy,
+        mixed_precision=mixed_precision,
+        device_id=ranks.device.index,
+        use_orig_params=use_orig_params,
+    )
+    seed_all(1 + ranks.rank)
+    x = torch.randn((32, 1024), device=ranks.device, requires_grad=True)
+    sharded(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    y = x.detach().requires_grad_()
+    reference(y).sum().backward()
+    assert y.grad is not None
+    assert_near(x.grad, y.grad, torch.float16, "gradient of the input")
+    gradients = reference.gradients(ranks)
+    assert_all_near(whole_gradients(sharded), gradients, torch.float16, "gradients")

@@ -21,12 +21,12 @@ from .mixed_models import (
     TransformerWithAverage,
     assert_all_near,
     assert_near,
-    case,
     whole_gradients,
     whole_parameters,
 )
 from .models import SaveForwardInputsModel, wrap_fsdp
 from .ranks import Ranks
+from .subtests import subtests
 
 
 def ignored_module(ranks: Ranks) -> None:
@@ -167,7 +167,8 @@ def inputs_from_outside(ranks: Ranks) -> None:
     assert_all_near(whole_gradients(sharded), gradients, torch.float16, "gradients")
 
 
-def averaged_parameters_in_eval(ranks: Ranks) -> None:
+@subtests(strategy=(ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD))
+def averaged_parameters_in_eval(ranks: Ranks, strategy: ShardingStrategy) -> None:
     """Eval uses the averages as they were last written inside ``summon_full_params``, and no older ones.
 
     On a CPU the transformer is a small one: the default size takes minutes there.
@@ -177,44 +178,39 @@ def averaged_parameters_in_eval(ranks: Ranks) -> None:
         sizes = {"d_model": 512, "nhead": 8, "num_encoder_layers": 6, "num_decoder_layers": 6, "dim_feedforward": 2048}
     half = MixedPrecision(param_dtype=torch.float16)
     policy = ModuleWrapPolicy({nn.Transformer, TransformerEncoderLayer, TransformerDecoderLayer})
-    for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-        with case(strategy):
-            torch.manual_seed(0)
-            model = TransformerWithAverage(ranks.device, **sizes)
-            plain = CastReference(model.module, half)
-            plain.module.eval()
-            sharded = wrap_fsdp(model, auto_wrap_policy=policy, mixed_precision=half, sharding_strategy=strategy)
-            assert "FullyShardedDataParallel" in repr(sharded)
-            optimizer = torch.optim.Adam(sharded.module.parameters(), lr=1e-2)
-            torch.manual_seed(1 + ranks.rank)
-            width = sizes["d_model"]
-            eval_inputs = [torch.randn(length, 1, width, device=ranks.device) for length in (8, 16)]
-            sums: list[float] = []
-            averages: dict[str, torch.Tensor] = {}
-            for _ in range(3):
-                sharded.train()
-                sharded(*(torch.randn(length, 4, width, device=ranks.device) for length in (8, 16))).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                with FSDP.summon_full_params(sharded):
-                    sharded.ema_module.update_parameters(sharded.module)
-                trained = _part(whole_parameters(sharded), "module.")
-                averages = {
-                    name: value if not averages else averages[name].lerp(value, 0.001)
-                    for name, value in trained.items()
-                }
-                assert_all_near(
-                    _part(whole_parameters(sharded), "ema_module.module."), averages, torch.float32, "averages"
-                )
-                sharded.eval()
-                with torch.no_grad():
-                    output = sharded(*eval_inputs)
-                    plain.load(averages)
-                    expected = plain(*eval_inputs)
-                assert output.dtype == torch.float16
-                assert_near(output, expected, torch.float16, "output of the averages", ulps=32)
-                sums.append(float(output.sum()))
-            assert sums[0] != sums[1] != sums[2] != sums[0]
+    torch.manual_seed(0)
+    model = TransformerWithAverage(ranks.device, **sizes)
+    plain = CastReference(model.module, half)
+    plain.module.eval()
+    sharded = wrap_fsdp(model, auto_wrap_policy=policy, mixed_precision=half, sharding_strategy=strategy)
+    assert "FullyShardedDataParallel" in repr(sharded)
+    optimizer = torch.optim.Adam(sharded.module.parameters(), lr=1e-2)
+    torch.manual_seed(1 + ranks.rank)
+    width = sizes["d_model"]
+    eval_inputs = [torch.randn(length, 1, width, device=ranks.device) for length in (8, 16)]
+    sums: list[float] = []
+    averages: dict[str, torch.Tensor] = {}
+    for _ in range(3):
+        sharded.train()
+        sharded(*(torch.randn(length, 4, width, device=ranks.device) for length in (8, 16))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with FSDP.summon_full_params(sharded):
+            sharded.ema_module.update_parameters(sharded.module)
+        trained = _part(whole_parameters(sharded), "module.")
+        averages = {
+            name: value if not averages else averages[name].lerp(value, 0.001) for name, value in trained.items()
+        }
+        assert_all_near(_part(whole_parameters(sharded), "ema_module.module."), averages, torch.float32, "averages")
+        sharded.eval()
+        with torch.no_grad():
+            output = sharded(*eval_inputs)
+            plain.load(averages)
+            expected = plain(*eval_inputs)
+        assert output.dtype == torch.float16
+        assert_near(output, expected, torch.float16, "output of the averages", ulps=32)
+        sums.append(float(output.sum()))
+    assert sums[0] != sums[1] != sums[2] != sums[0]
 
 
 def _part(parameters: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

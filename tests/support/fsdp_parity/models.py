@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from parity import seed_all
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import _runtime_utils
 from polyshard_fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
-from seeding import seed_all
 from torch import nn
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer, functional
 
@@ -84,11 +84,6 @@ def sleep(device: torch.device, milliseconds: int) -> None:
         time.sleep(milliseconds / 1000)
 
 
-def subtest_name(mapping: Mapping[str, str], *args: Any) -> str:
-    """A test id: the name that ``mapping`` has for ``str()`` of each argument, or ``none``, joined by underscores."""
-    return "_".join("none" if arg is None else mapping[str(arg)] for arg in args)
-
-
 class _Done:
     """A collective that is over."""
 
@@ -148,7 +143,6 @@ class ParityModel(nn.Module, ABC):
         loss.backward()  # type: ignore[no-untyped-call]
 
     @classmethod
-    @abstractmethod
     def init(
         cls,
         group: Any,
@@ -158,8 +152,24 @@ class ParityModel(nn.Module, ABC):
         deterministic: bool = False,
         *,
         device: torch.device,
+        **options: Any,
     ) -> Any:
         """A model, wrapped or not; ``deterministic`` makes its values the same at every call."""
+        wrapped = fsdp_init_mode is FSDPInitMode.RECURSIVE
+        at_first = device if cuda_init_mode is CUDAInitMode.CUDA_BEFORE else None
+        model = cls.make(group, fsdp_kwargs or {} if wrapped else None, at_first, deterministic, **options)
+        return model.to(device) if wrapped and cuda_init_mode is CUDAInitMode.CUDA_AFTER else model
+
+    @classmethod
+    def make(
+        cls,
+        group: Any,
+        fsdp_kwargs: Mapping[str, Any] | None,
+        device: torch.device | None,
+        deterministic: bool,
+        **options: Any,
+    ) -> Any:
+        """The model on ``device``, wrapped unless ``fsdp_kwargs`` is None."""
 
 
 class TransformerWithSharedParams(ParityModel):
@@ -210,31 +220,23 @@ class TransformerWithSharedParams(ParityModel):
         return functional.cross_entropy(output.view(-1, output.size(-1)), target.view(-1), reduction="sum")
 
     @classmethod
-    def init(
+    def make(
         cls,
         group: Any,
-        fsdp_init_mode: FSDPInitMode,
-        cuda_init_mode: CUDAInitMode,
-        fsdp_kwargs: Mapping[str, Any] | None = None,
-        deterministic: bool = False,
-        add_bn: bool = True,
-        *,
-        device: torch.device,
+        fsdp_kwargs: Mapping[str, Any] | None,
+        device: torch.device | None,
+        deterministic: bool,
+        **options: Any,
     ) -> Any:
         """The transformer; wrapped, its encoder and decoder layers and the root are FSDP, or what the
         ``auto_wrap_policy`` in ``fsdp_kwargs`` says. ``group`` may be a pair of (shard, replicate) groups.
         """
         both = group if isinstance(group, tuple) else (group,)
-        before = cuda_init_mode is CUDAInitMode.CUDA_BEFORE
-        model = cls(both[0], device if before else None, deterministic, add_bn)
-        if fsdp_init_mode is FSDPInitMode.NO_FSDP:
+        model = cls(both[0], device, deterministic, **options)
+        if fsdp_kwargs is None:
             return model
-        settings: dict[str, Any] = {
-            "auto_wrap_policy": ModuleWrapPolicy({TransformerEncoderLayer, TransformerDecoderLayer}),
-            **(fsdp_kwargs or {}),
-        }
-        wrapped = wrap_fsdp(model, group, **settings)
-        return wrapped.to(device) if cuda_init_mode is CUDAInitMode.CUDA_AFTER else wrapped
+        policy = ModuleWrapPolicy({TransformerEncoderLayer, TransformerDecoderLayer})
+        return wrap_fsdp(model, group, **{"auto_wrap_policy": policy, **fsdp_kwargs})
 
 
 def _linear(inputs: int, outputs: int, device: torch.device | None) -> nn.Module:
@@ -282,43 +284,35 @@ class NestedWrappedModule(ParityModel):
         return output.sum()
 
     @classmethod
-    def init(
+    def make(
         cls,
         group: Any,
-        fsdp_init_mode: FSDPInitMode,
-        cuda_init_mode: CUDAInitMode,
-        fsdp_kwargs: Mapping[str, Any] | None = None,
-        deterministic: bool = False,
-        *,
-        device: torch.device,
+        fsdp_kwargs: Mapping[str, Any] | None,
+        device: torch.device | None,
+        deterministic: bool,
+        **options: Any,
     ) -> Any:
         """Wrapped as the class says, without a root FSDP."""
-        wrapped = fsdp_init_mode is FSDPInitMode.RECURSIVE
-        before = cuda_init_mode is CUDAInitMode.CUDA_BEFORE
-        model = cls(group, wrapped, device if before else None, deterministic, fsdp_kwargs)
-        return model.to(device) if wrapped and cuda_init_mode is CUDAInitMode.CUDA_AFTER else model
+        return cls(group, fsdp_kwargs is not None, device, deterministic, fsdp_kwargs)
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
     """The same layers, each of them and the root wrapped by ``always_wrap_policy``."""
 
     @classmethod
-    def init(
+    def make(
         cls,
         group: Any,
-        fsdp_init_mode: FSDPInitMode,
-        cuda_init_mode: CUDAInitMode,
-        fsdp_kwargs: Mapping[str, Any] | None = None,
-        deterministic: bool = False,
-        *,
-        device: torch.device,
+        fsdp_kwargs: Mapping[str, Any] | None,
+        device: torch.device | None,
+        deterministic: bool,
+        **options: Any,
     ) -> Any:
         """A root FSDP, if wrapped."""
-        model = super().init(group, FSDPInitMode.NO_FSDP, cuda_init_mode, deterministic=deterministic, device=device)
-        if fsdp_init_mode is FSDPInitMode.NO_FSDP:
+        model = super().make(group, None, device, deterministic)
+        if fsdp_kwargs is None:
             return model
-        wrapped = wrap_fsdp(model, group, auto_wrap_policy=always_wrap_policy, **(fsdp_kwargs or {}))
-        return wrapped.to(device) if cuda_init_mode is CUDAInitMode.CUDA_AFTER else wrapped
+        return wrap_fsdp(model, group, auto_wrap_policy=always_wrap_policy, **fsdp_kwargs)
 
 
 class NestedWrappedModuleWithDelay(ParityModel):

@@ -61,7 +61,7 @@ def _gathered(state: Mapping[str, Mapping[str, Any]], ranks: Ranks) -> dict[str,
     return whole
 
 
-def order_of_first_rank(ranks: Ranks, kind: StateDictType) -> int:
+def order_of_first_rank(ranks: Ranks, kind: StateDictType) -> None:
     """Ranks whose optimizers list parameters in other orders save them in one, with every value under its own name, and
     load them again.
     """
@@ -92,10 +92,10 @@ def order_of_first_rank(ranks: Ranks, kind: StateDictType) -> int:
         assert_same_state(fresh.full_state()["state"], reference.state())
 
     with quiet():
-        return run_subtests({"use_orig_params": [False, True], "grouped": [False, True]}, case)
+        run_subtests({"use_orig_params": [False, True], "grouped": [False, True]}, case)
 
 
-def entries_keep_their_order(ranks: Ranks) -> int:
+def entries_keep_their_order(ranks: Ranks) -> None:
     """Saved, loaded and saved again, the entries of each parameter stand in the order of the plain optimizer's."""
 
     def case(use_orig_params: bool, optimizer: str, kind: StateDictType) -> None:
@@ -116,10 +116,10 @@ def entries_keep_their_order(ranks: Ranks) -> int:
     kinds = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT]
     config = {"use_orig_params": [False, True], "optimizer": ["adam", "counting"], "kind": kinds}
     with quiet():
-        return run_subtests(config, case)
+        run_subtests(config, case)
 
 
-def settings_tell_of_dtensors(ranks: Ranks) -> int:
+def settings_tell_of_dtensors(ranks: Ranks) -> None:
     """What ``get_state_dict_type`` says of models with and without a device mesh: once asked, and after state was saved
     from one instance alone.
     """
@@ -145,4 +145,4 @@ def settings_tell_of_dtensors(ranks: Ranks) -> int:
             assert isinstance(saved["state"]["block.0.weight"]["exp_avg"], DTensor if meshed else ShardedTensor)
 
     with quiet():
-        return run_subtests({"meshed": [False, True], "together": [True, False]}, case)
+        run_subtests({"meshed": [False, True], "together": [True, False]}, case)

@@ -8,14 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from polyshard_fsdp import (
-    FullOptimStateDictConfig,
-    OptimStateKeyType,
-    ShardingStrategy,
-    StateDictType,
-)
+from polyshard_fsdp import FullOptimStateDictConfig, OptimStateKeyType, ShardingStrategy, StateDictType
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp._composable import fully_shard
 from torch import nn
 
 from fsdp_parity.optim_models import (
@@ -39,7 +33,7 @@ from fsdp_parity.ranks import Ranks
 from fsdp_parity.subtests import named, run_subtests
 
 
-def legacy(ranks: Ranks) -> int:
+def legacy(ranks: Ranks) -> None:
     """The older functions: the same values, and a warning that names what has replaced each."""
 
     def case(use_orig_params: bool, strategy: ShardingStrategy, by_input: bool) -> None:
@@ -91,9 +85,7 @@ def legacy(ranks: Ranks) -> int:
             assert_same_parameters(fresh, reference)
 
     with quiet():
-        return run_subtests(
-            {"use_orig_params": [False, True], "strategy": strategies(ranks), "by_input": [False, True]}, case
-        )
+        run_subtests({"use_orig_params": [False, True], "strategy": strategies(ranks), "by_input": [False, True]}, case)
 
 
 def warned(current: str, replacement: str, further: str | None, call: Callable[[], Any]) -> Any:
@@ -323,30 +315,3 @@ def strides_and_recorded_names(ranks: Ranks) -> None:
             for position, entries in before["state"].items():
                 for key, value in entries.items():
                     torch.testing.assert_close(after["state"][position][key], value, rtol=0, atol=0)
-
-
-def sharded_in_place(ranks: Ranks) -> None:
-    """A model whose modules were sharded without wrappers."""
-    with quiet():
-        torch.manual_seed(3)
-        plain = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 3))).to(ranks.device)
-        model = copy.deepcopy(plain)
-        fully_shard(model[1])
-        fully_shard(model)
-        optim, expected = torch.optim.Adam(model.parameters()), torch.optim.Adam(plain.parameters())
-        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(9)).to(ranks.device)
-
-        def train() -> None:
-            for module, each in ((model, optim), (plain, expected)):
-                each.zero_grad()
-                module(inputs).square().mean().backward()
-                each.step()
-
-        train()
-        saved = FSDP.optim_state_dict(model, optim)
-        names = {name: expected.state[parameter] for name, parameter in plain.named_parameters()}
-        assert_same_state(saved["state"], names)
-        optim = torch.optim.Adam(model.parameters())
-        optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, saved))
-        train()
-        assert_same_state(FSDP.optim_state_dict(model, optim)["state"], names)

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from polyshard_fsdp import (
-    FullOptimStateDictConfig,
-    OptimStateKeyType,
-    ShardingStrategy,
-    StateDictType,
-)
+from polyshard_fsdp import FullOptimStateDictConfig, OptimStateKeyType, ShardingStrategy, StateDictType
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,7 +48,7 @@ def strategies(ranks: Ranks) -> list[ShardingStrategy]:
     return _FEWER.get(ranks.world_size, [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 
 
-def full_state(ranks: Ranks, use_orig_params: bool) -> int:
+def full_state(ranks: Ranks, use_orig_params: bool) -> None:
     """A gathered state dict is what the unsharded optimizer has, names and groups included."""
 
     def case(strategy: ShardingStrategy, optimizer: str, grouped: bool, offload: bool) -> None:
@@ -83,7 +78,7 @@ def full_state(ranks: Ranks, use_orig_params: bool) -> int:
             assert_same_state(on_first["state"], reference.state())
 
     with quiet():
-        return run_subtests(
+        run_subtests(
             {
                 "strategy": strategies(ranks),
                 "optimizer": list(OPTIMIZERS),
@@ -94,7 +89,7 @@ def full_state(ranks: Ranks, use_orig_params: bool) -> int:
         )
 
 
-def resume(ranks: Ranks, kind: StateDictType, rank0_only: bool) -> int:
+def resume(ranks: Ranks, kind: StateDictType, rank0_only: bool) -> None:
     """What is saved and loaded into a new model, sharded otherwise, goes on as if nothing had happened."""
     config = FullOptimStateDictConfig(rank0_only=rank0_only) if kind is StateDictType.FULL_STATE_DICT else None
 
@@ -121,7 +116,7 @@ def resume(ranks: Ranks, kind: StateDictType, rank0_only: bool) -> int:
             assert_same_state(saved["state"], kept["state"])
 
     with quiet():
-        return run_subtests(
+        run_subtests(
             {
                 "saved_as": [False, True],
                 "strategy": _FEWER.get(ranks.world_size, [FULL_SHARD, NO_SHARD]),
@@ -193,7 +188,7 @@ def resume_distributed(
         assert_same_state(fresh.full_state()["state"], reference.state())
 
 
-def distributed_values(ranks: Ranks) -> int:
+def distributed_values(ranks: Ranks) -> None:
     """Each rank has its rows of every tensor, where the configuration says, and no more."""
 
     def case(use_orig_params: bool, meshed: bool, kind: StateDictType) -> None:
@@ -235,7 +230,7 @@ def distributed_values(ranks: Ranks) -> int:
                 torch.testing.assert_close(local.cpu(), rows.cpu(), rtol=2e-5, atol=2e-6)
 
     with quiet():
-        return run_subtests(
+        run_subtests(
             {
                 "use_orig_params": [False, True],
                 "meshed": [False, True],
@@ -245,7 +240,7 @@ def distributed_values(ranks: Ranks) -> int:
         )
 
 
-def hybrid(ranks: Ranks) -> int:
+def hybrid(ranks: Ranks) -> None:
     """Sharded over pairs of ranks and replicated over the pairs, with groups and with a mesh."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -267,7 +262,7 @@ def hybrid(ranks: Ranks) -> int:
         assert_same_parameters(fresh, reference)
 
     with quiet():
-        return run_subtests(
+        run_subtests(
             {
                 "use_orig_params": [False, True],
                 "meshed": [False, True],
@@ -277,7 +272,7 @@ def hybrid(ranks: Ranks) -> int:
         )
 
 
-def to_and_from_unsharded(ranks: Ranks) -> int:
+def to_and_from_unsharded(ranks: Ranks) -> None:
     """A plain model's state, keyed by positions, moves to a sharded one; and back."""
 
     def case(use_orig_params: bool, strategy: ShardingStrategy, grouped: bool) -> None:
@@ -313,6 +308,4 @@ def to_and_from_unsharded(ranks: Ranks) -> int:
             torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
 
     with quiet():
-        return run_subtests(
-            {"use_orig_params": [False, True], "strategy": strategies(ranks), "grouped": [False, True]}, case
-        )
+        run_subtests({"use_orig_params": [False, True], "strategy": strategies(ranks), "grouped": [False, True]}, case)

@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer
 
 from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import run_subtests, subtests
 from fsdp_parity.training import assert_on_cpu, assert_same_parameters, ddp, full_parameters
 
 STRATEGIES = {
@@ -181,8 +181,8 @@ def _writeback_check(skip: bool) -> AbstractContextManager[Any]:
     return mock.patch.dict(os.environ, {_FSDP_SKIP_WRITEBACK_CHECK: "1"}) if skip else nullcontext()
 
 
-def diff_hyperparams(ranks: Ranks, strategy: str) -> int:
-    """Parity with DDP for parameter groups of different hyperparameters. Returns the number of cases."""
+def diff_hyperparams(ranks: Ranks, strategy: str) -> None:
+    """Parity with DDP for parameter groups of different hyperparameters."""
 
     @functools.cache
     def reference(multi_tensor: bool, set_to_none: bool) -> _DdpTraining:
@@ -202,7 +202,7 @@ def diff_hyperparams(ranks: Ranks, strategy: str) -> int:
             _assert_ddp_parity(ranks, model, optimizer, set_to_none, reference(multi_tensor, set_to_none))
 
     modes = [CUDAInitMode.CUDA_BEFORE]
-    return run_subtests(
+    run_subtests(
         {
             "cuda_init_mode": modes if ranks.on_cpu else [*modes, CUDAInitMode.CUDA_AFTER],
             "init_optim_before_wrap": [False, True],
@@ -215,7 +215,7 @@ def diff_hyperparams(ranks: Ranks, strategy: str) -> int:
     )
 
 
-def diff_hyperparams_cpu_offload(ranks: Ranks, strategy: str) -> int:
+def diff_hyperparams_cpu_offload(ranks: Ranks, strategy: str) -> None:
     """The same with parameters on the CPU, where the optimizer's step is, too."""
     reference = _train_ddp(
         ranks, torch.optim.Adam, multi_tensor=False, set_to_none=False, num_iters=10, step_on_cpu=True
@@ -237,41 +237,35 @@ def diff_hyperparams_cpu_offload(ranks: Ranks, strategy: str) -> int:
             _assert_ddp_parity(ranks, model, optimizer, False, reference)
             assert_on_cpu(model, "after training")
 
-    return run_subtests({"skip_writeback_check": [False, True]}, case)
+    run_subtests({"skip_writeback_check": [False, True]}, case)
 
 
-def diff_trainability(ranks: Ranks) -> int:
+@subtests(multi_tensor=[False, True], strategy=["full_shard", "shard_grad_op", "no_shard"])
+def diff_trainability(ranks: Ranks, multi_tensor: bool, strategy: str) -> None:
     """All biases frozen after wrapping: part of each unit trains, and the rest stays as it was."""
-
-    def case(multi_tensor: bool, strategy: str) -> None:
-        reference = _train_ddp(
-            ranks, torch.optim.Adam, multi_tensor, set_to_none=False, num_iters=10, step_on_cpu=False, frozen=True
-        )
-        model, optimizer = _wrapped_transformer_and_optimizer(
-            ranks,
-            CUDAInitMode.CUDA_BEFORE,
-            init_optim_before_wrap=False,
-            optim_class=torch.optim.Adam,
-            multi_tensor=multi_tensor,
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            cpu_offload=None,
-            sharding_strategy=STRATEGIES[strategy],
-        )
-        before = full_parameters(model)
-        _freeze(model)
-        _assert_ddp_parity(ranks, model, optimizer, False, reference)
-        for name, value in full_parameters(model).items():
-            assert (FROZEN in name) == torch.equal(value, before[name]), name
-
-    return run_subtests({"multi_tensor": [False, True], "strategy": ["full_shard", "shard_grad_op", "no_shard"]}, case)
+    reference = _train_ddp(
+        ranks, torch.optim.Adam, multi_tensor, set_to_none=False, num_iters=10, step_on_cpu=False, frozen=True
+    )
+    model, optimizer = _wrapped_transformer_and_optimizer(
+        ranks,
+        CUDAInitMode.CUDA_BEFORE,
+        init_optim_before_wrap=False,
+        optim_class=torch.optim.Adam,
+        multi_tensor=multi_tensor,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        cpu_offload=None,
+        sharding_strategy=STRATEGIES[strategy],
+    )
+    before = full_parameters(model)
+    _freeze(model)
+    _assert_ddp_parity(ranks, model, optimizer, False, reference)
+    for name, value in full_parameters(model).items():
+        assert (FROZEN in name) == torch.equal(value, before[name]), name
 
 
-def multiple_optimizers(ranks: Ranks) -> int:
+@subtests(strategy=["full_shard", "shard_grad_op"])
+def multiple_optimizers(ranks: Ranks, strategy: str) -> None:
     """Two optimizers, of which one alone sets its gradients to None: no gradient is not a gradient of zeros."""
-    return run_subtests({"strategy": ["full_shard", "shard_grad_op"]}, _multiple_optimizers, ranks)
-
-
-def _multiple_optimizers(ranks: Ranks, strategy: str) -> None:
     plain = plain_transformer(ranks)
     reference = ddp(ranks, plain)
     model = wrap_fsdp(
@@ -346,14 +340,8 @@ def _assert_same_gradients(ranks: Ranks, model: FSDP, plain: nn.Module) -> None:
             torch.testing.assert_close(torch.cat(shards), whole.grad.flatten().cpu())
 
 
-def compile_around(ranks: Ranks, backends: Sequence[str], strategies: Sequence[str]) -> int:
+def compile_around(ranks: Ranks, backend: str, strategy: str, skip_fsdp_guards: bool) -> None:
     """A compiled FSDP model has the losses of an eager one, and of DDP, whether dynamo guards its modules or not."""
-    return run_subtests(
-        {"strategy": strategies, "skip_fsdp_guards": [True, False], "backend": backends}, _compile_around, ranks
-    )
-
-
-def _compile_around(ranks: Ranks, strategy: str, skip_fsdp_guards: bool, backend: str) -> None:
     with warnings.catch_warnings():
         # What the compiler imports warns about the rest of torch.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -375,7 +363,7 @@ def _compile_around(ranks: Ranks, strategy: str, skip_fsdp_guards: bool, backend
         # Inductor advises to use TensorFloat32, which would be other numbers than the eager model's.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         warnings.simplefilter("ignore", DeprecationWarning)
-        for turn in range(10):
+        for turn in range(4):
             model_input = eager.get_input(ranks.device)
             losses = []
             for each, optimizer in zip(models, optimizers, strict=True):

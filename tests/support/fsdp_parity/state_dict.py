@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_parity.models import wrap_fsdp
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import run_subtests, subtests
 
 FULL, LOCAL, SHARDED = (
     StateDictType.FULL_STATE_DICT,
@@ -129,7 +129,7 @@ def saved_again(values: Mapping[str, Any]) -> Any:
         return torch.load(file, weights_only=False)
 
 
-def full_equals_plain(ranks: Ranks) -> int:
+def full_equals_plain(ranks: Ranks) -> None:
     """Saved after training, loaded into a plain model; a plain model's loaded, and trained on.
 
     Offloading is nothing where all is in host memory.
@@ -173,10 +173,10 @@ def full_equals_plain(ranks: Ranks) -> int:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The `NO_SHARD`")
-        return run_subtests(axes, case)
+        run_subtests(axes, case)
 
 
-def round_trip(ranks: Ranks, state_dict_type: StateDictType) -> int:
+def round_trip(ranks: Ranks, state_dict_type: StateDictType) -> None:
     """Saved by one model, through a file, into another that had other values."""
 
     def case(strategy: ShardingStrategy, use_orig_params: bool, wrapping: str, offload: bool) -> None:
@@ -207,7 +207,7 @@ def round_trip(ranks: Ranks, state_dict_type: StateDictType) -> int:
         "wrapping": WRAPPINGS,
         "offload": (False,) if ranks.on_cpu else (False, True),
     }
-    return run_subtests(axes, case)
+    run_subtests(axes, case)
 
 
 def sharded_values(ranks: Ranks, use_orig_params: bool) -> None:
@@ -260,62 +260,56 @@ def local_values(ranks: Ranks, use_orig_params: bool) -> None:
     assert not torch.equal(local, before), "a local state dict is a view of the shards"
 
 
-def values_are_copies(ranks: Ranks) -> int:
+@subtests(state_dict_type=(FULL, SHARDED), strategy=STRATEGIES, use_orig_params=(False, True))
+def values_are_copies(
+    ranks: Ranks, state_dict_type: StateDictType, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     """Training after saving changes no parameter that was saved."""
+    model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params, sharding_strategy=strategy)
+    # The norm takes away whatever the bias before it adds, which therefore has no gradient.
+    names = [name for name, _ in plain_model(ranks, 0).named_parameters(remove_duplicate=False)]
+    parameters = [name for name in names if name != "block.first.bias"]
 
-    def case(state_dict_type: StateDictType, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-        model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params, sharding_strategy=strategy)
-        # The norm takes away whatever the bias before it adds, which therefore has no gradient.
-        names = [name for name, _ in plain_model(ranks, 0).named_parameters(remove_duplicate=False)]
-        parameters = [name for name in names if name != "block.first.bias"]
+    def pieces(values: Mapping[str, Any]) -> list[torch.Tensor]:
+        found = [values[name] for name in parameters]
+        return [
+            shard.tensor
+            for value in found
+            for shard in (value.local_shards() if isinstance(value, ShardedTensor) else ())
+        ] or [value for value in found if not isinstance(value, ShardedTensor)]
 
-        def pieces(values: Mapping[str, Any]) -> list[torch.Tensor]:
-            found = [values[name] for name in parameters]
-            return [
-                shard.tensor
-                for value in found
-                for shard in (value.local_shards() if isinstance(value, ShardedTensor) else ())
-            ] or [value for value in found if not isinstance(value, ShardedTensor)]
-
-        with kind(model, state_dict_type):
-            saved = pieces(model.state_dict())
-            before = [value.clone() for value in saved]
-            step(model, ranks)
-            after = pieces(model.state_dict())
-        assert all(torch.equal(value, old) for value, old in zip(saved, before, strict=True))
-        assert not any(torch.equal(value, new) for value, new in zip(saved, after, strict=True) if value.numel())
-
-    axes = {"state_dict_type": (FULL, SHARDED), "strategy": STRATEGIES, "use_orig_params": (False, True)}
-    return run_subtests(axes, case)
-
-
-def rank0_only_and_offload(ranks: Ranks) -> int:
-    """Rank 0 has everything in host memory, the others nothing; and so with each of the two settings alone."""
-
-    def case(strategy: ShardingStrategy, use_orig_params: bool, wrapping: str) -> None:
-        plain = plain_model(ranks, seed=0)
-        model = wrapped_model(ranks, 0, wrapping, use_orig_params=use_orig_params, sharding_strategy=strategy)
-        on_cpu = {name: value.cpu() for name, value in plain.state_dict().items()}
-        with kind(model, FULL, FullStateDictConfig(offload_to_cpu=True)):
-            saved = model.state_dict()
-        managed = [name for name in saved if wrapping != "inside" or name.startswith("block")]
-        assert_same({name: saved[name] for name in managed}, {name: on_cpu[name] for name in managed})
-        with kind(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
-            saved = model.state_dict()
-        if ranks.rank == 0:
-            assert_same({name: saved[name] for name in managed}, {name: on_cpu[name] for name in managed})
-        else:
-            # Of a module around FSDP, every rank saves what is its own.
-            assert set(saved) == set(on_cpu) - set(managed)
-        with kind(model, FULL, FullStateDictConfig(rank0_only=True)):
-            saved = model.state_dict()
-        assert len(saved) == len(on_cpu) - (0 if ranks.rank == 0 else len(managed))
-        step(plain, ranks)
+    with kind(model, state_dict_type):
+        saved = pieces(model.state_dict())
+        before = [value.clone() for value in saved]
         step(model, ranks)
-        assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+        after = pieces(model.state_dict())
+    assert all(torch.equal(value, old) for value, old in zip(saved, before, strict=True))
+    assert not any(torch.equal(value, new) for value, new in zip(saved, after, strict=True) if value.numel())
 
-    axes = {"strategy": STRATEGIES, "use_orig_params": (False, True), "wrapping": WRAPPINGS}
-    return run_subtests(axes, case)
+
+@subtests(strategy=STRATEGIES, use_orig_params=(False, True), wrapping=WRAPPINGS)
+def rank0_only_and_offload(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool, wrapping: str) -> None:
+    """Rank 0 has everything in host memory, the others nothing; and so with each of the two settings alone."""
+    plain = plain_model(ranks, seed=0)
+    model = wrapped_model(ranks, 0, wrapping, use_orig_params=use_orig_params, sharding_strategy=strategy)
+    on_cpu = {name: value.cpu() for name, value in plain.state_dict().items()}
+    with kind(model, FULL, FullStateDictConfig(offload_to_cpu=True)):
+        saved = model.state_dict()
+    managed = [name for name in saved if wrapping != "inside" or name.startswith("block")]
+    assert_same({name: saved[name] for name in managed}, {name: on_cpu[name] for name in managed})
+    with kind(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+        saved = model.state_dict()
+    if ranks.rank == 0:
+        assert_same({name: saved[name] for name in managed}, {name: on_cpu[name] for name in managed})
+    else:
+        # Of a module around FSDP, every rank saves what is its own.
+        assert set(saved) == set(on_cpu) - set(managed)
+    with kind(model, FULL, FullStateDictConfig(rank0_only=True)):
+        saved = model.state_dict()
+    assert len(saved) == len(on_cpu) - (0 if ranks.rank == 0 else len(managed))
+    step(plain, ranks)
+    step(model, ranks)
+    assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def original_dtypes(ranks: Ranks, use_orig_params: bool) -> None:

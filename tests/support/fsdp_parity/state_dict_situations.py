@@ -22,7 +22,6 @@ from polyshard_fsdp import (
 )
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import TrainingState
-from polyshard_fsdp._composable import fully_shard
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -30,7 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fsdp_parity.models import wrap_fsdp
 from fsdp_parity.ranks import Ranks
 from fsdp_parity.state_dict import FULL, LOCAL, SHARDED, STRATEGIES, assert_same, kind, plain_model, step, wrapped_model
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import subtests
 from fsdp_parity.training import full_parameters
 
 
@@ -85,37 +84,35 @@ def ignored_states(ranks: Ranks, use_orig_params: bool) -> None:
         assert_same(model.state_dict(), other.state_dict())
 
 
-def between_passes(ranks: Ranks) -> int:
+@subtests(strategy=STRATEGIES, use_orig_params=(False, True), state_dict_type=(FULL, SHARDED, LOCAL))
+def between_passes(
+    ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool, state_dict_type: StateDictType
+) -> None:
     """Saved after a forward without a backward, and between the two: the same values, and training undisturbed."""
-
-    def case(strategy: ShardingStrategy, use_orig_params: bool, state_dict_type: StateDictType) -> None:
-        plain = plain_model(ranks, seed=0)
-        model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params, sharding_strategy=strategy)
-        torch.manual_seed(3)
-        x = torch.rand(6, 4).to(ranks.device)
-        for each in (plain, model):
-            with torch.no_grad():
-                each(x)
-        assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
-        losses = [each(x).square().sum() for each in (plain, model)]
-        with kind(model, state_dict_type):
-            saved = model.state_dict()
-        if state_dict_type is FULL:
-            assert_same(saved, plain.state_dict(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(losses[1], losses[0])
-        for loss, each in zip(losses, (plain, model), strict=True):
-            loss.backward()
-            torch.optim.SGD(each.parameters(), lr=0.1).step()
-        assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
-        # What is loaded counts in the next forward, although the root kept what it gathered for the last.
+    plain = plain_model(ranks, seed=0)
+    model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params, sharding_strategy=strategy)
+    torch.manual_seed(3)
+    x = torch.rand(6, 4).to(ranks.device)
+    for each in (plain, model):
         with torch.no_grad():
-            model(x)
-            other = plain_model(ranks, seed=1)
-            model.load_state_dict(other.state_dict())
-            torch.testing.assert_close(model(x), other(x))
-
-    axes = {"strategy": STRATEGIES, "use_orig_params": (False, True), "state_dict_type": (FULL, SHARDED, LOCAL)}
-    return run_subtests(axes, case)
+            each(x)
+    assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    losses = [each(x).square().sum() for each in (plain, model)]
+    with kind(model, state_dict_type):
+        saved = model.state_dict()
+    if state_dict_type is FULL:
+        assert_same(saved, plain.state_dict(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss, each in zip(losses, (plain, model), strict=True):
+        loss.backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    # What is loaded counts in the next forward, although the root kept what it gathered for the last.
+    with torch.no_grad():
+        model(x)
+        other = plain_model(ranks, seed=1)
+        model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(model(x), other(x))
 
 
 def inside_summon_full_params(ranks: Ranks, use_orig_params: bool) -> None:
@@ -217,35 +214,30 @@ def hooks_of_modules_inside(ranks: Ranks, use_orig_params: bool) -> None:
     assert model.training_state is TrainingState.IDLE
 
 
-def activation_checkpointing(ranks: Ranks) -> int:
+@subtests(wrapper_inside=(False, True), use_orig_params=(False, True), state_dict_type=(FULL, SHARDED, LOCAL))
+def activation_checkpointing(
+    ranks: Ranks, wrapper_inside: bool, use_orig_params: bool, state_dict_type: StateDictType
+) -> None:
     """Checkpoint wrappers inside, around and between leave names as they are."""
 
-    def case(wrapper_inside: bool, use_orig_params: bool, state_dict_type: StateDictType) -> None:
-        def build(seed: int) -> nn.Module:
-            torch.manual_seed(seed)
-            layers = [nn.Linear(3, 4), nn.Linear(4, 3)]
-            for index, layer in enumerate(layers):
-                if wrapper_inside:
-                    layers[index] = wrap_fsdp(checkpoint_wrapper(layer), ranks.group, use_orig_params=use_orig_params)
-                else:
-                    layers[index] = checkpoint_wrapper(wrap_fsdp(layer, ranks.group, use_orig_params=use_orig_params))
-            inner = nn.Sequential(*layers, checkpoint_wrapper(nn.Linear(3, 2))).to(ranks.device)
-            return wrap_fsdp(inner, ranks.group, use_orig_params=use_orig_params)
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        layers = [nn.Linear(3, 4), nn.Linear(4, 3)]
+        for index, layer in enumerate(layers):
+            if wrapper_inside:
+                layers[index] = wrap_fsdp(checkpoint_wrapper(layer), ranks.group, use_orig_params=use_orig_params)
+            else:
+                layers[index] = checkpoint_wrapper(wrap_fsdp(layer, ranks.group, use_orig_params=use_orig_params))
+        inner = nn.Sequential(*layers, checkpoint_wrapper(nn.Linear(3, 2))).to(ranks.device)
+        return wrap_fsdp(inner, ranks.group, use_orig_params=use_orig_params)
 
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)).to(ranks.device)
-        model, other = build(0), build(1)
-        assert_same(model.state_dict(), plain.state_dict())
-        with kind(model, state_dict_type), kind(other, state_dict_type):
-            other.load_state_dict(model.state_dict())
-        assert_same(other.state_dict(), plain.state_dict())
-
-    axes = {
-        "wrapper_inside": (False, True),
-        "use_orig_params": (False, True),
-        "state_dict_type": (FULL, SHARDED, LOCAL),
-    }
-    return run_subtests(axes, case)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)).to(ranks.device)
+    model, other = build(0), build(1)
+    assert_same(model.state_dict(), plain.state_dict())
+    with kind(model, state_dict_type), kind(other, state_dict_type):
+        other.load_state_dict(model.state_dict())
+    assert_same(other.state_dict(), plain.state_dict())
 
 
 def refusals_on_load(ranks: Ranks, use_orig_params: bool) -> None:
@@ -389,26 +381,3 @@ def load_by_assignment(ranks: Ranks, use_orig_params: bool) -> None:
     assert_same(model.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
     values = full_parameters(model)
     assert all(value.is_floating_point() for value in values.values())
-
-
-def sharded_in_place(ranks: Ranks) -> None:
-    """Modules without a wrapper save and load by the same names, in every kind."""
-
-    def build(seed: int) -> nn.Module:
-        model = plain_model(ranks, seed)
-        fully_shard(model.block)
-        return fully_shard(model)
-
-    plain, model, other = plain_model(ranks, 0), build(0), build(1)
-    assert_same(model.state_dict(), plain.state_dict())
-    for state_dict_type in (FULL, SHARDED, LOCAL):
-        with kind(model, state_dict_type), kind(other, state_dict_type):
-            saved = model.state_dict()
-            assert ("block._flat_param" in saved) is (state_dict_type is LOCAL)
-            assert ("block.first.weight" in saved) is (state_dict_type is not LOCAL)
-            other.load_state_dict(saved)
-        assert_same(other.state_dict(), plain.state_dict())
-        other.load_state_dict(plain_model(ranks, 1).state_dict())
-    step(model, ranks)
-    step(plain, ranks)
-    assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)

@@ -1,17 +1,26 @@
-"""Many cases inside one process: their product, and the name of the one that fails."""
+"""Many cases inside one process: every pair of settings, and the name of the case that fails."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 
-def product(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Every combination of one value an axis, the last axis fastest."""
-    for values in itertools.product(*axes.values()):
-        yield dict(zip(axes, values, strict=True))
+def pairs(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Cases in which every value of each axis meets every value of each other; with one or two axes that is all."""
+    every = list(itertools.product(*(range(len(values)) for values in axes.values())))
+
+    def met(case: Sequence[int]) -> set[Any]:
+        return set(itertools.combinations(enumerate(case), 2)) or set(enumerate(case))
+
+    missing = set().union(*map(met, every))
+    while missing:
+        best = max(every, key=lambda case: len(met(case) & missing))
+        missing -= met(best)
+        yield {name: values[index] for (name, values), index in zip(axes.items(), best, strict=True)}
 
 
 @contextmanager
@@ -24,11 +33,21 @@ def named(case: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def run_subtests(axes: Mapping[str, Sequence[Any]], body: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Call ``body(*args, **case, **kwargs)`` for every case of the product; return how many there were."""
-    count = 0
-    for case in product(axes):
+def run_subtests(axes: Mapping[str, Sequence[Any]], body: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Call ``body(*args, **case, **kwargs)`` for every case of ``pairs``."""
+    for case in pairs(axes):
         with named(case):
             body(*args, **case, **kwargs)
-        count += 1
-    return count
+
+
+def subtests(**axes: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a body run for every case of ``pairs``, which it gets as keyword arguments."""
+
+    def decorated(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def run(*args: Any) -> None:
+            run_subtests(axes, body, *args)
+
+        return run
+
+    return decorated

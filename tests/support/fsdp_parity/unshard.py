@@ -25,7 +25,7 @@ from torch import nn
 
 from fsdp_parity.models import wrap_fsdp
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import named, product, run_subtests
+from fsdp_parity.subtests import named, pairs, run_subtests, subtests
 from fsdp_parity.training import ddp, full_parameters
 
 HALF = MixedPrecision(param_dtype=torch.float16)
@@ -48,18 +48,9 @@ def _input(ranks: Ranks) -> torch.Tensor:
     return torch.arange(10.0, device=ranks.device).view(2, 5) * (ranks.rank + 1) / 10
 
 
-def whole_flat_parameters(ranks: Ranks) -> int:
+@subtests(recurse=[True, False], outer=[True, False], mixed_precision=[None, HALF], use_orig_params=[True, False])
+def whole_flat_parameters(ranks: Ranks, recurse: bool, outer: bool, **settings: Any) -> None:
     """Inside, the flat parameters of the instances asked for are whole; outside and beyond, they are shards."""
-    axes = {
-        "recurse": [True, False],
-        "outer": [True, False],
-        "mixed_precision": [None, HALF],
-        "use_orig_params": [True, False],
-    }
-    return run_subtests(axes, _whole_flat_parameters, ranks)
-
-
-def _whole_flat_parameters(ranks: Ranks, recurse: bool, outer: bool, **settings: Any) -> None:
     weights = [layer.weight.detach() for layer in _plain(ranks)]
     model = _wrapped(ranks, **settings)
     flats = [model[0]._handle.flat_param, model._handle.flat_param]
@@ -81,21 +72,17 @@ def _whole_flat_parameters(ranks: Ranks, recurse: bool, outer: bool, **settings:
         assert torch.equal(flat, values)
 
 
-def writes_through_flat_parameters(ranks: Ranks) -> int:
-    """What is written through a whole flat parameter, or through a parameter, is kept with ``writeback``, else not."""
-    axes = {
-        "writeback": [True, False],
-        "through_flat": [True, False],
-        "strategy": STRATEGIES,
-        "offload": [False, True],
-        "use_orig_params": [True, False],
-    }
-    return run_subtests(axes, _writes_through_flat_parameters, ranks)
-
-
-def _writes_through_flat_parameters(
+@subtests(
+    writeback=[True, False],
+    through_flat=[True, False],
+    strategy=STRATEGIES,
+    offload=[False, True],
+    use_orig_params=[True, False],
+)
+def writes_through_flat_parameters(
     ranks: Ranks, writeback: bool, through_flat: bool, strategy: ShardingStrategy, offload: bool, use_orig_params: bool
 ) -> None:
+    """What is written through a whole flat parameter, or through a parameter, is kept with ``writeback``, else not."""
     settings = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     model = _wrapped(ranks, cpu_offload=CPUOffload(offload), **settings)
     reference = _plain(ranks)
@@ -130,24 +117,15 @@ def padding_is_not_written_back(ranks: Ranks) -> None:
     assert flat.item() == (0 if ranks.rank == 0 else ranks.rank + 2)
 
 
-def gathered_memory(ranks: Ranks) -> int:
-    """A context between forward and backward leaves the gathered buffer, and the gradients, as they would have been."""
-    axes = {
-        "rank0_only": [False, True],
-        "mixed_precision": [None, HALF],
-        "strategy": CUT,
-        "use_orig_params": [True, False],
-    }
-    return run_subtests(axes, _gathered_memory, ranks)
-
-
-def _gathered_memory(
+@subtests(rank0_only=[False, True], mixed_precision=[None, HALF], strategy=CUT, use_orig_params=[True, False])
+def gathered_memory(
     ranks: Ranks,
     rank0_only: bool,
     mixed_precision: MixedPrecision | None,
     strategy: ShardingStrategy,
     use_orig_params: bool,
 ) -> None:
+    """A context between forward and backward leaves the gathered buffer, and the gradients, as they would have been."""
     model = _wrapped(
         ranks, mixed_precision=mixed_precision, sharding_strategy=strategy, use_orig_params=use_orig_params
     )
@@ -195,12 +173,9 @@ def _assert_shards(ranks: Ranks, flats: list[FlatParameter], references: Any, **
         torch.testing.assert_close(shard[:used], own[:used], **tolerance)
 
 
-def gradients_against_ddp(ranks: Ranks) -> int:
+@subtests(strategy=STRATEGIES, writeback=[True, False])
+def gradients_against_ddp(ranks: Ranks, strategy: ShardingStrategy, writeback: bool) -> None:
     """``with_grads``: DDP's gradients, after a backward and after one more forward; changes are kept with writeback."""
-    return run_subtests({"strategy": STRATEGIES, "writeback": [True, False]}, _gradients_against_ddp, ranks)
-
-
-def _gradients_against_ddp(ranks: Ranks, strategy: ShardingStrategy, writeback: bool) -> None:
     model = _wrapped(ranks, sharding_strategy=strategy, use_orig_params=True)
     reference = ddp(ranks, _plain(ranks))
     kept = writeback or strategy is ShardingStrategy.NO_SHARD
@@ -244,13 +219,9 @@ def gradients_that_nobody_has(ranks: Ranks) -> None:
             assert model._handle.sharded_grad is None
 
 
-def unreduced_gradients_survive(ranks: Ranks) -> int:
+@subtests(strategy=STRATEGIES, mixed_precision=[None, HALF], use_orig_params=[True, False])
+def unreduced_gradients_survive(ranks: Ranks, strategy: ShardingStrategy, **settings: Any) -> None:
     """Gradients of ``no_sync`` are the same objects' values before and after a context, and are reduced later."""
-    axes = {"strategy": STRATEGIES, "mixed_precision": [None, HALF], "use_orig_params": [True, False]}
-    return run_subtests(axes, _unreduced_gradients_survive, ranks)
-
-
-def _unreduced_gradients_survive(ranks: Ranks, strategy: ShardingStrategy, **settings: Any) -> None:
     model = _wrapped(ranks, sharding_strategy=strategy, **settings)
     reference = ddp(ranks, _plain(ranks))
     with model.no_sync():
@@ -308,10 +279,10 @@ def the_root_is_found(ranks: Ranks) -> None:
         alone(_input(ranks))
 
 
-def private_names(ranks: Ranks) -> int:
+def private_names(ranks: Ranks) -> None:
     """Names that programs written for FSDP read: sizes with padding, dtypes, names from the root."""
     assert fully_sharded_data_parallel.FLAT_PARAM == _unshard_param_utils.FLAT_PARAM == "_flat_param"
-    return run_subtests({"use_orig_params": [True, False]}, _private_names, ranks)
+    run_subtests({"use_orig_params": [True, False]}, _private_names, ranks)
 
 
 def _private_names(ranks: Ranks, use_orig_params: bool) -> None:
@@ -351,13 +322,9 @@ def _private_names(ranks: Ranks, use_orig_params: bool) -> None:
     assert torch.equal(handle.flat_param.grad, handle.sharded_grad)
 
 
-def gathers_ahead(ranks: Ranks) -> int:
+@subtests(strategy=STRATEGIES, asynchronous=[True, False], use_orig_params=[True, False])
+def gathers_ahead(ranks: Ranks, strategy: ShardingStrategy, asynchronous: bool, use_orig_params: bool) -> None:
     """A gather issued before the forward serves it, unless the parameters were written to in between."""
-    axes = {"strategy": STRATEGIES, "asynchronous": [True, False], "use_orig_params": [True, False]}
-    return run_subtests(axes, _gathers_ahead, ranks)
-
-
-def _gathers_ahead(ranks: Ranks, strategy: ShardingStrategy, asynchronous: bool, use_orig_params: bool) -> None:
     model = _wrapped(ranks, sharding_strategy=strategy, use_orig_params=use_orig_params)
     reference = ddp(ranks, _plain(ranks))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
@@ -386,7 +353,7 @@ def _gathers_ahead(ranks: Ranks, strategy: ShardingStrategy, asynchronous: bool,
 
 def write_between_forward_and_backward(ranks: Ranks) -> None:
     """Written whole parameters are what every later gather reads, in whatever place of the step they were written."""
-    for case in product({"use_orig_params": [True, False], "no_grad": [True, False]}):
+    for case in pairs({"use_orig_params": [True, False], "no_grad": [True, False]}):
         with named(case):
             model = _wrapped(ranks, use_orig_params=case["use_orig_params"])
             reference = _plain(ranks)

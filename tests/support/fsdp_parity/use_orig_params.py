@@ -23,7 +23,7 @@ from torch import nn
 from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
 from fsdp_parity.parameter_groups import STRATEGIES, HostStep, plain_transformer
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import subtests
 from fsdp_parity.training import assert_same_parameters, ddp, full_parameters
 
 NUM_SIZE0_TENSORS = 1000
@@ -98,35 +98,29 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), foreach=False, lr=1e-2)
 
 
-def multiple_forward(ranks: Ranks, offload_params: bool) -> int:
+@subtests(strategy=list(STRATEGIES))
+def multiple_forward(ranks: Ranks, offload_params: bool, strategy: str) -> None:
     """Two forwards before one backward."""
-
-    def case(strategy: str) -> None:
-        trio = _trio(ranks, strategy, offload_params)
-        for _ in range(3):
-            first = trio.models[0].get_input(ranks.device)
-            second = tuple(tokens + torch.ones_like(tokens) for tokens in trio.models[0].get_input(ranks.device))
-            trio.zero_grad()
-            trio.step([trio.run(first), trio.run(second)])
-        trio.assert_same()
-
-    return run_subtests({"strategy": list(STRATEGIES)}, case)
+    trio = _trio(ranks, strategy, offload_params)
+    for _ in range(3):
+        first = trio.models[0].get_input(ranks.device)
+        second = tuple(tokens + torch.ones_like(tokens) for tokens in trio.models[0].get_input(ranks.device))
+        trio.zero_grad()
+        trio.step([trio.run(first), trio.run(second)])
+    trio.assert_same()
 
 
-def summon_between_two_forwards(ranks: Ranks, offload_params: bool) -> int:
+@subtests(strategy=list(STRATEGIES))
+def summon_between_two_forwards(ranks: Ranks, offload_params: bool, strategy: str) -> None:
     """A forward, a look at the whole parameters, another forward, and one backward."""
-
-    def case(strategy: str) -> None:
-        trio = _trio(ranks, strategy, offload_params)
-        for _ in range(3):
-            trio.zero_grad()
-            first = trio.run(trio.models[0].get_input(ranks.device))
-            trio.assert_same()
-            second = trio.run(trio.models[0].get_input(ranks.device))
-            trio.step([first, second])
+    trio = _trio(ranks, strategy, offload_params)
+    for _ in range(3):
+        trio.zero_grad()
+        first = trio.run(trio.models[0].get_input(ranks.device))
         trio.assert_same()
-
-    return run_subtests({"strategy": list(STRATEGIES)}, case)
+        second = trio.run(trio.models[0].get_input(ranks.device))
+        trio.step([first, second])
+    trio.assert_same()
 
 
 class _TwoLinears(nn.Module):
@@ -153,12 +147,9 @@ class _TwoLinears(nn.Module):
         return output
 
 
-def access_params_after_forward(ranks: Ranks) -> int:
+@subtests(strategy=["no_shard", "full_shard", "shard_grad_op"])
+def access_params_after_forward(ranks: Ranks, strategy: str) -> None:
     """Between forward and backward a parameter is this rank's shard, or whole where nothing was resharded."""
-    return run_subtests({"strategy": ["no_shard", "full_shard", "shard_grad_op"]}, _access_params, ranks)
-
-
-def _access_params(ranks: Ranks, strategy: str) -> None:
     plain = _TwoLinears().to(ranks.device)
     reference = ddp(ranks, plain)
     model = wrap_fsdp(
@@ -215,12 +206,9 @@ def named_parameters_in_forward(ranks: Ranks) -> None:
         torch.testing.assert_close(value, values[name])
 
 
-def no_sync_correctness(ranks: Ranks) -> int:
+@subtests(strategy=["full_shard", "shard_grad_op", "no_shard"])
+def no_sync_correctness(ranks: Ranks, strategy: str) -> None:
     """Gradients of a backward inside ``no_sync()`` are this rank's own, whole; the next backward adds to them."""
-    return run_subtests({"strategy": ["full_shard", "shard_grad_op", "no_shard"]}, _no_sync_correctness, ranks)
-
-
-def _no_sync_correctness(ranks: Ranks, strategy: str) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(7, 1, bias=False).to(ranks.device)
     flat, original = (
@@ -268,12 +256,9 @@ def _no_sync_correctness(ranks: Ranks, strategy: str) -> None:
     assert_gradients(2 * average, unsharded=False)
 
 
-def no_sync_mixed_precision(ranks: Ranks) -> int:
+@subtests(strategy=["full_shard", "shard_grad_op", "no_shard"])
+def no_sync_mixed_precision(ranks: Ranks, strategy: str) -> None:
     """Gradients accumulate in the compute dtype inside ``no_sync()``, and come out in the parameters' dtype."""
-    return run_subtests({"strategy": ["full_shard", "shard_grad_op", "no_shard"]}, _no_sync_mixed, ranks)
-
-
-def _no_sync_mixed(ranks: Ranks, strategy: str) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(3, 3).to(ranks.device)
     model = wrap_fsdp(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -30,15 +29,6 @@ from .subtests import named
 NORMS = ("bn1", "bn2", "bn3", "sync_bn")
 
 
-class WrapMethod(Enum):
-    """How a module is wrapped."""
-
-    FSDP_CTOR = 1
-    """By the constructor's ``auto_wrap_policy``."""
-    WRAP_API = 2
-    """By ``wrap`` inside ``enable_wrap``."""
-
-
 class BatchNormNet(nn.Module):
     """A linear layer and a batch norm of each kind; never run."""
 
@@ -56,10 +46,8 @@ class LoraAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj = _frozen(nn.Linear(32, 32, bias=False))
-        self.k_proj = _frozen(nn.Linear(32, 32, bias=False))
-        self.v_proj = _frozen(nn.Linear(32, 32, bias=False))
-        self.o_proj = _frozen(nn.Linear(32, 32, bias=False))
+        for name in "qkvo":
+            self.register_module(f"{name}_proj", nn.Linear(32, 32, bias=False).requires_grad_(False))
         self.lora_A = nn.Linear(32, 8, bias=False)
         self.lora_B = nn.Linear(8, 32, bias=False)
 
@@ -69,8 +57,7 @@ class LoraMLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.proj1 = _frozen(nn.Linear(32, 128, bias=False))
-        self.proj2 = _frozen(nn.Linear(128, 32, bias=False))
+        self.proj = nn.Linear(32, 128, bias=False).requires_grad_(False)
 
 
 class LoraDecoder(nn.Module):
@@ -78,10 +65,8 @@ class LoraDecoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attn = LoraAttention()
-        self.mlp = LoraMLP()
-        self.inp_layernorm = _frozen(nn.LayerNorm(32))
-        self.post_attn_layernorm = _frozen(nn.LayerNorm(32))
+        self.attn, self.mlp = LoraAttention(), LoraMLP()
+        self.norm = nn.LayerNorm(32).requires_grad_(False)
 
 
 class LoraModel(nn.Module):
@@ -89,9 +74,8 @@ class LoraModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens = _frozen(nn.Embedding(100, 32))
+        self.embed_tokens = nn.Embedding(100, 32).requires_grad_(False)
         self.layers = nn.ModuleList(LoraDecoder() for _ in range(4))
-        self.norm = _frozen(nn.LayerNorm(32))
 
 
 def lora_policies() -> dict[str, _Policy]:
@@ -113,30 +97,10 @@ def lora_policies() -> dict[str, _Policy]:
     }
 
 
-class NestedSequentialModel:
+def nested_sequential() -> nn.Sequential:
     """Two linear layers and a pair of them: 30 elements each."""
-
-    @staticmethod
-    def get_model(device: torch.device | str = "cpu") -> nn.Sequential:
-        """On ``device``, drawn on the CPU."""
-        pair = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-        return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), pair).to(device)
-
-    @staticmethod
-    def verify_model_all_wrapped(model: nn.Module) -> None:
-        """Every module is wrapped."""
-        pair = model.module[2]
-        for module in (model, model.module[0], model.module[1], pair, pair.module[0], pair.module[1]):
-            assert isinstance(module, FSDP), f"{module} is not wrapped"
-
-    @staticmethod
-    def verify_model(model: nn.Module) -> None:
-        """The root and the pair are wrapped, the linear layers are not."""
-        pair = model.module[2]
-        assert isinstance(model, FSDP)
-        assert isinstance(pair, FSDP)
-        for module in (model.module[0], model.module[1], pair.module[0], pair.module[1]):
-            assert type(module) is nn.Linear, f"{module} is not a plain linear layer"
+    pair = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), pair)
 
 
 def init_modes(ranks: Ranks, *, offload: bool = False) -> list[CUDAInitMode]:
@@ -230,7 +194,7 @@ def auto_wrap_smoke(ranks: Ranks, cpu_offload: CPUOffload, use_device_id: bool) 
     for mode in init_modes(ranks, offload=cpu_offload.offload_params):
         with named({"mode": mode}):
             torch.manual_seed(0)
-            reference = NestedSequentialModel.get_model(ranks.device)
+            reference = nested_sequential().to(ranks.device)
             moved = ranks.device if mode is CUDAInitMode.CUDA_BEFORE else "cpu"
             model: Any = wrap_fsdp(
                 copy.deepcopy(reference).to(moved),
@@ -238,7 +202,7 @@ def auto_wrap_smoke(ranks: Ranks, cpu_offload: CPUOffload, use_device_id: bool) 
                 auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=40),
                 device_id=ranks.device if use_device_id else None,
             )
-            NestedSequentialModel.verify_model(model)
+            assert [type(each) for each in model.module] == [nn.Linear, nn.Linear, FSDP]
             if mode is CUDAInitMode.CUDA_AFTER:
                 model = model.to(ranks.device)
             x = torch.rand((1, 5)).to(ranks.device)
@@ -328,10 +292,6 @@ class _OneElementUnits(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.lin4(self.lin3(self.lin2(self.lin1(x))))
         return output
-
-
-def _frozen(module: nn.Module) -> nn.Module:
-    return module.requires_grad_(False)
 
 
 def _never(*args: Any, **kwargs: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_parity.models import wrap_fsdp
 from fsdp_parity.ranks import Ranks
-from fsdp_parity.subtests import run_subtests
+from fsdp_parity.subtests import subtests
 from fsdp_parity.training import ddp, full_parameters
 
 
@@ -72,12 +72,9 @@ def _backward(pair: tuple[DistributedDataParallel, FSDP], device: torch.device) 
         output.sum().backward()
 
 
-def param_writeback(ranks: Ranks) -> int:
+@subtests(change_first_weight=[True, False], change_data=[True, False])
+def param_writeback(ranks: Ranks, change_first_weight: bool, change_data: bool) -> None:
     """A parameter's values, or the parameter itself, changed between wrapping and the next use."""
-    return run_subtests({"change_first_weight": [True, False], "change_data": [True, False]}, _param_writeback, ranks)
-
-
-def _param_writeback(ranks: Ranks, change_first_weight: bool, change_data: bool) -> None:
     reference, model = _pair(ranks)
     modules: list[Any] = [reference.module, model.module]
     for module in modules:
@@ -94,16 +91,9 @@ def _param_writeback(ranks: Ranks, change_first_weight: bool, change_data: bool)
     torch.testing.assert_close(model(*model_input), reference.module(*model_input))
 
 
-def grad_writeback(ranks: Ranks) -> int:
+@subtests(change_first_weight_grad=[False, True], change_data=[False, True], set_to_none=[False, True])
+def grad_writeback(ranks: Ranks, change_first_weight_grad: bool, change_data: bool, set_to_none: bool) -> None:
     """A gradient's values, or the gradient itself, changed before the optimizer's step, and added to after it."""
-    return run_subtests(
-        {"change_first_weight_grad": [False, True], "change_data": [False, True], "set_to_none": [False, True]},
-        _grad_writeback,
-        ranks,
-    )
-
-
-def _grad_writeback(ranks: Ranks, change_first_weight_grad: bool, change_data: bool, set_to_none: bool) -> None:
     if change_data and set_to_none:
         # The data of a gradient cannot be None.
         return
@@ -143,12 +133,9 @@ def writeback_shape_mismatch(ranks: Ranks) -> None:
     assert f"lin{ranks.rank + 1}.weight" in str(caught.value)
 
 
-def writeback_between_forward_and_backward(ranks: Ranks) -> int:
+@subtests(change_data=[True, False])
+def writeback_between_forward_and_backward(ranks: Ranks, change_data: bool) -> None:
     """Where forward left parameters whole, changing one before backward is refused; the next step is a plain one's."""
-    return run_subtests({"change_data": [True, False]}, _writeback_between, ranks)
-
-
-def _writeback_between(ranks: Ranks, change_data: bool) -> None:
     model = wrap_fsdp(
         Model(ranks.device),
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
@@ -181,12 +168,9 @@ def _writeback_between(ranks: Ranks, change_data: bool) -> None:
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def no_reshard_and_mixed_precision(ranks: Ranks) -> int:
+@subtests(use_full_prec_in_eval=[False, True])
+def no_reshard_and_mixed_precision(ranks: Ranks, use_full_prec_in_eval: bool) -> None:
     """Views in another dtype, which the engine itself leaves in place, are not taken for the user's changes."""
-    return run_subtests({"use_full_prec_in_eval": [False, True]}, _no_reshard_and_mixed_precision, ranks)
-
-
-def _no_reshard_and_mixed_precision(ranks: Ranks, use_full_prec_in_eval: bool) -> None:
     setting = {_FSDP_USE_FULL_PREC_IN_EVAL: "1" if use_full_prec_in_eval else "0"}
     with mock.patch.dict(os.environ, setting):
         model = wrap_fsdp(

@@ -1,0 +1,231 @@
+"""What a save takes of a model: its state, its casters' state, and checks of both before anything is written."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, ConfigTypeError, UnsupportedError
+from ..inspect import ShardedModel, idle_model
+from ..interfaces import PrecisionCaster
+from ..io.memory import NAMES
+from ..state.contents import (
+    Joint,
+    Optimizers,
+    expected_state,
+    frozen_names,
+    model_state,
+    optimizer_state,
+    require_entry,
+)
+from ..state.exchange import Answers, together
+from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings
+from .encoding import Encoder
+from .writing import Document, offered
+
+#: Names that one rank tells, and ranks that are asked.
+_NAMES, _RANKS = 64, 4
+
+
+def state_of(sharded: ShardedModel, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
+    """This rank's part of what a save writes; arguments and errors are those of ``save``."""
+    values = model_state(model)
+    if not frozen:
+        left_out = frozen_names(model)
+        values = {name: value for name, value in values.items() if name not in left_out}
+    if sharded.rank != 0 and sharded.collectives.capabilities.can_communicate:
+        # Buffers may differ between ranks (running statistics); one rank's must go together.
+        values = {name: value for name, value in values.items() if isinstance(value, CheckpointTensor)}
+    state: dict[str, Any] = {MODEL: values}
+    if optimizer is not None:
+        state[OPTIMIZER] = optimizer_state(model, optimizer)
+    return state
+
+
+def caster_states(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
+    """State of each precision caster that has some, under the name of the first unit that it serves."""
+    states = {name: dict(caster.state_dict()) for name, caster in _casters(sharded).items()}
+    return {name: state for name, state in states.items() if state}
+
+
+def restore_casters(sharded: ShardedModel, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give the casters of the model what they had."""
+    for name, caster in _casters(sharded).items():
+        if name in states:
+            caster.load_state_dict(states[name])
+
+
+def _casters(sharded: ShardedModel) -> dict[str, PrecisionCaster]:
+    found: dict[int, tuple[str, PrecisionCaster]] = {}
+    for unit in sharded.units:
+        found.setdefault(id(unit.caster), (unit.name, unit.caster))
+    return dict(found.values())
+
+
+def number_of(given: object, name: str, least: int) -> int:
+    """The argument ``name`` as an int.
+
+    Raises:
+        ConfigTypeError: it is no whole number.
+        ConfigError: it is less than ``least``.
+    """
+    try:
+        if isinstance(given, bool):
+            raise TypeError
+        number = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigTypeError(f"{name} is {given!r}, and must be an int.") from None
+    if number < least:
+        raise ConfigError(f"{name} is {number}, and must be {least} or more.")
+    return number
+
+
+def mapping_of(given: object, name: str) -> Mapping[str, Any]:
+    """The argument ``name`` as a mapping; an empty one for None. Raises ConfigTypeError: it is none."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return given
+    raise ConfigTypeError(
+        f"{name} is {type(given).__name__}, and a checkpoint names what it holds. Give a mapping, such as "
+        '{"position": 100}.'
+    )
+
+
+def require_saveable(
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    remedy: str,
+    *,
+    frozen: bool = True,
+    writes: bool = True,
+    also: Callable[[], object] = lambda: None,
+) -> None:
+    """Raise if ``save`` would refuse what is there now, or state that the optimizers will make. Every rank calls it.
+
+    ``remedy``: what to do, as sentences. ``writes``: whether the files will be this package's; without, others write
+    the state that is put together. ``also``: looks at other things, and raises where it finds something.
+
+    Raises:
+        ConfigError, UnsupportedError: as ``save``, on the ranks whose state it is.
+        RankMismatchError: on the others.
+    """
+    sharded = idle_model(model, "training")
+    what = "Looking at what checkpoints will hold"
+    with sharded.meeting(what, (sharded.collectives,)), together(sharded.collectives, what):
+        try:
+            also()
+            if writes:
+                state = state_of(sharded, model, optimizer, frozen=frozen)
+                offered(state, Document.of(state, {}, None, caster_states(sharded), {}).tensors)
+            elif optimizer is not None:
+                optimizer_state(model, optimizer)
+            if optimizer is not None:
+                _require_expected(sharded, Joint(optimizer), writes=writes)
+        except (ConfigError, UnsupportedError) as error:
+            raise type(error)(f"Checkpoints of this run would fail. {error} {remedy}".rstrip()) from error
+
+
+def _require_expected(sharded: ShardedModel, joint: Joint, *, writes: bool) -> None:
+    held = holdings(sharded, joint.groups)
+    for each in joint.members:
+        for parameter, stand_in, state in expected_state(each):
+            holding = replace(held[parameter], parameter=stand_in)
+            for key, value in state.items():
+                require_entry(holding, key, value, sharded.rank)
+                where = f"{OPTIMIZER}.state[{holding.names[0]!r}][{key!r}]"
+                if not writes:
+                    continue
+                if not isinstance(value, torch.Tensor):
+                    Encoder().encode(value, where)
+                elif value.dtype not in NAMES:
+                    raise ConfigTypeError(f"{where} is of {value.dtype}, which no checkpoint holds.")
+
+
+def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:
+    """Names of the model's sharded parameters and of the optimizer's state with such elements on this rank.
+
+    Looks at each unit's flat master and at each tensor of the state once, and waits for the device once. Buffers are
+    not looked at: masks are infinite on purpose.
+    """
+    units = [unit for unit in sharded.units if _has_numbers(unit.master)]
+    states = [] if joint is None else list(_states(joint))
+    sound = _are_finite([*(unit.master for unit in units), *(values for *_, values in states)])
+    found = [
+        parameter.name
+        for unit, is_sound in zip(units, sound, strict=False)
+        if not is_sound
+        for parameter in unit.parameters
+        if parameter.tensor.numel() and not _are_finite([parameter.tensor])[0]
+    ]
+    broken = [state for state, is_sound in zip(states, sound[len(units) :], strict=True) if not is_sound]
+    if joint is not None and broken:
+        held = holdings(sharded, joint.groups)
+        found += [f"{key} of {name}" for parameter, key, values in broken for name in _named(held[parameter], values)]
+    return list(dict.fromkeys(found))
+
+
+def not_finite_anywhere(sharded: ShardedModel, names: Sequence[str]) -> list[str]:
+    """What ``not_finite`` found on any rank: nothing where it found nothing on all. Every rank calls it."""
+    answers = Answers(sharded.collectives, len(names), json.dumps(names[:_NAMES]) if names else "")
+    telling = [rank for rank, number in enumerate(answers.numbers) if number]
+    found = [name for ranks in answers.alike(telling)[:_RANKS] for name in json.loads(answers.words_of(ranks[0]))]
+    order = {each.name: at for at, each in enumerate(each for unit in sharded.units for each in unit.parameters)}
+    return sorted(dict.fromkeys(found), key=lambda name: order.get(name, len(order)))
+
+
+def _states(joint: Joint) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
+    for group in joint.groups:
+        for parameter in group["params"]:
+            for key, value in joint.state_of(parameter).items():
+                for values in _plain(value):
+                    yield parameter, key, values
+
+
+def _plain(value: object) -> Iterator[torch.Tensor]:
+    """The tensors with numbers that ``value`` is made of: of eight bits, say, those of its scales."""
+    if not isinstance(value, torch.Tensor):
+        return
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from _plain(getattr(value, name))
+    elif _has_numbers(value):
+        yield value.detach()
+
+
+def _has_numbers(values: torch.Tensor) -> bool:
+    return values.numel() > 0 and values.is_floating_point()
+
+
+def _named(holding: Holding, values: torch.Tensor) -> list[str]:
+    """Which of the parameters that ``holding`` stands for have such elements in ``values``, of their state."""
+    if values.shape != holding.parameter.shape or not holding.sharded:
+        return list(holding.names)
+    return [
+        name
+        for name, part in holding.parts(values).items()
+        if not all(_are_finite([chunk.view for chunk in part.chunks if chunk.view.numel()]))
+    ]
+
+
+@torch.no_grad()
+def _are_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    # By the least and the largest of each, for which no memory is taken: a shard fills much of its device.
+    ends: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        # Of eight bits torch computes nothing.
+        least, most = torch.aminmax(tensor.to(torch.float32) if tensor.element_size() == 1 else tensor)
+        ends.setdefault((least.device, least.dtype), []).extend(((index, least), (index, most)))
+    result = [True] * len(tensors)
+    for found in ends.values():
+        flags = torch.isfinite(torch.stack([end for _, end in found])).tolist()
+        for (index, _), value in zip(found, flags, strict=True):
+            result[index] &= value
+    return result

@@ -1,0 +1,282 @@
+"""Checkpoints on disk: one directory a save, valid once its marker is there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import words
+from ..inspect import ShardedModel, idle_model
+from ..io.files import make_folder, path_of
+from ..state.contents import Joint, Optimizers, names_of
+from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
+from ..state.source import listed
+from .contents import caster_states, mapping_of, not_finite, not_finite_anywhere, number_of, state_of
+from .folder import Attempt, Line, attempt_in
+from .manifest import Marker
+from .pending import History, Notes, PendingSave
+from .writing import Document, Writing, Written, plan_writing, write_all
+
+
+def save(
+    root: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    frozen: bool = True,
+) -> Path:
+    """Write ``root/step-00000100`` for step 100; returns that directory.
+
+    Every rank calls it, between steps. Each rank writes its own shards, so all must see the same file system. They
+    write to a directory of this save alone, which gets its name only when it is complete and the file ``COMMITTED`` is
+    in it; what saves left in ``root`` that did not live to their end is removed. A run that was taken up at an earlier
+    step and comes to one that is there already writes ``step-00000100.2``. On one rank of a pretended world
+    (collectives that cannot communicate) the directory holds that rank's part. A save that goes on in the background
+    is waited for.
+
+    Args:
+        root: Directory of all checkpoints of a run; made where missing. For one job at a time.
+        step: Not negative; the checkpoint's number.
+        model: The outermost sharded module.
+        optimizer: Over the model's parameters; saved with its state and its groups' settings. Several, in a sequence,
+            hold different parameters.
+        extra: Values (data position, random states); rank 0's are kept. Buffers, too, are rank 0's. ``None``, ``bool``,
+            ``int``, ``float``, ``str``, ``bytes``, ``complex``, lists, tuples, sets, dicts, paths, dates, tensors on
+            any device (which come back on the host), numpy arrays and numbers; no other objects: there are no pickles
+            in a checkpoint. Subclasses of dict and list come back as these.
+        keep: How many checkpoints to leave of those that this one goes back to, itself included; older ones are
+            removed. What ``root`` holds beside them, and links, stay. None for all.
+        frozen: Whether parameters that need no gradient are written. Without them whoever loads must have their values
+            from elsewhere, and says so by ``load(..., frozen=False)``.
+
+    Raises:
+        StateError: inside a step, or ``model`` is not the outermost sharded module.
+        ConfigError: the step is committed already, another job saves into ``root``, or the optimizer has state, or
+            ``extra`` something, that cannot be saved (then a ConfigTypeError that names the way there); nothing was
+            written.
+        RankMismatchError: another rank failed, or ranks see different file systems.
+        BackgroundSaveError: the save in the background failed, on any rank, which nobody was told of yet; on all ranks
+            alike. This one was not begun.
+        CollectiveError: another rank did not come, within the configuration's ``timeout_s``.
+        PolyshardError, OSError: writing failed; nothing is left of it.
+        Exception: a listener's, on its rank, once the checkpoint is there.
+    """
+    sharded = idle_model(model, "checkpoint.save()")
+    collectives = sharded.collectives
+    with sharded.meeting("save of a checkpoint", (sharded.collectives,)):
+        with ExitStack() as stack:
+            task = _prepared(sharded, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
+            writing = plan_writing(task.path, task.state, task.document, collectives)
+            files, manifest = write_all(writing, collectives)
+            with together(collectives, f"Committing {task.described}"):
+                if task.commit is not None:
+                    task.commit.run(files, manifest)
+        done = f"the save of {task.named}, which is committed"
+        tell_listeners(collectives, done, partial(sharded.tell_saved, model, task.named))
+    return task.named
+
+
+def async_save(
+    root: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    frozen: bool = True,
+) -> PendingSave:
+    """As ``save``, with the writing in the background: returns once the state is copied to host memory.
+
+    What is saved is the state at the call, whatever is trained meanwhile. It is committed by a thread of rank 0, when
+    all ranks' threads have written; these use none of the training's communicators. Each rank takes the host memory of
+    what it writes until then. A save before this one that still goes on is waited for first: there is one at a time.
+    Listeners hear of the checkpoint when ``result`` is asked, or at the next save or load.
+
+    A program that ends waits for its threads, on each rank until the checkpoint is there. A failure is logged at once.
+    ``result`` raises it on the ranks that ask, and otherwise the next ``save``, ``async_save`` or ``load``, or
+    ``polyshard.close``. Where nobody asked, each rank writes it to its standard error at the end.
+
+    Returns:
+        What tells when the checkpoint is there: ``done()`` and ``result(timeout)``.
+
+    Raises:
+        As ``save``, but for what happens in the background.
+    """
+    sharded = idle_model(model, "checkpoint.async_save()")
+    collectives = sharded.collectives
+    with sharded.meeting("save of a checkpoint", (sharded.collectives,)), ExitStack() as stack:
+        task = _prepared(sharded, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
+        writing = plan_writing(task.path, task.state, task.document, collectives)
+        with together(collectives, f"Copying {task.described}"):
+            writing = writing.detached()
+        ranks = collectives.world_size if speaks(collectives) else 1
+        notes = Notes(task.path, collectives.rank, ranks, sharded.timeout_s)
+        pending = PendingSave(
+            task.named,
+            collectives.rank,
+            partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all()),
+            partial(sharded.tell_saved, model, task.named),
+            notes,
+        )
+    sharded.attached(History).pending = pending
+    pending.start()
+    return pending
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """What the rank that coordinates does once everything is written."""
+
+    history: History
+    attempt: Attempt
+    target: Path
+    line: Line
+    marker: Marker
+    """But for the files."""
+    keep: int | None
+
+    def run(self, files: Mapping[str, int], manifest: str) -> None:
+        """``files``: how many bytes each has; ``manifest``: its sha256."""
+        self.attempt.sizes(files)
+        marker = replace(self.marker, turn=self.line.next_turn(), files=files, manifest=manifest)
+        try:
+            self.attempt.commit(self.target, marker)
+        finally:
+            if self.attempt.committed:
+                line = self.history.line = self.line.after(marker)
+        if self.keep is not None:
+            try:
+                self.history.line = line.prune(self.keep)
+            except OSError as error:
+                # The checkpoint is there: a run does not end for one too many.
+                warnings.warn(f"Older checkpoints than {self.target} could not be removed: {error}", stacklevel=2)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One save, on one rank."""
+
+    described: str
+    path: Path
+    """Where it is written."""
+    target: Path
+    """Where it will be."""
+    named: Path
+    """The same, as the caller names the folder."""
+    identity: str
+    state: dict[str, Any]
+    document: Document | None
+    commit: _Commit | None
+    """Both on the rank that coordinates."""
+
+
+def _prepared(
+    sharded: ShardedModel,
+    root: str | Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    extra: Mapping[str, Any] | None,
+    keep: int | None,
+    stack: ExitStack,
+    *,
+    frozen: bool,
+) -> _Task:
+    """Everything up to the writing. ``stack`` gives the directory back."""
+    collectives = sharded.collectives
+    history = sharded.attached(History)
+    history.settle(sharded)
+    what = f"the checkpoint of step {step} in {root}"
+    commit: _Commit | None = None
+    document: Document | None = None
+    called: dict[str, object] = {}
+    with together(collectives, f"Preparing {what}", called):
+        root = path_of(root, "root")
+        # A program may go elsewhere while a thread writes.
+        here = root.absolute()
+        step = number_of(step, "step", 0)
+        keep = None if keep is None else number_of(keep, "keep", 1)
+        beside = mapping_of(extra, "extra")
+        joint = None if optimizer is None else Joint(optimizer)
+        called.update(step=step, keep=keep, frozen=frozen, optimizer=str(joint and joint.described))
+        called.update({} if joint is None else joint.settings())
+        state = state_of(sharded, model, optimizer, frozen=frozen)
+        broken = not_finite(sharded, joint)
+        if coordinates(collectives):
+            kind = None if joint is None else joint.kind
+            aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
+            document = Document.of(state, aliases, kind, caster_states(sharded), beside)
+            make_folder(here)
+            history.claim(here)
+            line = history.line_in(here)
+            target = here / line.target(step).name
+            attempt = stack.enter_context(attempt_in(here))
+            complete = collectives.world_size == 1 or speaks(collectives)
+            marker = Marker(step, collectives.world_size, complete, attempt.identity, line.newest, 0, {}, True, "")
+            commit = _Commit(history, attempt, target, line, marker, keep)
+    broken = not_finite_anywhere(sharded, broken)
+    # A program may let warnings raise.
+    with together(collectives, f"Preparing {what}"):
+        if commit is not None and broken:
+            commit = replace(commit, marker=replace(commit.marker, finite=False))
+            warnings.warn(
+                f"{what[0].upper()}{what[1:]} holds values that are infinite or no number: {listed(broken)}. Whoever "
+                "loads it goes on with them.",
+                stacklevel=3,
+            )
+    # Names alone: one file system may be mounted at several places.
+    mine = None if commit is None else (commit.attempt.path.name, commit.target.name, commit.attempt.identity)
+    path, name, identity = from_first(collectives, mine)
+    require_seen(collectives, here / path, (here / path).is_dir())
+    return _Task(what, here / path, here / name, root / name, identity, state, document, commit)
+
+
+def _in_background(
+    parts: list[Writing],
+    notes: Notes,
+    commit: _Commit | None,
+    target: Path,
+    identity: str,
+    held: ExitStack,
+    written: Callable[[], None],
+) -> None:
+    """What the thread of one rank does.
+
+    ``parts``: one, which is taken: its copy of the state is let go of once it is written. ``held``: gives the directory
+    back. ``written``: to be called once this rank's part is there, and the others told.
+    """
+    with held:
+        try:
+            writing = parts.pop()
+            results = writing.write()
+            writing = replace(writing, copied=None)
+            notes.leave(results, None)
+            written()
+            if commit is not None:
+                everything: list[Written] = notes.collect()
+                commit.run(*writing.finish(everything))
+        except BaseException as error:
+            if commit is None:
+                over = notes.given_up(target)
+                if over is not None:
+                    raise over from error
+                # Where even that cannot be written, the first rank sees that nothing comes any more.
+                with suppress(OSError):
+                    notes.leave(None, words(error))
+            elif notes.ranks > 1 and not commit.attempt.committed:
+                commit.attempt.leave_to_others()
+                notes.give_up(words(error))
+            raise
+    if commit is None:
+        notes.await_end(target, identity)

@@ -1,5 +1,0 @@
-"""The command ``polyshard``: one module for each of its commands, and ``main``, which puts them together."""
-
-from .main import main
-
-__all__ = ["main"]

@@ -1,0 +1,192 @@
+"""Sources of settings: a TOML file, variables of the environment, the program. Suggestions for misspelt names."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..interfaces.options import ALLOWED_PLUGINS, DISABLE_PLUGINS
+from .plugin_spec import GROUP_OF_SETTING
+
+#: Environment variables that start with this override settings.
+ENVIRONMENT_PREFIX = "POLYSHARD_"
+
+#: The variables with the prefix that are no settings: no file and no configuration can set them.
+NO_SETTINGS = frozenset({ALLOWED_PLUGINS, DISABLE_PLUGINS})
+
+_PLUGIN_FIELDS: tuple[str, ...] = tuple(GROUP_OF_SETTING)
+_TEXT_FIELDS: tuple[str, ...] = ("strategy", "device")
+_OPTIONAL_FIELDS: tuple[str, ...] = ("device", "shard_size", "reshard_after_forward", "memory_budget")
+
+
+class Origin(enum.Enum):
+    """The kind of source of a value."""
+
+    DEFAULT = "default"
+    """The default of the setting."""
+    FILE = "file"
+    """A table of a file."""
+    ENVIRONMENT = "environment"
+    """A variable of the environment, which wins over a file."""
+    CODE = "code"
+    """The program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The source of one value."""
+
+    origin: Origin
+    where: str = ""
+    """``"[shard] of run.toml"``, or the variable's name; empty where nothing more is known."""
+
+    def __str__(self) -> str:
+        return self.where or self.origin.value
+
+
+#: By (setting, None), and by (setting, option) for options of the plugin that a setting names.
+Sources = Mapping[tuple[str, str | None], Source]
+
+
+def sources_in(settings: Mapping[str, Any], source: Source) -> dict[tuple[str, str | None], Source]:
+    """``source`` for everything in a table of ``settings``."""
+    found: dict[tuple[str, str | None], Source] = {}
+    for name, value in settings.items():
+        found[name, None] = source
+        if isinstance(value, Mapping):
+            found.update({(name, option): source for option in value if option != "name"})
+    return found
+
+
+def read_table(file: Path, table: str) -> dict[str, Any]:
+    """The settings in ``[table]`` of ``file``; raises ``ConfigError`` where it cannot be read or has no such table."""
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    settings = document.get(table)
+    if not isinstance(settings, dict):
+        tables = [key for key, value in document.items() if isinstance(value, dict)]
+        raise ConfigError(
+            f"{file} has no table [{table}].{did_you_mean(table, tables)} Its tables: {', '.join(tables) or 'none'}."
+        )
+    return settings
+
+
+def variables(environ: Mapping[str, str]) -> str:
+    """The names of the variables that set something, for messages."""
+    return ", ".join(name for name, text in environ.items() if _sets(name, text))
+
+
+def overridden(
+    settings: Mapping[str, Any], sources: Sources, environ: Mapping[str, str], defaults: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Sources]:
+    """``settings`` and ``sources``, overridden by ``environ``; the same objects where no variable sets anything.
+
+    ``defaults``: of every setting. Raises ``ConfigError`` for a variable that sets none of them.
+    """
+    fields, options = _read(environ, defaults)
+    if not fields and not options:
+        return settings, sources
+    result, found = dict(settings), dict(sources)
+    for field, (variable, text) in fields.items():
+        value, former = _field_value(field, text), result.get(field)
+        source = Source(Origin.ENVIRONMENT, variable)
+        # The same plugin named again keeps the options that the file gave it.
+        if isinstance(value, str) and isinstance(former, Mapping) and former.get("name") == value:
+            found[field, None] = source
+            continue
+        result[field] = value
+        found = {key: each for key, each in found.items() if key[0] != field} | sources_in({field: value}, source)
+    for (field, option), (variable, text) in options.items():
+        choice = result.get(field, defaults[field])
+        if isinstance(choice, str):
+            choice = {"name": choice}
+        if not isinstance(choice, Mapping):
+            raise ConfigError(
+                f"environment variable {variable} cannot set an option of {field}, which is an object of class "
+                f"{type(choice).__name__}. Name the plugin with {ENVIRONMENT_PREFIX}{field.upper()} as well."
+            )
+        result[field] = {**choice, option: _toml_value(text)}
+        # An option makes a table of the setting, but does not choose the plugin.
+        found.setdefault((field, None), Source(Origin.DEFAULT))
+        found[field, option] = Source(Origin.ENVIRONMENT, variable)
+    return result, found
+
+
+def _read(
+    environ: Mapping[str, str], defaults: Mapping[str, Any]
+) -> tuple[dict[str, tuple[str, str]], dict[tuple[str, str], tuple[str, str]]]:
+    """Variable and text of each setting, and of each (setting, option of its plugin)."""
+    fields: dict[str, tuple[str, str]] = {}
+    options: dict[tuple[str, str], tuple[str, str]] = {}
+    for variable, text in environ.items():
+        if not _sets(variable, text):
+            continue
+        field, separator, option = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
+        if field not in defaults:
+            names = [name.upper() for name in defaults]
+            raise ConfigError(
+                f"environment variable {variable} is no setting."
+                f"{did_you_mean(field, names, prefix=ENVIRONMENT_PREFIX)} There are: "
+                f"{', '.join(ENVIRONMENT_PREFIX + name for name in names)}; options of a plugin are written as "
+                f"{ENVIRONMENT_PREFIX}COLLECTIVES__WORLD_SIZE."
+            )
+        if not separator:
+            fields[field] = (variable, text)
+        elif field not in _PLUGIN_FIELDS or option in ("", "name"):
+            raise ConfigError(
+                f"environment variable {variable} sets no option of a plugin. Write "
+                f"{ENVIRONMENT_PREFIX}{field.upper()} for the setting itself; options exist for "
+                f"{', '.join(_PLUGIN_FIELDS)}."
+            )
+        else:
+            options[field, option] = (variable, text)
+    return fields, options
+
+
+def _sets(variable: str, text: str) -> bool:
+    """Whether the variable overrides a setting: it has the prefix and a text."""
+    return variable.startswith(ENVIRONMENT_PREFIX) and variable not in NO_SETTINGS and bool(text.strip())
+
+
+def _field_value(field: str, text: str) -> Any:
+    text = text.strip()
+    if field in _OPTIONAL_FIELDS and text.casefold() == "none":
+        return None
+    if field in _PLUGIN_FIELDS:
+        return _toml_value(text) if text.startswith(("{", '"', "'")) else text
+    if field == "listeners":
+        return _toml_value(text) if text.startswith("[") else [name for name in text.split(",") if name.strip()]
+    if field in _TEXT_FIELDS:
+        return text
+    # Shells and launchers write True and False as often as TOML's true and false.
+    return _toml_value(text.lower() if text.lower() in ("true", "false") else text)
+
+
+def _toml_value(text: str) -> Any:
+    """``text`` as a TOML value, or itself where it is not TOML."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # A line break could smuggle further keys in: such a text is not one value.
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """``" Did you mean 'x'?"`` for the known word nearest to ``word``, letter case aside, or an empty string.
+
+    ``prefix`` is put before the suggestion and takes no part in the comparison.
+    """
+    by_folded = {name.casefold(): name for name in known}
+    near = difflib.get_close_matches(word.casefold(), by_folded, n=1)
+    return f" Did you mean {prefix + by_folded[near[0]]!r}?" if near else ""

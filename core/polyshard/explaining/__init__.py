@@ -1,6 +1,0 @@
-"""Says what a configuration means for a model: which plugins, from whom; which units, and why."""
-
-from .explain import explain
-from .explanation import ExplainedParameter, ExplainedPlugin, ExplainedUnit, Explanation, Value
-
-__all__ = ["ExplainedParameter", "ExplainedPlugin", "ExplainedUnit", "Explanation", "Value", "explain"]

@@ -1,0 +1,87 @@
+"""The one way to extend the engine: what faces such as ``polyshard_fsdp`` subclass, call and hold.
+
+A face has a wrapper and an API of its own over the engine. It subclasses ``Unit`` (parameters gathered together),
+``ModuleState`` and ``ForwardHooks`` (a module in a step), ``Root`` (begin and end of a step), ``ExecutionOrder``
+(prefetching), ``Gradients`` and ``ReductionInput`` (which gradients are reduced), ``RankGrid`` (how they are reduced),
+``Bindings`` and ``MasterViews`` (what modules and optimizers hold), and leaves the rest to the engine. None of this is
+a promise to plugins, whose contracts are in ``polyshard.interfaces``.
+"""
+
+from __future__ import annotations
+
+from ._torch_private import in_backward, on_gradient
+from .events import Events
+from .functions.lookup import live_roots
+from .functions.norms import clip_grad_norm
+from .functions.whole import gather_whole, own_part, write_back
+from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
+from .planning.groups import RankGrid
+from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
+from .planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, refuse_unshardable
+from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
+from .runtime.gather import FlatBuffer, view_of
+from .runtime.gradients import Gradients
+from .runtime.hooks import ForwardHooks, output_hook, pass_through_in
+from .runtime.module_state import ModuleState
+from .runtime.order import ExecutionOrder
+from .runtime.parameters import GradientTarget, MasterViews, Originals, become
+from .runtime.reduce import Copies, Reducer, ReductionInput
+from .runtime.root import Root, root_of
+from .runtime.step import Phase
+from .runtime.streams import CommStreams, streams_for
+from .runtime.unit import Reshard, Unit, UnitState, refuse_escape, unshard_due
+from .setup.materialize import is_meta
+
+__all__ = [
+    "MODULE_STATE_ATTRIBUTE",
+    "Bindings",
+    "CommStreams",
+    "Copies",
+    "Events",
+    "ExecutionOrder",
+    "FlatBuffer",
+    "FlatLayout",
+    "ForwardHooks",
+    "GradientTarget",
+    "Gradients",
+    "ManagedParameter",
+    "MasterViews",
+    "ModuleState",
+    "Originals",
+    "Phase",
+    "RankGrid",
+    "Reducer",
+    "ReductionInput",
+    "Reshard",
+    "Root",
+    "ShardedParameter",
+    "Shown",
+    "Slot",
+    "Swap",
+    "Unit",
+    "UnitState",
+    "become",
+    "clip_grad_norm",
+    "contiguous_stride",
+    "dense_stride",
+    "distinct_tensors",
+    "gather_whole",
+    "in_backward",
+    "is_meta",
+    "iter_hidden_tensors",
+    "iter_tensors",
+    "live_roots",
+    "map_tensors",
+    "on_gradient",
+    "output_hook",
+    "own_part",
+    "pass_through_in",
+    "product",
+    "refuse_escape",
+    "refuse_unshardable",
+    "root_of",
+    "streams_for",
+    "unshard_due",
+    "view_of",
+    "write_back",
+]

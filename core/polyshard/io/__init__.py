@@ -1,0 +1,1 @@
+"""Elements between memory and files: boxes of tensors, bytes, and files with errors that name them."""

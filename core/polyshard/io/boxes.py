@@ -1,0 +1,144 @@
+"""Axis-aligned boxes of tensors: ranges of elements as boxes, and boxes as ranges of elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned part of a tensor."""
+
+    offsets: tuple[int, ...]
+    """First index in each dimension."""
+    sizes: tuple[int, ...]
+    """Extent in each dimension."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have; None for nothing. All of a 0-dim tensor where neither has dimensions."""
+        low = tuple(map(max, self.offsets, other.offsets))
+        high = [
+            min(start + size, begin + extent)
+            for start, size, begin, extent in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        sizes = tuple(stop - start for start, stop in zip(low, high, strict=True))
+        return Box(low, sizes) if all(size > 0 for size in sizes) else None
+
+    def permuted(self, dims: Sequence[int]) -> Box:
+        """The same box after ``Tensor.permute(dims)``."""
+        return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of the whole tensor, and this rank's memory for it."""
+
+    box: Box
+    view: torch.Tensor
+    """Shape ``box.sizes``; a view: reading a checkpoint into it changes what it views."""
+
+
+def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements ``start`` to ``stop`` (exclusive) of a row-major tensor as disjoint boxes, in element order.
+
+    Each box is itself a contiguous range of elements. At most ``max(1, 2 * len(shape) - 1)`` boxes: on the way to the
+    innermost dimension each one adds a box of whole rows at either end, and they share the one in the middle.
+
+    Raises:
+        IndexError: the range does not lie within the tensor.
+    """
+    numel = math.prod(shape)
+    if not 0 <= start <= stop <= numel:
+        raise IndexError(f"elements {start} to {stop} do not lie within a tensor of {numel}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    return _boxes(tuple(shape), start, stop)
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,))]
+    inner = shape[1:]
+    row_numel = math.prod(inner)
+    first, head = divmod(start, row_numel)
+    last, tail = divmod(stop, row_numel)
+    if first == last:
+        return _in_row(first, _boxes(inner, head, tail))
+    found = []
+    if head:
+        found += _in_row(first, _boxes(inner, head, row_numel))
+        first += 1
+    if first < last:
+        found.append(Box((first, *(0 for _ in inner)), (last - first, *inner)))
+    if tail:
+        found += _in_row(last, _boxes(inner, 0, tail))
+    return found
+
+
+def _in_row(row: int, boxes: list[Box]) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
+
+
+def storage_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The permutation of dimensions that makes a dense tensor of these strides row-major."""
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim) if shape[dim] > 1 else (-math.inf, dim)))
+
+
+def inverse(dims: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that undoes ``Tensor.permute(dims)``."""
+    return tuple(sorted(range(len(dims)), key=lambda position: dims[position]))
+
+
+def box_within(view: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """``part`` of a whole tensor as a view of ``view``, which is the tensor's ``box``."""
+    for dim, (start, size, origin) in enumerate(zip(part.offsets, part.sizes, box.offsets, strict=True)):
+        view = view.narrow(dim, start - origin, size)
+    return view
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of ``shape``."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """First and one past the last element of ``box`` in a row-major tensor of ``shape``."""
+    strides = row_major(shape)
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return first, first + 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+
+
+def slabs(shape: Sequence[int], box: Box, most: int, *, gaps: bool) -> Iterator[Box]:
+    """``box`` of a row-major tensor of ``shape`` in boxes whose elements lie within ``most`` of each other.
+
+    ``gaps``: elements between them may be as many as their own; without, each box is one range of at most ``most``.
+    """
+    first, stop = span(shape, box)
+    extent = stop - first
+    if extent <= most and (extent == box.numel or (gaps and extent <= 2 * box.numel)):
+        yield box
+        return
+    dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None:
+        yield box
+        return
+    half = box.sizes[dim] // 2
+    for begin, size in ((0, half), (half, box.sizes[dim] - half)):
+        offsets = (*box.offsets[:dim], box.offsets[dim] + begin, *box.offsets[dim + 1 :])
+        yield from slabs(shape, Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), most, gaps=gaps)

@@ -1,0 +1,284 @@
+"""Files: opened, read and written with errors that name them; digests; and calls in a few threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import xxhash
+
+from ..errors import CheckpointDamagedError, ConfigError, ConfigTypeError
+
+#: For the end of an error's message.
+REMEDY = "Load the one that polyshard.checkpoint.latest(root, verify=True) names."
+#: No file that is read whole is as large: each has some hundred bytes a tensor.
+_MOST_WHOLE = 1 << 32
+#: What says of a path that it can be no folder, or none of this program's.
+_NO_FOLDER = frozenset(
+    {errno.EACCES, errno.EEXIST, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+)
+#: One call takes no more pieces, by the limit of Linux.
+_MOST_PIECES = 1024
+#: Under which a manifest keeps them.
+DIGEST = "xxh3_128"
+_TEXT = re.compile(r"[0-9a-f]{32}", re.ASCII)
+T = TypeVar("T")
+#: More would not go faster than the disks and memory that they use.
+MOST = 4
+
+
+def damaged(directory: Path, what: str) -> CheckpointDamagedError:
+    """The error that says of ``directory`` what is wrong with it. ``what`` begins with a file's name, quoted."""
+    return CheckpointDamagedError(f"{directory} is damaged: {what}. {REMEDY}")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system name ``path``: those of reads, writes and ``fsync`` do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def make_folder(path: Path) -> None:
+    """Have the folder ``path``, made with those around it where missing.
+
+    Raises:
+        ConfigError: it cannot be: a file or a link that leads nowhere is in its place, its name is too long, or this
+            program may not.
+        OSError: the system failed; names it.
+    """
+    try:
+        with naming(path):
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER:
+            raise
+        where = "" if error.filename == str(path) else f" ({error.filename})"
+        why = "it is in the way, and no directory" if error.errno == errno.EEXIST else error.strerror
+        raise ConfigError(
+            f"{path} can be no folder to save into: {why}{where}. Name another one, or make room for it."
+        ) from error
+
+
+@contextmanager
+def opened(directory: Path, name: str, size: int | None = None) -> Iterator[tuple[int, int]]:
+    """A descriptor of the file ``name`` and the file's size in bytes.
+
+    Links are not followed, and what is no file is not opened for longer than it takes to see that: a name in a
+    checkpoint must not lead out of it, nor wait for the writer of a pipe.
+
+    Raises:
+        CheckpointDamagedError: it is gone, is no file, or has another size than ``size``.
+        OSError: the system refuses.
+    """
+    path = directory / name
+    with naming(path):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise damaged(directory, f"'{name}' is gone") from error
+        except OSError as error:
+            if path.is_symlink():
+                raise damaged(directory, f"'{name}' is a link, and must be a file") from error
+            raise
+        try:
+            told = os.fstat(descriptor)
+            if not stat.S_ISREG(told.st_mode):
+                raise damaged(directory, f"'{name}' is no file")
+            if size is not None and told.st_size != size:
+                raise damaged(directory, f"'{name}' has {told.st_size:,} bytes, and had {size:,} when it was committed")
+            yield descriptor, told.st_size
+        finally:
+            os.close(descriptor)
+
+
+def read_whole(directory: Path, name: str, size: int | None = None, most: int = _MOST_WHOLE) -> bytes:
+    """All of a small file, of at most ``most`` bytes. Errors as ``opened``."""
+    with opened(directory, name, size) as (descriptor, nbytes):
+        if nbytes > most:
+            raise damaged(directory, f"'{name}' has {nbytes:,} bytes, more than any that was written")
+        content = bytearray(nbytes)
+        if not read_at(descriptor, [memoryview(content)], 0, directory / name):
+            raise damaged(directory, f"'{name}' became shorter while it was read")
+        return bytes(content)
+
+
+def read_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> bool:
+    """Fill ``pieces`` one behind another from byte ``at`` of the file on; returns False where it ends before.
+
+    Raises OSError: reading failed; names ``path``.
+    """
+    left = [piece for piece in pieces if len(piece)]
+    with naming(path):
+        while left:
+            count = os.preadv(descriptor, left[:_MOST_PIECES], at)
+            if count == 0:
+                return False
+            at += count
+            _take_off(left, count)
+    return True
+
+
+def write_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> None:
+    """Write ``pieces`` one behind another from byte ``at`` of the file on.
+
+    Raises OSError: not all could be written; names ``path``.
+    """
+    left = [piece for piece in pieces if len(piece)]
+    with naming(path):
+        while left:
+            count = os.pwritev(descriptor, left[:_MOST_PIECES], at)
+            at += count
+            _take_off(left, count)
+
+
+def begin_flush(descriptor: int, at: int, nbytes: int) -> None:
+    """Let the system write these bytes out while more are made: ``fsync`` then has less left to wait for.
+
+    By the advice that they are not needed: Linux then begins to write what is not written yet, which it also keeps.
+    """
+    os.posix_fadvise(descriptor, at, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def created(path: Path) -> Iterator[int]:
+    """A descriptor to write the new file ``path``; all of it is on disk when the body is left.
+
+    Raises:
+        FileExistsError: something is there.
+        OSError: writing failed, at the latest here; names ``path``.
+    """
+    with naming(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write the new file ``path``, to be on disk when this returns. Errors as ``created``."""
+    with created(path) as descriptor:
+        write_at(descriptor, [memoryview(content)] if content else [], 0, path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in ``directory`` as durable as the files."""
+    with naming(directory):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _take_off(pieces: list[memoryview], count: int) -> None:
+    """Leave what is behind the first ``count`` bytes."""
+    while pieces and count >= len(pieces[0]):
+        count -= len(pieces.pop(0))
+    if count:
+        pieces[0] = pieces[0][count:]
+
+
+def digest_of(pieces: Iterable[memoryview]) -> str:
+    """The xxh3 of 128 bits of the pieces, one behind another, in hexadecimal.
+
+    Above 20 GB/s on a core, where sha256 has 1.5: a load reads no faster than it compares. Both tell any damage; that
+    nobody can make other bytes for a digest would protect nothing here, since whoever can change a file can change the
+    digest as well.
+    """
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def is_digest(text: str) -> bool:
+    """Whether ``digest_of`` could have given ``text``."""
+    return _TEXT.fullmatch(text) is not None
+
+
+def carried_out(calls: Iterable[Callable[[], T]], count: int, *, threads: int | None = None) -> Iterator[T]:
+    """What the calls return, in their order. Twice as many as there are threads are taken ahead.
+
+    No executor of ``concurrent.futures``: that takes no work once a program's main thread has ended, when a save in the
+    background may still go on.
+
+    Args:
+        calls: Taken one by one, in the calling thread.
+        count: How many there are, about.
+        threads: At most; None for as many as there are cores, up to ``MOST``.
+    """
+    threads = min(threads or min(MOST, os.cpu_count() or 1), count)
+    if threads < 2:
+        for call in calls:
+            yield call()
+        return
+    jobs: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
+    crew = [threading.Thread(target=_serve, args=(jobs,), daemon=True) for _ in range(threads)]
+    waiting: deque[Future[T]] = deque()
+    started: list[threading.Thread] = []
+    try:
+        for each in crew:
+            each.start()
+            started.append(each)
+        for call in calls:
+            if len(waiting) >= 2 * threads:
+                yield waiting.popleft().result()
+            future: Future[T] = Future()
+            waiting.append(future)
+            jobs.put((future, call))
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        for _ in started:
+            jobs.put(None)
+        for each in started:
+            each.join()
+
+
+def _serve(jobs: SimpleQueue[tuple[Future[T], Callable[[], T]] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, call = job
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        # Neither its memory nor its result lives on until the next job comes.
+        del job, future, call
+
+
+def path_of(given: object, name: str) -> Path:
+    """The argument ``name`` as a path.
+
+    Raises:
+        ConfigTypeError: it is none.
+        ConfigError: it is empty, or has a character that no path has.
+    """
+    if isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str):
+        if os.fspath(given) == "":
+            raise ConfigError(f"{name} is empty, and must name a folder. The current one is '.'.")
+        if "\0" in os.fspath(given):
+            raise ConfigError(f"{name} is {given!r}: no path has a null character.")
+        return Path(given)
+    none = " latest() returns None where a folder holds no checkpoint." if given is None else ""
+    raise ConfigTypeError(f"{name} is {given!r}, and must be a path.{none}")

@@ -1,0 +1,24 @@
+"""Plugins by name: ``find`` what is installed, ``check`` it against contracts, ``make`` instances.
+
+``identity`` says what ranks compare of each.
+"""
+
+from .find import Installed, Permission, PluginState, installed, scan
+from .identity import engine_digest, fingerprint
+from .make import Constructed, Resolved, UsedPlugin, construct, resolve, used
+
+__all__ = [
+    "Constructed",
+    "Installed",
+    "Permission",
+    "PluginState",
+    "Resolved",
+    "UsedPlugin",
+    "construct",
+    "engine_digest",
+    "fingerprint",
+    "installed",
+    "resolve",
+    "scan",
+    "used",
+]

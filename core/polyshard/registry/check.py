@@ -1,0 +1,247 @@
+"""Whether a plugin fits its group's contract: its version, its factory, and the signatures of its methods.
+
+Nothing is called to find out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+from .. import hookspecs
+from ..config import did_you_mean
+from ..errors import PluginContractError, PluginVersionError
+from ..interfaces import (
+    CURRENT_API,
+    OLDEST_API,
+    Collectives,
+    Group,
+    Layout,
+    OffloadManager,
+    PrecisionCaster,
+    WrapPolicy,
+)
+
+#: The class of each group's instances.
+CONTRACTS: Mapping[Group, type] = {
+    Group.COLLECTIVES: Collectives,
+    Group.PRECISION: PrecisionCaster,
+    Group.OFFLOAD: OffloadManager,
+    Group.POLICIES: WrapPolicy,
+    Group.LAYOUTS: Layout,
+    Group.PLUGINS: object,
+}
+
+_VERSION = "api_version"
+
+
+def check_api_version(group: Group, plugin: object, where: str, *, inherited: bool = True) -> None:
+    """Raise ``PluginVersionError`` where ``plugin`` has no ``api_version`` that this polyshard serves.
+
+    ``inherited``: whether a base class may state it. A factory states its own: a class in its body, a function as an
+    attribute.
+    """
+    base = None if inherited else _inherited_from(plugin)
+    if base is not None:
+        raise PluginVersionError(
+            f"{where} inherits {_VERSION} from {qualified(base)}; state its own. Add '{_VERSION} = "
+            f"{CURRENT_API[group]}' to the class: what it was written for does not change with its base."
+        )
+    oldest, current = OLDEST_API[group], CURRENT_API[group]
+    served = f"{oldest}" if oldest == current else f"{oldest} to {current}"
+    version = getattr(plugin, _VERSION, None)
+    if not isinstance(version, int) or isinstance(version, bool):
+        found = "has none" if version is None else f"has {version!r}"
+        raise PluginVersionError(
+            f"{where} must say which version of the contract it implements, in an integer attribute '{_VERSION}', but "
+            f"{found}. Add '{_VERSION} = {current}' to the class, or set it on the function."
+        )
+    if not oldest <= version <= current:
+        cure = "Update polyshard" if version > current else "Update the plugin's package"
+        raise PluginVersionError(
+            f"{where} implements version {version} of the contract, but this polyshard serves {served}. {cure}."
+        )
+
+
+def _inherited_from(factory: object) -> type | None:
+    """The base class whose ``api_version`` the factory would pass for its own; None where it has its own, or none."""
+    cls = factory if isinstance(factory, type) else type(factory)
+    if _VERSION in vars(cls) or (cls is not factory and _VERSION in getattr(factory, "__dict__", {})):
+        return None
+    return next((base for base in cls.__mro__[1:] if _VERSION in vars(base)), None)
+
+
+def refuse_faults(where: str, faults: Iterable[str]) -> None:
+    """Raise ``PluginContractError`` that names all of ``faults``, where there are any."""
+    found = list(faults)
+    if found:
+        raise PluginContractError(f"{where} does not fit its contract: {'; '.join(found)}.")
+
+
+def faults_of(group: Group, factory: Any) -> Iterator[str]:
+    """A sentence for each reason why the contract cannot call ``factory``, or the class that it is.
+
+    A function is only known to take a context; ``instance_faults`` checks its result.
+    """
+    if not _takes_context(factory):
+        yield f"it must take a PluginContext as its first argument, but has the signature {inspect.signature(factory)}"
+    if isinstance(factory, type):
+        contract = CONTRACTS[group]
+        if contract is object:
+            yield from _hook_faults(factory)
+        elif issubclass(factory, contract):
+            yield from _method_faults(contract, factory)
+        elif factory.__new__ is object.__new__:
+            # With a __new__ of its own, calling it may give anything.
+            yield f"it is no {contract.__name__}: derive it from polyshard.interfaces.{contract.__name__}"
+
+
+def instance_faults(group: Group, plugin: object) -> Iterator[str]:
+    """A sentence for each reason why the contract cannot call methods of ``plugin``, an instance."""
+    contract = CONTRACTS[group]
+    if contract is not object and isinstance(plugin, contract):
+        yield from _method_faults(contract, type(plugin))
+
+
+def qualified(cls: type) -> str:
+    """``"module:Name"`` of a class, for messages."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _takes_context(factory: Any) -> bool:
+    """Whether ``factory`` can be called with one argument by place and any by name."""
+    plain: Any = factory
+    if isinstance(factory, type) and _found(type(factory), "__call__") is _TYPE_CALL and _plainly_new(factory):
+        plain = _found(factory, "__init__")
+    if isinstance(plain, FunctionType) and not hasattr(plain, "__wrapped__"):
+        # Known without a signature, which takes many times as long.
+        return plain.__code__.co_argcount > (plain is not factory) or bool(plain.__code__.co_flags & inspect.CO_VARARGS)
+    try:
+        inspect.signature(factory).bind_partial(None)
+    except ValueError:
+        return True  # Some callables written in C have no signature; the call itself will tell.
+    except TypeError:
+        return False
+    return True
+
+
+_TYPE_CALL = vars(type)["__call__"]
+
+
+def _plainly_new(cls: type) -> bool:
+    return _found(cls, "__new__") is vars(object)["__new__"]
+
+
+def _method_faults(contract: type, cls: type) -> Iterator[str]:
+    """A sentence for each member of ``cls``, a subclass of ``contract``, that the contract cannot use."""
+    for name in sorted(getattr(cls, "__abstractmethods__", ())):
+        yield f"it lacks {_shown(contract, name)}"
+    for name, wanted in _members(contract).items():
+        found = _found(cls, name)
+        if found is wanted:
+            continue
+        if not isinstance(wanted, FunctionType):
+            if isinstance(found, FunctionType) and not isinstance(wanted, (staticmethod, classmethod)):
+                yield f"{name} is a method and must be a property or an attribute: put @property above it"
+        elif isinstance(found, property):
+            yield f"{name} is a property and must be a method: take @property away"
+        elif not callable(found) and not hasattr(type(found), "__get__"):
+            yield f"{name} is {found!r} and must be a method: {_shown(contract, name)}"
+        else:
+            yield from _call_faults(name, found, wanted)
+
+
+def _found(cls: type, name: str) -> Any:
+    """The class's attribute as it stands there: several times as fast as ``inspect.getattr_static``."""
+    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+
+
+@functools.lru_cache(maxsize=16)
+def _members(contract: type) -> Mapping[str, Any]:
+    """Public members that the contract's classes define, by name."""
+    members: dict[str, Any] = {}
+    for base in reversed(contract.__mro__):
+        if base is not object:
+            members.update({name: each for name, each in vars(base).items() if not name.startswith("_")})
+    return members
+
+
+def _shown(contract: type, name: str) -> str:
+    wanted = _found(contract, name)
+    if not isinstance(wanted, FunctionType):
+        return f"the property {name}"
+    return f"{name}({', '.join(list(inspect.signature(wanted).parameters)[1:])})"
+
+
+def _call_faults(name: str, found: Any, wanted: FunctionType) -> Iterator[str]:
+    function = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+    if not isinstance(function, FunctionType) or _alike(found, wanted):
+        # A callable that is no Python function tells at the call itself.
+        return
+    # A wrapper is called, and not what it wraps.
+    taken = inspect.signature(function, follow_wrapped=False)
+    bound = () if isinstance(found, staticmethod) else (None,)
+    parameters = list(inspect.signature(wanted).parameters.values())[1:]
+    optional = [each for each in parameters if each.default is not inspect.Parameter.empty]
+    by_place_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    for left_out in ((), optional) if optional else ((),):
+        given = [each for each in parameters if each not in left_out]
+        by_place = [each.name for each in given if each.kind in by_place_kinds]
+        by_name = [each.name for each in given if each.kind not in by_place_kinds]
+        try:
+            taken.bind(*bound, *by_place, **dict.fromkeys(by_name))
+        except TypeError as error:
+            called = ", ".join([*by_place, *(f"{each}=..." for each in by_name)])
+            yield f"{name}{taken} is called as {name}({called}): {_refused(taken, [*bound, *by_place], error)}"
+            return
+
+
+def _refused(taken: inspect.Signature, by_place: list[Any], error: TypeError) -> str:
+    """``error``, with the first argument for which there is no place."""
+    for count in range(1, len(by_place) + 1):
+        try:
+            taken.bind_partial(*by_place[:count])
+        except TypeError:
+            return f"it does not take {by_place[count - 1]!r}" if by_place[count - 1] else "it does not take 'self'"
+    return str(error)
+
+
+def _alike(found: Any, wanted: FunctionType) -> bool:
+    """Whether both take as many arguments by place, and the same by name: then nothing has to be bound to know."""
+    if not isinstance(found, FunctionType):
+        return False
+    mine, theirs = found.__code__, wanted.__code__
+    if mine.co_argcount != theirs.co_argcount or mine.co_kwonlyargcount != theirs.co_kwonlyargcount:
+        return False
+    by_name = frozenset(theirs.co_varnames[theirs.co_argcount :][: theirs.co_kwonlyargcount])
+    return (
+        by_name == frozenset(mine.co_varnames[mine.co_argcount :][: mine.co_kwonlyargcount])
+        and (found.__kwdefaults__ or {}).keys() >= (wanted.__kwdefaults__ or {}).keys()
+        and len(found.__defaults__ or ()) >= len(wanted.__defaults__ or ())
+    )
+
+
+#: Attribute that ``polyshard.hookimpl`` leaves on a function, and that of a specification.
+_IMPLEMENTATION, _SPECIFICATION = f"{hookspecs.PROJECT_NAME}_impl", f"{hookspecs.PROJECT_NAME}_spec"
+
+
+def _hook_faults(cls: type) -> Iterator[str]:
+    """A sentence for each hook of a listener's class that does not exist, or asks for an argument that does not."""
+    specs = {name: each for name, each in vars(hookspecs).items() if hasattr(each, _SPECIFICATION)}
+    methods = {name: each for base in reversed(cls.__mro__) for name, each in vars(base).items()}
+    for name, found in sorted(methods.items()):
+        options = getattr(found, _IMPLEMENTATION, None)
+        if options is None or not isinstance(found, FunctionType):
+            continue
+        hook = options.get("specname") or name
+        if hook not in specs:
+            if not options.get("optionalhook"):
+                yield f"it implements a hook {hook!r} that does not exist.{did_you_mean(hook, specs)}"
+            continue
+        known = inspect.signature(specs[hook]).parameters
+        for asked in list(inspect.signature(found, follow_wrapped=False).parameters.values())[1:]:
+            if asked.name not in known and asked.default is inspect.Parameter.empty:
+                yield f"the hook {hook} has no argument {asked.name!r}; it has {', '.join(known)}"

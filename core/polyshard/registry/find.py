@@ -1,0 +1,358 @@
+"""The installed plugins: which package offers which name, which may be imported, and which can be used.
+
+Entry points are read at each call: stevedore's own cache forgets which distribution offers a name, and for two minutes
+hides a package that was just installed.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, EntryPoints
+from typing import Any, cast
+
+from ..config import PluginSpec, did_you_mean
+from ..errors import ConfigError, PluginConflictError, PluginNotFoundError, PluginVersionError
+from ..interfaces import Group
+from ..interfaces.options import ALLOWED_PLUGINS, DISABLE_PLUGINS, SWITCHED_OFF
+from .check import check_api_version, faults_of, qualified
+
+#: The distribution whose names are its own: no other package changes what they stand for.
+BUILT_IN = "polyshard"
+
+
+def scan() -> EntryPoints:
+    """All entry points of all installed distributions, as they are now: about a millisecond for each ten of them."""
+    # Python 3.11's annotation still names the class that 3.10 returned.
+    return cast("EntryPoints", importlib.metadata.entry_points())
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An entry point, with name and version of the distribution that offers it, both empty where unknown."""
+
+    entry_point: EntryPoint
+    distribution: str
+    version: str
+
+    @property
+    def name(self) -> str:
+        return self.entry_point.name
+
+    @property
+    def value(self) -> str:
+        return self.entry_point.value
+
+    @property
+    def label(self) -> str:
+        """Distribution and name, which are unique."""
+        return f"{self.distribution}:{self.name}"
+
+    @property
+    def origin(self) -> str:
+        return f"{self.distribution} {self.version}".strip() or "an unnamed distribution"
+
+    @property
+    def built_in(self) -> bool:
+        return normalised(self.distribution) == BUILT_IN
+
+
+def offers_of(group: Group, scanned: EntryPoints | None = None, name: str | None = None) -> list[Offer]:
+    """The group's entry points, or those called ``name``, ordered, each once.
+
+    An editable install can leave two metadata folders of one distribution, or one file that lists a line twice.
+    """
+    # The metadata of a package that offers many plugins is read once, and that of other packages not at all.
+    origins: dict[int, tuple[str, str]] = {}
+    found: dict[tuple[str, str, str], Offer] = {}
+    for entry_point in (scan() if scanned is None else scanned).select(group=group.value):
+        if name is not None and entry_point.name != name:
+            continue
+        if id(entry_point.dist) not in origins:
+            origins[id(entry_point.dist)] = name_and_version(entry_point.dist)
+        offer = Offer(entry_point, *origins[id(entry_point.dist)])
+        found[offer.name, normalised(offer.distribution), offer.value] = offer
+    return [found[key] for key in sorted(found)]
+
+
+def name_and_version(distribution: Distribution | None) -> tuple[str, str]:
+    """As its metadata say; both empty where there is no distribution."""
+    if distribution is None:
+        return "", ""
+    head = (distribution.read_text("METADATA") or "").partition("\n\n")[0]
+    # The headers alone: ``distribution.metadata`` parses the README as well, which takes twenty times as long.
+    fields = {key.lower(): value for key, value in _FIELD.findall(head)}
+    if fields.keys() >= {"name", "version"}:
+        return fields["name"], fields["version"]
+    metadata = distribution.metadata
+    return metadata["Name"], metadata["Version"]
+
+
+#: Headers of one line: a line that continues another begins with a blank.
+_FIELD = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE | re.IGNORECASE)
+
+
+def normalised(distribution: str) -> str:
+    """The form in which package indexes compare names: case and the separators ``-``, ``_``, ``.`` do not matter."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def choose(group: Group, spec: PluginSpec, scanned: EntryPoints | None = None) -> Offer:
+    """The offer that ``spec`` names; nothing is imported.
+
+    Raises ``PluginNotFoundError``, and ``PluginConflictError`` for a name that several distributions offer, none of
+    them polyshard.
+    """
+    named = offers_of(group, scanned, spec.name)
+    if spec.distribution is not None:
+        wanted = normalised(spec.distribution)
+        named = [offer for offer in named if normalised(offer.distribution) == wanted]
+    else:
+        # Otherwise installing a package that offers "none" would end everybody's run with the default configuration.
+        named = [offer for offer in named if offer.built_in] or named
+    if not named:
+        raise PluginNotFoundError(_not_found(group, spec, offers_of(group, scanned)))
+    if len(named) > 1:
+        origins = "; ".join(f"{offer.origin} ({offer.value})" for offer in named)
+        distributions = dict.fromkeys(offer.distribution for offer in named)
+        if len(distributions) == 1:
+            cure = f"Ask the author of {next(iter(distributions))} to keep one of them."
+        else:
+            cure = "Choose one: " + " or ".join(f'"{each}:{spec.name}"' for each in distributions) + "."
+        raise PluginConflictError(
+            f"plugin {spec.name!r} of {group.value} is offered {len(named)} times: {origins}. {cure}"
+        )
+    return named[0]
+
+
+def _not_found(group: Group, spec: PluginSpec, offers: list[Offer]) -> str:
+    lines = [f"no installed plugin of {group.value} is named {spec.label!r}."]
+    if spec.distribution is None:
+        lines[0] += did_you_mean(spec.name, (offer.name for offer in offers))
+    else:
+        lines[0] += did_you_mean(spec.label, (offer.label for offer in offers))
+    if not offers:
+        lines.append("No plugin of this group is installed. Is polyshard itself installed, or only on the path?")
+        return "\n".join(lines)
+    lines.append("Installed:")
+    lines += [f"  {offer.name}  (from {offer.origin})" for offer in offers]
+    # Their states are unknown here: a misspelt name must not import plugins.
+    lines.append(
+        "Name one of them, or install the package that offers it. `polyshard plugins list` tells their states."
+    )
+    return "\n".join(lines)
+
+
+_ON = frozenset({"1", "true", "yes", "on"})
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """Which plugins of other distributions this process may import; polyshard's own always may.
+
+    Two variables of the environment say so. They are no settings: a configuration file comes from elsewhere more easily
+    than the environment of a process, and must not widen what may run.
+    """
+
+    allowed: tuple[str, ...] | None
+    """Distributions and ``"distribution:name"``, normalised and ordered; None where all are allowed."""
+    disabled: bool
+    """No other distribution's plugin is allowed, whatever ``allowed`` lists."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Permission:
+        """The permission in ``environ``; None for the process's own.
+
+        Raises ``ConfigError`` for a text that is neither on nor off: a typo must not count as allowed.
+        """
+        environ = os.environ if environ is None else environ
+        listed, switch = environ.get(ALLOWED_PLUGINS), environ.get(DISABLE_PLUGINS, "").strip().lower()
+        if switch not in _ON | SWITCHED_OFF:
+            raise ConfigError(
+                f"environment variable {DISABLE_PLUGINS} must be 1 or 0, not {environ[DISABLE_PLUGINS]!r}."
+            )
+        return cls(None if listed is None else _entries(listed), switch in _ON)
+
+    def refusal(self, offer: Offer) -> str:
+        """The reason why the plugin may not be imported, and the cure; empty where it may."""
+        if offer.built_in:
+            return ""
+        if self.disabled:
+            return (
+                f"{DISABLE_PLUGINS} is set, which leaves polyshard's own plugins alone. Unset it where "
+                f"{offer.distribution or 'its package'} is trusted, or name one of polyshard's."
+            )
+        distribution = normalised(offer.distribution)
+        if self.allowed is None or not {distribution, f"{distribution}:{offer.name}"}.isdisjoint(self.allowed):
+            return ""
+        return (
+            f"{ALLOWED_PLUGINS} does not list it ({', '.join(self.allowed) or 'it lists none'}). Add "
+            f'"{offer.distribution}" or "{offer.label}" there where it is trusted, or name another plugin.'
+        )
+
+    def rows(self) -> list[list[str]]:
+        """A row for each variable that is set, for comparison between ranks."""
+        rows = [] if self.allowed is None else [[ALLOWED_PLUGINS, *self.allowed]]
+        return [*rows, [DISABLE_PLUGINS, "1"]] if self.disabled else rows
+
+
+def _entries(text: str) -> tuple[str, ...]:
+    found = set()
+    for entry in filter(None, (each.strip() for each in text.split(","))):
+        distribution, separator, name = (part.strip() for part in entry.partition(":"))
+        if not distribution or (separator and not name) or ":" in name:
+            raise ConfigError(
+                f"environment variable {ALLOWED_PLUGINS} has {entry!r}, which is neither a distribution nor "
+                f'"distribution:name". Write it as "{BUILT_IN},acme,other:name".'
+            )
+        # Only of distributions do case and separators not matter.
+        found.add(normalised(distribution) + separator + name)
+    return tuple(sorted(found))
+
+
+class PluginState(enum.Enum):
+    """Whether an installed plugin can be used."""
+
+    READY = "ready"
+    """It can be imported, serves a contract version that this polyshard serves, and can be called as that says."""
+    HIDDEN = "hidden"
+    """It is ready, but polyshard itself has a plugin of this name: ask for it as ``"distribution:name"``."""
+    AMBIGUOUS = "ambiguous"
+    """It is ready, but another distribution offers the same name: ask for it as ``"distribution:name"``."""
+    INCOMPATIBLE = "incompatible"
+    """Its ``api_version`` is missing, inherited, or outside the range that this polyshard serves."""
+    INCOMPLETE = "incomplete"
+    """Its class lacks methods, or its factory or a method cannot be called as the contract calls it."""
+    REFUSED = "refused"
+    """``POLYSHARD_ALLOWED_PLUGINS`` or ``POLYSHARD_DISABLE_PLUGINS`` forbids it; it was not imported."""
+    BROKEN = "broken"
+    """It cannot be imported, or cannot be called."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A plugin that some installed distribution offers."""
+
+    group: Group
+    name: str
+    value: str
+    """Its factory: ``"module:attribute"``."""
+    distribution: str
+    version: str
+    """Version of the distribution."""
+    state: PluginState
+    error: str = ""
+    """The reason why it is not ready; empty where it is."""
+    editable: str = ""
+    """Folder of an editable install; empty for any other."""
+    file: str = ""
+    """File in which its factory is defined; empty where that is not known."""
+
+
+def installed(group: Group) -> tuple[Installed, ...]:
+    """Every plugin of the group that is installed, by name and distribution.
+
+    Imports all that the environment allows to tell their states: for listings, not for a training run.
+    """
+    permission = Permission.read()
+    offers = offers_of(group)
+    found = []
+    for offer in offers:
+        refusal = permission.refusal(offer)
+        if refusal:
+            factory, state, error = None, PluginState.REFUSED, refusal
+        else:
+            factory, state, error = _loaded(group, offer)
+        if state is PluginState.READY:
+            rivals = [each for each in offers if each.name == offer.name and each is not offer]
+            state, error = _by_name(offer, rivals)
+        found.append(
+            Installed(
+                group=group,
+                name=offer.name,
+                value=offer.value,
+                distribution=offer.distribution,
+                version=offer.version,
+                state=state,
+                error=error,
+                editable=_editable_folder(offer.entry_point),
+                # Looking for a module's file imports the packages around it.
+                file="" if refusal else _file_of(factory, offer.entry_point),
+            )
+        )
+    return tuple(found)
+
+
+def _by_name(offer: Offer, rivals: list[Offer]) -> tuple[PluginState, str]:
+    """State of a ready offer whose name ``rivals`` have as well."""
+    if any(rival.distribution == offer.distribution for rival in rivals):
+        return PluginState.AMBIGUOUS, "its distribution offers the name several times: its author must keep one of them"
+    if not rivals or offer.built_in:
+        return PluginState.READY, ""
+    if any(rival.built_in for rival in rivals):
+        return PluginState.HIDDEN, f'polyshard has a plugin of this name: ask for "{offer.label}"'
+    return PluginState.AMBIGUOUS, f'several distributions offer the name: ask for "{offer.label}"'
+
+
+def _loaded(group: Group, offer: Offer) -> tuple[Any, PluginState, str]:
+    """The factory, None where it cannot be imported; its state, rivals left aside; and why."""
+    try:
+        factory = offer.entry_point.load()
+    except KeyboardInterrupt:
+        raise
+    # One package that calls sys.exit() must not keep the others from being listed.
+    except BaseException as error:
+        return None, PluginState.BROKEN, f"{type(error).__name__}: {error}"
+    if not callable(factory):
+        return factory, PluginState.BROKEN, f"it is an instance of {qualified(type(factory))}, which cannot be called"
+    try:
+        check_api_version(group, factory, offer.value, inherited=False)
+    except PluginVersionError as error:
+        return factory, PluginState.INCOMPATIBLE, str(error)
+    faults = "; ".join(faults_of(group, factory))
+    return factory, PluginState.INCOMPLETE if faults else PluginState.READY, faults
+
+
+def _file_of(factory: object, entry_point: EntryPoint) -> str:
+    """File in which ``factory`` is defined; for None, that of the entry point's module; empty where none is found."""
+    defined = factory if hasattr(factory, "__module__") else type(factory)
+    names = [entry_point.module] if factory is None else [defined.__module__, entry_point.module]
+    for name in names:
+        found = getattr(sys.modules.get(name), "__file__", None) or _location(name)
+        if found:
+            return found
+    return ""
+
+
+def _location(module: str) -> str:
+    try:
+        spec = importlib.util.find_spec(module)
+    except KeyboardInterrupt:
+        raise
+    # It imports the packages around the module, which may fail as the module did.
+    except BaseException:
+        return ""
+    return (spec.origin or "") if spec is not None and spec.has_location else ""
+
+
+def _editable_folder(entry_point: EntryPoint) -> str:
+    """Folder of an editable install; empty for any other."""
+    text = entry_point.dist.read_text("direct_url.json") if entry_point.dist is not None else None
+    if not text:
+        return ""
+    try:
+        record = json.loads(text)
+        editable = bool(record["dir_info"].get("editable"))
+        parts = urllib.parse.urlsplit(record["url"])
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return ""
+    return urllib.request.url2pathname(parts.path) if editable and parts.scheme == "file" else ""

@@ -1,0 +1,325 @@
+"""From a name to an instance: ``resolve`` finds and imports a plugin, ``construct`` calls its factory.
+
+The only module that imports stevedore.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any, Generic, Literal, TypeVar, cast, overload
+
+from stevedore import DriverManager
+
+from ..config import PluginChoice, PluginSpec, did_you_mean
+from ..errors import ConfigError, PluginContractError, PluginLoadError, PluginRefusedError, PolyshardError, StateError
+from ..interfaces import Collectives, Group, Layout, OffloadManager, PluginContext, PrecisionCaster, WrapPolicy
+from .check import CONTRACTS, check_api_version, faults_of, instance_faults, qualified, refuse_faults
+from .find import Permission, choose
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[_T_co]):
+    """A plugin that was found, imported and checked against its contract, but not constructed."""
+
+    group: Group
+    name: str
+    value: str
+    """Its factory, or the class of an object that the user gave: ``"module:attribute"``."""
+    distribution: str
+    """The distribution that offers it; empty for an object that the user gave."""
+    version: str
+    """Version of the distribution; empty for an object that the user gave."""
+    factory: Callable[..., Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def construct(self, context: PluginContext) -> _T_co:
+        """Call the factory as ``factory(context, **options)``.
+
+        Raises ``ConfigError`` for options that the factory does not take or that are missing, ``PluginContractError``
+        for a result that does not fit the group's contract, and ``PluginLoadError``, with the cause chained, for every
+        failure inside the factory that is not an error of polyshard's own, ``SystemExit`` included.
+        """
+        self.check_options()
+        try:
+            instance = self.factory(context, **self.options)
+        except (PolyshardError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            options = ", ".join(f"{name}={value!r}" for name, value in self.options.items()) or "no options"
+            raise PluginLoadError(
+                f"{self.described} failed while it was constructed with {options}: {type(error).__name__}: {error}"
+            ) from error
+        contract = CONTRACTS[self.group]
+        if instance is None or not isinstance(instance, contract):
+            wanted = "an object" if contract is object else f"a polyshard.interfaces.{contract.__name__}"
+            raise PluginContractError(
+                f"{self.described} must construct {wanted}, but {self.value} returned "
+                f"{'None' if instance is None else f'an instance of {qualified(type(instance))}'}."
+            )
+        # A class was checked before it was called.
+        if self.factory is not type(instance):
+            where = f"{self.described}, an instance of {qualified(type(instance))},"
+            refuse_faults(where, instance_faults(self.group, instance))
+        return cast("_T_co", instance)
+
+    def check_options(self) -> None:
+        """Compare the options with the factory's signature, without calling it.
+
+        Raises ``ConfigError`` for options that it does not take or that are missing, and ``PluginContractError`` where
+        it takes no context.
+        """
+        try:
+            signature = inspect.signature(self.factory)
+        except (TypeError, ValueError):
+            return  # Some callables written in C have no signature; the call itself will tell.
+        try:
+            signature.bind_partial(None)
+        except TypeError as error:
+            raise PluginContractError(
+                f"{self.described} must take a PluginContext as its first argument, but {self.value} has the "
+                f"signature {signature}."
+            ) from error
+        try:
+            signature.bind(None, **self.options)
+        except TypeError as error:
+            taken = option_parameters(signature)
+            unknown = [name for name in self.options if name not in taken]
+            problem = f"does not take the option {unknown[0]!r}" if unknown else f"cannot take its options: {error}"
+            suggestion = did_you_mean(unknown[0], taken) if unknown else ""
+            raise ConfigError(
+                f"{self.described} {problem}.{suggestion} Its options: {', '.join(map(str, taken.values())) or 'none'}."
+            ) from error
+
+    @property
+    def described(self) -> str:
+        """The plugin, its group and its package, for messages."""
+        origin = f" (from {self.distribution} {self.version})" if self.distribution else ""
+        return f"plugin {self.name!r} of {self.group.value}{origin}"
+
+
+def option_parameters(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """The parameters that an option can reach: all but the first, which is the context."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    return {
+        name: parameter.replace(annotation=inspect.Parameter.empty)
+        for position, (name, parameter) in enumerate(signature.parameters.items())
+        if position > 0 and parameter.kind in by_name
+    }
+
+
+@overload
+def resolve(
+    group: Literal[Group.COLLECTIVES], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[Collectives]: ...
+@overload
+def resolve(
+    group: Literal[Group.PRECISION], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[PrecisionCaster]: ...
+@overload
+def resolve(
+    group: Literal[Group.OFFLOAD], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[OffloadManager]: ...
+@overload
+def resolve(
+    group: Literal[Group.POLICIES], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[WrapPolicy]: ...
+@overload
+def resolve(
+    group: Literal[Group.LAYOUTS], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[Layout]: ...
+@overload
+def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[object]: ...
+def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[Any]:
+    """Find the plugin that ``choice`` names, import it, and compare it with its contract.
+
+    An object that fulfils the group's contract resolves to itself. Nothing is constructed and no rank communicates.
+    ``entry_points``: what ``scan`` returned, for several calls in a row; None reads the installed metadata anew.
+
+    Raises ``ConfigError`` for a choice that names nothing, ``PluginNotFoundError``, ``PluginConflictError`` where
+    several distributions but polyshard offer the name, ``PluginRefusedError`` before anything is imported where the
+    environment does not allow it, ``PluginLoadError`` with the cause of a failed import, ``PluginVersionError``, and
+    ``PluginContractError`` for an object that is no plugin of the group, and for a class that lacks methods or whose
+    methods cannot be called as the contract calls them.
+    """
+    spec = PluginSpec.parse(choice)
+    if not isinstance(spec, PluginSpec):
+        return _given(group, spec)
+    offer = choose(group, spec, entry_points)
+    where = f"plugin {spec.name!r} of {group.value} ({offer.value}, from {offer.origin})"
+    refusal = Permission.read().refusal(offer)
+    if refusal:
+        raise PluginRefusedError(f"{where} was not imported: {refusal}")
+    try:
+        factory = _LiveDriverManager(group.value, spec.name, [offer.entry_point]).driver
+    except KeyboardInterrupt:
+        raise
+    # A module that calls sys.exit() must not end the training run without a word.
+    except BaseException as error:
+        raise PluginLoadError(
+            f"{where} cannot be imported: {type(error).__name__}: {error}. Repair or reinstall "
+            f"{offer.distribution}, or name another plugin."
+        ) from error
+    if not callable(factory):
+        raise PluginContractError(
+            f"{where} is an instance of {qualified(type(factory))}, which cannot be called. Point the entry point at "
+            "a class or function that takes a PluginContext."
+        )
+    check_api_version(group, factory, where, inherited=False)
+    refuse_faults(where, faults_of(group, factory))
+    return Resolved(group, spec.name, offer.value, offer.distribution, offer.version, factory, dict(spec.options))
+
+
+class _LiveDriverManager(DriverManager[Any]):
+    """stevedore's driver manager over entry points that were just read, instead of over its cache."""
+
+    def __init__(self, namespace: str, name: str, entry_points: list[EntryPoint]) -> None:
+        self._live = entry_points
+        super().__init__(namespace, name, invoke_on_load=False)
+
+    def list_entry_points(self) -> list[EntryPoint]:
+        return self._live
+
+
+def _given(group: Group, plugin: object) -> Resolved[Any]:
+    """An object of the user's, which takes the place of a factory's instance."""
+    contract = CONTRACTS[group]
+    cls = type(plugin)
+    if not isinstance(plugin, contract):
+        hint = ""
+        if isinstance(plugin, type) and issubclass(plugin, contract):
+            hint = f" {plugin.__name__} is the class: pass an instance."
+        raise PluginContractError(
+            f"an instance of {qualified(cls)} is no plugin of {group.value}.{hint} Give a name, a table with a name, "
+            f"or an instance of polyshard.interfaces.{contract.__name__}."
+        )
+    where = f"the {qualified(cls)} object given for {group.value}"
+    # It belongs to the program and needs no version; one that it states must be served.
+    if hasattr(plugin, "api_version"):
+        check_api_version(group, plugin, where)
+    refuse_faults(where, instance_faults(group, plugin))
+    return Resolved(group, cls.__name__, qualified(cls), "", "", lambda context: plugin)
+
+
+@dataclass(frozen=True)
+class Constructed(Generic[_T_co]):
+    """A plugin that was constructed, and the plugins that its factory constructed by name."""
+
+    resolved: Resolved[_T_co]
+    instance: _T_co
+    inner: tuple[Constructed[Any], ...] = ()
+    """In the order in which the factory asked for them, each with inner ones of its own."""
+    choices: tuple[object, ...] = ()
+    """The choice of each inner one: usually an option of this plugin."""
+
+    def walk(self) -> Iterator[Constructed[Any]]:
+        """This one, and all inside of it: an outer one before its inner ones."""
+        yield self
+        for each in self.inner:
+            yield from each.walk()
+
+
+#: Makes a plugin that a factory asks for.
+InnerMaker = Callable[[Group, PluginChoice, PluginContext], Constructed[Any]]
+
+
+def construct(
+    resolved: Resolved[_T_co],
+    context: PluginContext,
+    entry_points: EntryPoints | None = None,
+    make_inner: InnerMaker | None = None,
+) -> Constructed[_T_co]:
+    """Construct ``resolved``; its factory may construct others through ``context.construct``.
+
+    ``entry_points``: what ``scan`` returned; None reads the installed metadata anew where the factory asks for a
+    plugin. ``make_inner``: makes the plugins that the factory asks for; by default they are resolved and constructed.
+
+    Raises what ``Resolved.construct`` does, and what ``resolve`` does for the names that the factory asks for.
+    """
+
+    def usual(group: Group, choice: PluginChoice, asked_with: PluginContext) -> Constructed[Any]:
+        return construct(resolve(group, choice, entry_points), asked_with, entry_points)
+
+    inner = _Inner(resolved.described, make_inner or usual)
+    try:
+        instance = resolved.construct(replace(context, name=resolved.name, constructor=inner))
+    finally:
+        inner.ended = True
+    return Constructed(resolved, instance, tuple(inner.made), tuple(inner.choices))
+
+
+class _Inner:
+    """Serves ``PluginContext.construct`` while one factory runs."""
+
+    def __init__(self, owner: str, make: InnerMaker) -> None:
+        self._owner = owner
+        self._make = make
+        self.made: list[Constructed[Any]] = []
+        self.choices: list[object] = []
+        self.ended = False
+
+    def __call__(self, context: PluginContext, group: Group, choice: PluginChoice) -> Any:
+        if self.ended:
+            asked = PluginSpec.parse(choice)
+            name = asked.label if isinstance(asked, PluginSpec) else type(asked).__name__
+            raise StateError(
+                f"{self._owner} asked for {name!r} of {group.value} after its construction, when ranks have compared "
+                "their plugins already. Construct it in the factory."
+            )
+        made = self._make(group, choice, context)
+        self.made.append(made)
+        self.choices.append(choice)
+        return made.instance
+
+
+@dataclass(frozen=True)
+class UsedPlugin:
+    """A plugin that serves a sharded model."""
+
+    module: str
+    """Fully-qualified name of the module that it serves, with all inside but what has plugins of its own; empty for the
+    model itself."""
+    group: Group
+    name: str
+    """As the configuration asked for it; of an object that the user gave, its class's."""
+    distribution: str
+    """The distribution that offers it; empty for an object that the user gave."""
+    version: str
+    """Version of the distribution; empty for an object that the user gave."""
+    value: str
+    """Its factory: ``"module:attribute"``."""
+    file: str
+    """The file in which its factory is defined; empty where none is known."""
+    options: Mapping[str, Any]
+    instance: object
+    """The factory's result."""
+    inner: tuple[UsedPlugin, ...] = ()
+    """The plugins that its factory constructed by name."""
+
+    def __str__(self) -> str:
+        origin = f"{self.distribution} {self.version}" if self.distribution else "an object of the program"
+        inside = ", ".join(map(str, self.inner))
+        return f"{self.name} ({origin}{'; of ' if inside else ''}{inside})"
+
+
+def used(constructed: Constructed[Any], module: str = "") -> UsedPlugin:
+    """``constructed`` as users see it. ``module``: the module that it serves."""
+    resolved = constructed.resolved
+    defined = resolved.factory if resolved.distribution else type(constructed.instance)
+    source = inspect.getmodule(defined) or inspect.getmodule(type(defined))
+    return UsedPlugin(
+        module=module,
+        group=resolved.group,
+        name=resolved.name,
+        distribution=resolved.distribution,
+        version=resolved.version,
+        value=resolved.value,
+        file=getattr(source, "__file__", None) or "",
+        options=dict(resolved.options),
+        instance=constructed.instance,
+        inner=tuple(used(each, module) for each in constructed.inner),
+    )

@@ -1,0 +1,313 @@
+"""State dicts out of a sharded model and its optimizers, and into them; the settings of both."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..api import as_dtensor, placement
+from ..errors import ConfigError, StateError, UnsupportedError
+from ..inspect import ShardedModel, idle_model
+from .contents import Joint, Optimizers, frozen_names, in_order, model_state, optimizer_state
+from .exchange import together
+from .full import full_model_state, full_optimizer_state, require_whole
+from .restore import ModelRestore, OptimizerRestore, Unmatched
+from .sharded import Holding, holdings, parameters_of
+from .source import FirstRanksSource, HeldSource
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+E = TypeVar("E", bound=enum.Enum)
+
+
+class StateForm(enum.Enum):
+    """What stands for a tensor of a sharded model in a state dict."""
+
+    SHARDED = "sharded"
+    """A ``CheckpointTensor`` over this rank's memory, of the whole tensor's shape: nothing is copied or sent."""
+    DTENSOR = "dtensor"
+    """A ``DTensor`` over this rank's memory where the layout allows it (see ``polyshard.as_dtensor``), a
+    ``CheckpointTensor`` elsewhere."""
+    FULL = "full"
+    """A whole tensor in host memory, on every rank."""
+    FULL_ON_RANK_0 = "full_on_rank_0"
+    """A whole tensor in host memory on rank 0; other ranks get an empty state dict."""
+
+
+class StateOrigin(enum.Enum):
+    """Which ranks have the state dict that a model is given."""
+
+    EVERY_RANK = "every_rank"
+    """Each rank has one, with all of what it needs."""
+    RANK_0 = "rank_0"
+    """Rank 0 has whole tensors, and sends them one by one; what other ranks give is not looked at."""
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """Settings of the functions of ``polyshard.state``; the same on every rank. Enums may be given as their text.
+
+    Raises:
+        ConfigError: a text that stands for nothing.
+    """
+
+    form: StateForm | str = StateForm.SHARDED
+    """What ``get_...`` returns."""
+    origin: StateOrigin | str = StateOrigin.EVERY_RANK
+    """Where ``set_...`` takes values from."""
+    strict: bool = True
+    """Whether ``set_...`` refuses names of a model that are missing or unexpected. Optimizers are always matched."""
+    frozen: bool = True
+    """Whether parameters that need no gradient are in the model's state dict. Without them, as adapters are saved,
+    ``set_...`` takes a state dict with or without them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "form", _member(StateForm, "form", self.form))
+        object.__setattr__(self, "origin", _member(StateOrigin, "origin", self.origin))
+
+
+def _member(kind: type[E], setting: str, value: E | str) -> E:
+    try:
+        return kind(value)
+    except ValueError as error:
+        known = ", ".join(repr(each.value) for each in kind)
+        raise ConfigError(f"StateOptions: {setting} is {value!r}; give one of {known}.") from error
+
+
+_FULL = (StateForm.FULL, StateForm.FULL_ON_RANK_0)
+
+
+def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) -> dict[str, Any]:
+    """Parameters and persistent buffers by fully-qualified name, of whole tensors' shapes, in the asked form.
+
+    A tied parameter is there under each of its names, as in ``model.state_dict()`` of the unsharded model. Sharded and
+    DTensor forms share the model's memory: ``torch.distributed.checkpoint.save`` writes them without a gather, and
+    ``load`` reads into the model in place. Every rank calls it, between steps.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
+        UnsupportedError: whole tensors of a pretended world.
+        CollectiveError: another rank did not come.
+    """
+    options = options or StateOptions()
+    sharded = idle_model(model, "get_model_state_dict()")
+    if options.form in _FULL:
+        require_whole(sharded, "get_model_state_dict()")
+        state = full_model_state(model, sharded, receives=_receives(sharded, options))
+    else:
+        state = model_state(model)
+        if options.form is StateForm.DTENSOR:
+            state.update(_parameters_as_dtensors(sharded))
+    if not options.frozen:
+        for name in frozen_names(model):
+            state.pop(name, None)
+    return in_order(model, state)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizers, options: StateOptions | None = None
+) -> dict[str, Any]:
+    """The optimizer's state by parameter name, in the asked form: ``{"state": ..., "param_groups": [...]}``.
+
+    The form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; several optimizers appear as one.
+    Tensors of a parameter's shape are in the form that its model's state dict has, others as they are. A rank without
+    an element of a parameter has no state of it. State that an optimizer has not made yet is not there: see
+    ``init_optimizer_state``.
+
+    Raises:
+        StateError, UnsupportedError, CollectiveError: as ``get_model_state_dict``.
+        ConfigError: the optimizer holds a parameter that is not the model's, or state that no other number of ranks
+            could take over.
+    """
+    options = options or StateOptions()
+    sharded = idle_model(model, "get_optimizer_state_dict()")
+    joint = Joint(optimizer)
+    if options.form in _FULL:
+        require_whole(sharded, "get_optimizer_state_dict()")
+        with together(sharded.collectives, "Looking at the optimizer's state"):
+            own = optimizer_state(model, optimizer)
+        return full_optimizer_state(sharded, joint, own, receives=_receives(sharded, options))
+    state = optimizer_state(model, optimizer)
+    if options.form is StateForm.DTENSOR:
+        parameters = _parameters_as_dtensors(sharded)
+        for parameter, holding in holdings(sharded, joint.groups).items():
+            like = parameters.get(holding.names[0])
+            if like is None or holding.unit is not None:
+                continue
+            for key, value in joint.state_of(parameter).items():
+                shown = _state_like(like, holding, value)
+                if shown is not None:
+                    state["state"][holding.names[0]][key] = shown
+    return state
+
+
+def get_state_dict(
+    model: nn.Module, optimizers: Optimizers, options: StateOptions | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``get_model_state_dict`` and ``get_optimizer_state_dict``; arguments and errors are theirs."""
+    return get_model_state_dict(model, options), get_optimizer_state_dict(model, optimizers, options)
+
+
+def set_model_state_dict(model: nn.Module, state: Mapping[str, Any], options: StateOptions | None = None) -> Unmatched:
+    """Let ``model`` have the values of ``state``, in place; returns the names that did not match, if not ``strict``.
+
+    Tensors have the whole tensors' shapes. They may be plain, ``CheckpointTensor`` of the same sharding, or ``DTensor``
+    of any, which are gathered one at a time where a rank needs other elements than it has. Values are converted to the
+    model's dtypes, as ``load_state_dict`` does. A tied parameter is taken from any of its names. Every rank calls it,
+    between steps.
+
+    Raises:
+        ConfigError: names are missing or unexpected, or tensors have other shapes: one error with all of it, and
+            nothing was changed.
+        StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
+        RankMismatchError: another rank failed.
+        CollectiveError: another rank did not come.
+    """
+    return _set(idle_model(model, "set_model_state_dict()"), model, None, state, None, options or StateOptions())
+
+
+def set_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any], options: StateOptions | None = None
+) -> None:
+    """Let ``optimizer`` have ``state``, of the form that ``get_optimizer_state_dict`` gives, here or of torch.
+
+    An optimizer that never stepped is given its state. Numbers in the groups' settings are taken over; what is on or
+    off must be as it was, and so must the dtypes of states. Tensors as in ``set_model_state_dict``.
+
+    Raises:
+        ConfigError: the state is of another optimizer or model; nothing was changed.
+        StateError, RankMismatchError, CollectiveError: as ``set_model_state_dict``.
+    """
+    sharded = idle_model(model, "set_optimizer_state_dict()")
+    _set(sharded, model, Joint(optimizer), None, state, options or StateOptions())
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateOptions | None = None,
+) -> Unmatched:
+    """``set_model_state_dict`` and ``set_optimizer_state_dict``, after both state dicts were found to fit."""
+    sharded = idle_model(model, "set_state_dict()")
+    return _set(sharded, model, Joint(optimizers), model_state_dict, optim_state_dict, options or StateOptions())
+
+
+def init_optimizer_state(model: nn.Module, optimizer: Optimizers) -> None:
+    """Let an optimizer that never stepped make its state, for ``torch.distributed.checkpoint.load`` to read into.
+
+    By a step with gradients of zeros and a learning rate of zero, which leaves parameters as they are. The state counts
+    that step: load another one over it before training. ``set_optimizer_state_dict`` and ``polyshard.checkpoint`` need
+    no such call. Does nothing to an optimizer that has state. Every rank calls it, between steps.
+
+    Raises:
+        StateError: a parameter has a gradient, or as ``set_model_state_dict``.
+    """
+    sharded = idle_model(model, "init_optimizer_state()")
+    for each in Joint(optimizer).members:
+        if not each.state:
+            _make_state(each, sharded.rank)
+
+
+def _receives(sharded: ShardedModel, options: StateOptions) -> bool:
+    return options.form is StateForm.FULL or sharded.collectives.rank == 0
+
+
+def _parameters_as_dtensors(sharded: ShardedModel) -> dict[str, DTensor]:
+    """The parameters that can be, by name. Every rank calls it, in the same order."""
+    found: dict[str, DTensor] = {}
+    for each in parameters_of(sharded):
+        try:
+            found[each.name] = as_dtensor(each.tensor)
+        except UnsupportedError:
+            continue
+    return found
+
+
+def _state_like(parameter: DTensor, holding: Holding, value: object) -> DTensor | None:
+    """The optimizer's state ``value`` of a parameter that ``parameter`` shows, in the same form; None where it cannot.
+
+    Ranks without an element of a parameter have no state of it, and a DTensor must be there on every rank.
+    """
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape != holding.parameter.shape:
+        return None
+    if any(stop == start for start, stop in placement(holding.parameter).pieces):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value.detach(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _make_state(optimizer: torch.optim.Optimizer, rank: int) -> None:
+    trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    if any(parameter.grad is not None for parameter in trained):
+        raise StateError(
+            f"init_optimizer_state() found gradients (rank {rank}), and would step with zeros in their place. Call "
+            "optimizer.zero_grad() first."
+        )
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        for parameter in trained:
+            parameter.grad = None
+
+
+def _set(
+    sharded: ShardedModel,
+    model: nn.Module,
+    joint: Joint | None,
+    model_values: Mapping[str, Any] | None,
+    optimizer_values: Mapping[str, Any] | None,
+    options: StateOptions,
+) -> Unmatched:
+    collectives = sharded.collectives
+    from_first = options.origin is StateOrigin.RANK_0
+    targets: dict[str, Any] = {}
+    unmatched = Unmatched()
+    restore: OptimizerRestore | None = None
+    source: HeldSource
+    if from_first:
+        source = FirstRanksSource.of_rank_0(model_values, optimizer_values, collectives)
+    with together(collectives, "Matching the state dict"):
+        if not from_first:
+            source = HeldSource.of_every_rank(model_values, optimizer_values, collectives)
+        if model_values is not None:
+            restored = ModelRestore(source, model, sharded.rank, strict=options.strict, frozen=options.frozen)
+            targets.update(restored.targets)
+            unmatched = restored.unmatched
+        if joint is not None:
+            restore = OptimizerRestore(source, sharded, joint, None)
+    if restore is not None:
+        targets.update(restore.targets)
+    source.agree(targets)
+    source.read(targets)
+    source.bring(targets)
+    if restore is not None:
+        restore.targets.update({key: targets[key] for key in restore.targets})
+        restore.commit()
+    return unmatched

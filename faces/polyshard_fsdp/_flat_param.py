@@ -1,0 +1,428 @@
+"""The parameters of one FSDP instance as one flat parameter."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from polyshard.errors import ParameterChangedError, ParameterError, UnsupportedError
+from polyshard.extension import (
+    FlatLayout,
+    ManagedParameter,
+    Slot,
+    become,
+    contiguous_stride,
+    dense_stride,
+    product,
+    view_of,
+)
+from polyshard.interfaces import PARAMETER_ALIGNMENT_BYTES
+from torch import nn
+
+from ._collectives import rank_and_size
+from ._common_utils import FLAT_PARAM, FSDP_FLATTENED, HandleTrainingState
+
+#: Names of environment variables; each is read when an instance is constructed.
+_FSDP_USE_UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
+_FSDP_SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
+_FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+
+#: The descriptor behind ``Tensor.grad``.
+_tensor_grad: Any = torch.Tensor.grad
+
+
+class HandleShardingStrategy(enum.Enum):
+    """The strategy of one flat parameter, under the names of ``ShardingStrategy``."""
+
+    FULL_SHARD = enum.auto()
+    SHARD_GRAD_OP = enum.auto()
+    NO_SHARD = enum.auto()
+    HYBRID_SHARD = enum.auto()
+    _HYBRID_SHARD_ZERO2 = enum.auto()
+
+
+class ParamInfo(NamedTuple):
+    """Where a flattened parameter belongs."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+
+
+class SharedParamInfo(NamedTuple):
+    """A further place of a shared parameter, and the one under which it is flattened."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+    prim_param_name: str
+    prim_module: nn.Module
+    prim_module_name: str
+
+
+class _ShardParamInfo(NamedTuple):
+    """One parameter's part in a range of the flat parameter; both ends are inclusive."""
+
+    in_shard: bool
+    offset_in_shard: int | None
+    numel_in_shard: int | None
+    intra_param_start_idx: int | None
+    intra_param_end_idx: int | None
+
+
+class FlatParamShardMetadata(NamedTuple):
+    """The parameters in a shard: names, whole shapes and sizes, and their ranges within the parameter (inclusive)."""
+
+    param_names: Sequence[str]
+    param_shapes: Sequence[Sequence[int]]
+    param_strides: Sequence[tuple[int, ...]]
+    param_contiguities: Sequence[bool]
+    param_numels: Sequence[int]
+    param_offsets: Sequence[tuple[int, int]]
+
+
+class FlatParameter(nn.Parameter):
+    """A flat parameter: this rank's shard outside of compute, the whole of it in compute dtype inside."""
+
+    _param_infos: tuple[ParamInfo, ...]
+    _shared_param_infos: tuple[SharedParamInfo, ...]
+    _fqns: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    _strides: tuple[tuple[int, ...], ...]
+    _numels: tuple[int, ...]
+    _num_params: int
+    _unpadded_unsharded_size: torch.Size
+    _sharded_size: torch.Size
+    _shard_param_infos: tuple[_ShardParamInfo, ...]
+    _params: list[nn.Parameter] | None
+    """With ``use_orig_params=True``, the parameters that it is made of; else None."""
+    _numels_with_padding: tuple[int, ...]
+    """Elements of every range of the whole flat parameter, those between and after parameters included, in order."""
+    _is_padding_mask: tuple[bool, ...]
+    """Which of these ranges belong to no parameter."""
+    _local_shard: torch.Tensor
+    _full_param_padded: torch.Tensor
+    _mp_shard: torch.Tensor
+    """Empty for good: the low-precision shard is a slice of the gather buffer and needs no memory of its own."""
+    _handle: FlatParamHandle
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of this rank's shard, where the parameters have their own too; None where nothing has one."""
+        if getattr(self, "_params", None) is None:
+            own: torch.Tensor | None = _tensor_grad.__get__(self)
+            return own
+        return self._handle.sharded_grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        _tensor_grad.__set__(self, gradient)
+
+
+class FlatParamHandle:
+    """Flattens ``params`` of ``module``, and knows where each of them lies.
+
+    On construction the parameters become views of one flat tensor on their own device. ``shard`` (called by the FSDP
+    constructor) then keeps this rank's part of it.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        module: nn.Module,
+        device: torch.device,
+        sharding_strategy: HandleShardingStrategy,
+        offload_params: bool,
+        mp_param_dtype: torch.dtype | None,
+        mp_reduce_dtype: torch.dtype | None,
+        keep_low_precision_grads: bool,
+        process_group: Any,
+        use_orig_params: bool,
+        *,
+        fsdp_extension: Any | None = None,
+    ) -> None:
+        """Flatten in place.
+
+        Args:
+            params: Parameters of ``module``, of one dtype and on one device; each at most once.
+            module: The module that holds them, at any depth.
+            device: Where the flat parameter computes.
+            sharding_strategy: Whether it will be cut, over the ranks of ``process_group``.
+            offload_params: Whether its shard will live in host memory.
+            mp_param_dtype: Compute dtype; None for the parameters' own. Alignment follows from it.
+            mp_reduce_dtype: In which gradients are reduced; None for the compute dtype.
+            keep_low_precision_grads: Leave reduced gradients in that dtype.
+            process_group: A ``Collectives``, or anything with ``rank()`` and ``size()``.
+            use_orig_params: Keep the parameters themselves, as views; else modules hold plain tensors.
+            fsdp_extension: Not served.
+
+        Raises:
+            ParameterError: ``params`` cannot be flattened together.
+            UnsupportedError: an ``fsdp_extension`` was given.
+        """
+        params = list(params)
+        self.rank, self.world_size = rank_and_size(process_group)
+        if fsdp_extension is not None:
+            raise UnsupportedError(
+                f"FSDP extensions are not served (rank {self.rank}). Write a polyshard.interfaces plugin instead."
+            )
+        if not params:
+            raise ParameterError(
+                f"Cannot construct a {type(self).__name__} with an empty parameter list (rank {self.rank}). "
+                "Pass the parameters that should be flattened together."
+            )
+        found = _find(params, module, self.rank)
+        _refuse_unflattenable(found, use_orig_params, self.rank)
+        self.device = device
+        self.process_group = process_group
+        self.sharding_strategy = sharding_strategy
+        self.offload_params = offload_params
+        self.keep_low_precision_grads = keep_low_precision_grads
+        self.use_orig_params = use_orig_params
+        self.module = module
+        #: The engine's ``FlatUnit`` over these parameters.
+        self.unit: Any = None
+        self._training_state = HandleTrainingState.IDLE
+        first = params[0]
+        self.orig_dtype = first.dtype
+        self.param_dtype = mp_param_dtype or first.dtype
+        self.reduce_dtype = mp_reduce_dtype or self.param_dtype
+        self.layout = flat_layout(
+            [each.original for each in found],
+            shards=self.world_size if self.uses_sharded_strategy else 1,
+            itemsize=self.param_dtype.itemsize,
+            # Parameters that are shown one by one must each be readable by wide loads; without that they lie densely.
+            aligned=use_orig_params,
+        )
+        self.flat_param, self.parameters = self._flatten(found)
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        """Whether each rank keeps a part only."""
+        return self.sharding_strategy is not HandleShardingStrategy.NO_SHARD
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The dtype of the shard that an optimizer updates."""
+        return self.orig_dtype if self.unit is None else self.unit.spec.master_dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        # Set by trainers that keep shards in another dtype than the model came in, once they have cast the flat
+        # parameter's data.
+        if self.unit is not None:
+            self.unit.take_up_home(refuse_offload=False)
+        if self._orig_param_dtype != dtype:
+            raise ParameterChangedError(
+                f"The flat parameter of '{self.flat_param._fqns[0]}' on rank {self.rank} is in "
+                f"{self._orig_param_dtype}, and cannot be told to be in {dtype}. Give it data of that dtype first: "
+                "flat_param.data = flat_param.data.to(dtype)."
+            )
+
+    @property
+    def _fwd_bwd_param_dtype(self) -> torch.dtype:
+        """The dtype that modules compute with in training."""
+        return self.param_dtype if self.unit is None else self.unit.dtypes.compute
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        """The dtype that gradients are reduced in."""
+        return self.reduce_dtype if self.unit is None else self.unit.dtypes.reduce
+
+    @property
+    def sharded_grad(self) -> torch.Tensor | None:
+        """This rank's reduced gradient of the flat parameter (``[shard_numel]``); None where nothing has one."""
+        return None if self.unit is None else self.unit.reduced_gradient()
+
+    @property
+    def unsharded_numel(self) -> int:
+        """Elements of the whole flat parameter, as users count them: padding only where parameters are aligned."""
+        return self.layout.padded_numel if self.use_orig_params else self.layout.numel
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """What lies in this rank's shard."""
+        names, shapes, strides, contiguous, numels, offsets = [], [], [], [], [], []
+        for fqn, slot, info in zip(
+            self.flat_param._fqns, self.layout.slots, self.flat_param._shard_param_infos, strict=True
+        ):
+            if info.intra_param_start_idx is not None and info.intra_param_end_idx is not None:
+                names.append(fqn)
+                shapes.append(torch.Size(slot.shape))
+                numels.append(slot.numel)
+                offsets.append((info.intra_param_start_idx, info.intra_param_end_idx))
+                strides.append(slot.stride)
+                contiguous.append(slot.stride == contiguous_stride(slot.shape))
+        return FlatParamShardMetadata(names, shapes, strides, contiguous, numels, offsets)
+
+    def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[_ShardParamInfo, ...]:
+        """What of each parameter lies in these elements of the flat parameter, padding counted; ends are inclusive."""
+        pieces = {piece.slot: piece for piece in self.layout.pieces_in(unsharded_start_idx, unsharded_end_idx)}
+        infos = []
+        for index in range(len(self.layout.slots)):
+            piece = pieces.get(index)
+            if piece is None:
+                infos.append(_ShardParamInfo(False, None, None, None, None))
+            else:
+                infos.append(_ShardParamInfo(True, piece.shard_offset, piece.numel, piece.start, piece.stop - 1))
+        return tuple(infos)
+
+    def _use_unsharded_views(self, as_params: bool) -> None:
+        """Let modules see whole parameters: plain tensors for compute, ``nn.Parameter`` for ``summon_full_params``."""
+        assert self.unit is not None
+        if as_params:
+            self.unit.expose_whole()
+        else:
+            self.unit.show_views()
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has the size of one rank's shard."""
+        return self.uses_sharded_strategy and tensor.numel() == self.layout.shard_numel
+
+    def register_flat_param(self) -> None:
+        """Let the module hold the flat parameter under its own name."""
+        self.module._parameters[FLAT_PARAM] = self.flat_param
+
+    def deregister_flat_param(self) -> None:
+        """Take the flat parameter out of the module."""
+        self.module._parameters.pop(FLAT_PARAM, None)
+
+    def keep_own_shard(self) -> torch.Tensor:
+        """This rank's part of the flat tensor, the only part that is kept from now on."""
+        layout = self.layout
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self._whole
+            del self._whole
+            start = self.rank_of_shard * layout.shard_numel
+            own = flat if layout.world_size == 1 else flat.narrow(0, start, layout.shard_numel).clone()
+        self.flat_param._shard_param_infos = self._get_shard_metadata(start, start + layout.shard_numel - 1)
+        self.flat_param._sharded_size = own.size()
+        return own
+
+    @property
+    def rank_of_shard(self) -> int:
+        """Index of this rank's shard."""
+        return self.rank if self.uses_sharded_strategy else 0
+
+    def _flatten(self, found: Sequence[ManagedParameter]) -> tuple[FlatParameter, tuple[ManagedParameter, ...]]:
+        layout = self.layout
+        first = found[0].original
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.zeros(layout.padded_numel, dtype=first.dtype, device=first.device)
+            views = [view_of(flat, slot.shape, slot.stride, slot.offset) for slot in layout.slots]
+            for view, each in zip(views, found, strict=True):
+                view.copy_(each.original)
+        self._whole = flat
+        if self.use_orig_params:
+            for view, each in zip(views, found, strict=True):
+                become(each.original, view)
+                setattr(each.original, FSDP_FLATTENED, True)
+            managed = tuple(found)
+        else:
+            managed = tuple(_stand_in(each) for each in found)
+            for view, each in zip(views, found, strict=True):
+                for holder, attribute in each.sites:
+                    del holder._parameters[attribute]
+                    holder.__dict__[attribute] = view
+        trained = any(each.original.requires_grad for each in managed)
+        flat_param = FlatParameter(flat.narrow(0, 0, self.unsharded_numel), requires_grad=trained)
+        _describe(flat_param, managed, layout, self.module)
+        flat_param._handle = self
+        flat_param._params = [each.original for each in managed] if self.use_orig_params else None
+        return flat_param, managed
+
+
+def _find(params: Sequence[nn.Parameter], module: nn.Module, rank: int) -> list[ManagedParameter]:
+    wanted = set(params)
+    sites: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
+    # Shared modules at each of their places: every name of a parameter counts.
+    for prefix, holder in module.named_modules(remove_duplicate=False):
+        for key, parameter in holder._parameters.items():
+            if parameter is not None and parameter in wanted:
+                sites.setdefault(parameter, {})[holder, key] = None
+                names.setdefault(parameter, []).append(f"{prefix}.{key}" if prefix else key)
+    if len(sites) < len(wanted):
+        missing = [tuple(parameter.shape) for parameter in params if parameter not in sites]
+        raise ParameterError(
+            f"`params` were not found in `module`'s tree: parameters of shapes {missing}\nmodule: {module}\n"
+            f"(rank {rank}). Pass parameters that the module holds."
+        )
+    return [ManagedParameter(each, tuple(names[each]), tuple(sites[each])) for each in sites]
+
+
+def _refuse_unflattenable(found: Sequence[ManagedParameter], use_orig_params: bool, rank: int) -> None:
+    first = found[0].original
+    for each in found:
+        parameter, where = each.original, f"'{each.names[0]}' (rank {rank})"
+        if isinstance(parameter, FlatParameter):
+            raise ParameterError(f"Cannot flatten a `FlatParameter`: {where}. Pass the module's own parameters.")
+        if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
+            raise ParameterError(
+                f"Cannot flatten integer dtype tensors: {where} has {parameter.dtype}. Register it as a buffer, or "
+                "pass it in ignored_states."
+            )
+        if parameter.dtype != first.dtype:
+            raise ParameterError(
+                f"Must flatten tensors with uniform dtype but got {first.dtype} and {parameter.dtype}: {where}. Wrap "
+                "modules of another dtype by themselves."
+            )
+        if not use_orig_params and parameter.requires_grad != first.requires_grad:
+            raise ParameterError(
+                f"Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: {where}. Wrap frozen "
+                "modules by themselves, or pass use_orig_params=True."
+            )
+        if parameter.device != first.device:
+            raise ParameterError(
+                f"Must flatten tensors on the same device but got both {first.device} and {parameter.device}: {where}. "
+                "Move the module to one device."
+            )
+
+
+def _stand_in(each: ManagedParameter) -> ManagedParameter:
+    # Keeps shape and dtype, and not the memory: the user's parameter object may go.
+    original = each.original
+    hollow = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="meta")
+    return ManagedParameter(nn.Parameter(hollow, requires_grad=original.requires_grad), each.names, each.sites)
+
+
+def _describe(
+    flat_param: FlatParameter, parameters: Sequence[ManagedParameter], layout: FlatLayout, module: nn.Module
+) -> None:
+    infos, shared = [], []
+    for each in parameters:
+        places = [
+            ParamInfo(attribute, holder, name.rpartition(".")[0])
+            for (holder, attribute), name in zip(each.sites, each.names, strict=False)
+        ]
+        infos.append(places[0])
+        shared += [SharedParamInfo(*place, *places[0]) for place in places[1:]]
+    flat_param._param_infos = tuple(infos)
+    flat_param._shared_param_infos = tuple(shared)
+    flat_param._fqns = tuple(each.names[0] for each in parameters)
+    flat_param._shapes = tuple(torch.Size(slot.shape) for slot in layout.slots)
+    flat_param._strides = tuple(slot.stride for slot in layout.slots)
+    flat_param._numels = tuple(slot.numel for slot in layout.slots)
+    flat_param._num_params = len(parameters)
+    ranges = sorted([(s.offset, s.numel, False) for s in layout.slots] + [(*gap, True) for gap in layout.gaps()])
+    ranges = [each for each in ranges if each[0] < flat_param.numel()]
+    flat_param._numels_with_padding = tuple(numel for _, numel, _ in ranges)
+    flat_param._is_padding_mask = tuple(is_padding for _, _, is_padding in ranges)
+    flat_param._unpadded_unsharded_size = flat_param.size()
+    setattr(flat_param, FSDP_FLATTENED, True)
+
+
+def flat_layout(parameters: Sequence[nn.Parameter], *, shards: int, itemsize: int, aligned: bool) -> FlatLayout:
+    """The layout of ``parameters`` in slices of ``ceil(total / shards)`` elements of ``itemsize`` bytes.
+
+    ``aligned``: each begins at a multiple of 16 bytes. Otherwise they lie back to back.
+    """
+    alignment = max(1, PARAMETER_ALIGNMENT_BYTES // itemsize) if aligned else 1
+    slots, cursor = [], 0
+    for parameter in parameters:
+        shape = tuple(parameter.shape)
+        offset = -(-cursor // alignment) * alignment
+        slots.append(Slot(offset, product(shape), shape, dense_stride(shape, parameter.stride())))
+        cursor = slots[-1].end
+    return FlatLayout(tuple(slots), cursor, -(-cursor // shards), shards)

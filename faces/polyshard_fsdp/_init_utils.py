@@ -1,0 +1,585 @@
+"""The steps of the constructor: strategy, ignored parts, groups of ranks, devices, and the first values.
+
+The functions stand in the order in which the constructor calls them. What can be refused is refused before a module is
+changed and before anything is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError
+from polyshard.interfaces import Collectives
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _torch_private
+from ._collectives import GroupLike, collectives_of, rank_and_size
+from ._common_utils import _get_module_fsdp_state, _is_fsdp_flattened, clean_tensor_name
+from ._flat_param import HandleShardingStrategy
+from .api import ShardingStrategy
+
+#: Bytes that ``sync_module_states`` broadcasts at a time.
+PARAM_BROADCAST_BUCKET_SIZE = 250 * 1024 * 1024
+
+SHARDING_STRATEGY_MAP = {each: HandleShardingStrategy[each.name] for each in ShardingStrategy}
+HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+#: From a warning to the line that constructs FSDP: a helper, its caller here, the constructor, its caller.
+STACKLEVEL = 4
+
+
+def _warn(text: str, category: type[Warning] = UserWarning) -> None:
+    warnings.warn(text, category, stacklevel=STACKLEVEL)
+
+
+def warn_about_container(module: nn.Module) -> None:
+    """Warn where ``module`` has no forward in which its parameters could be gathered."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        _warn(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
+
+
+@dataclass(frozen=True)
+class Managed:
+    """The part of ``module`` that its instance manages: neither ignored nor part of an instance inside."""
+
+    module: nn.Module
+    ignored_modules: frozenset[nn.Module]
+    """With everything in them and all that instances inside ignore, but without these instances."""
+    ignored_parameters: frozenset[nn.Parameter]
+    """Those of the ignored modules, and those that are ignored one by one."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the instance will shard."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their clean names."""
+        for name, parameter in self.module.named_parameters():
+            if parameter not in self.ignored_parameters and not _is_fsdp_flattened(parameter):
+                yield clean_tensor_name(name), parameter
+
+    def modules(self) -> list[nn.Module]:
+        """``module`` and all inside it but for ignored modules and inner instances, outermost first."""
+        found = {self.module: None}
+        queue = deque([self.module])
+        while queue:
+            for child in queue.popleft().children():
+                if child not in found and child not in self.ignored_modules and _get_module_fsdp_state(child) is None:
+                    found[child] = None
+                    queue.append(child)
+        return list(found)
+
+    @property
+    def has_meta_tensors(self) -> bool:
+        """Whether managed parameters, or buffers beside them, are on the meta device."""
+        if any(parameter.is_meta for _, parameter in self.named_parameters()):
+            return True
+        return any(buffer.is_meta for child in self.modules() for buffer in child.buffers(recurse=False))
+
+
+def find_managed(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+) -> Managed:
+    """The part of ``module`` that its instance manages.
+
+    Raises:
+        ConfigTypeError: an argument is not iterable.
+        ConfigError: both are given, elements are of a wrong type or of several, or an FSDP instance is among them.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ConfigError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+        )
+    if ignored_states is not None:
+        states = _listed(ignored_states, "ignored_states", "`torch.nn.Parameter`s or `torch.nn.Module`s")
+        wanted = "ignored_states expects all nn.Parameter or all nn.Module"
+    else:
+        states = _listed(ignored_modules or (), "ignored_modules", "`torch.nn.Module`s")
+        wanted = "ignored_modules expects nn.Module"
+    roots = [state for state in states if isinstance(state, nn.Module)]
+    parameters = [state for state in states if isinstance(state, nn.Parameter)]
+    if len(states) != len(roots) and (ignored_states is None or len(states) != len(parameters)):
+        types = sorted({type(state) for state in states}, key=repr)
+        raise ConfigError(f"{wanted} list elements but got types {types}")
+    if any(_get_module_fsdp_state(root) is not None for root in roots):
+        raise ConfigError(
+            "`ignored_modules` should not include FSDP modules; list the modules inside them when they are wrapped"
+        )
+    # A module that is replicated in place exchanges its gradients itself.
+    roots += [child for child in module.modules() if _torch_private.is_replicated_in_place(child)]
+    modules = {child for root in roots for child in root.modules() if _get_module_fsdp_state(child) is not child}
+    if module in modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            f"parameters being ignored and is not well-supported: {module}",
+            stacklevel=3,
+        )
+    found = {parameter for ignored in modules for parameter in ignored.parameters()}.union(parameters)
+    found = {parameter for parameter in found if not _is_fsdp_flattened(parameter)}
+    for child in module.modules():
+        state = _get_module_fsdp_state(child)
+        if state is not None:
+            modules.update(state._ignored_modules)
+            found.update(state._ignored_params)
+    return Managed(module, frozenset(modules), frozenset(found))
+
+
+def _listed(given: Any, argument: str, elements: str) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError as error:
+        raise ConfigTypeError(f"`{argument}` should be an iterable of {elements} but got {type(given)}") from error
+
+
+def device_type_of(managed: Managed, device_id: int | torch.device | None) -> str:
+    """Where the model computes: ``device_id``'s type, or that of its parameters, or of this host's accelerator.
+
+    A host without an accelerator computes on the CPU; elsewhere, ``device_id=torch.device("cpu")`` asks for it.
+
+    Raises:
+        DeviceError: parameters are on accelerators of two types, or ``device_id`` names one that is not here.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device_id is not None:
+        asked = _as_device(device_id)
+        if asked.type != "cpu" and accelerator is None:
+            raise DeviceError(
+                f"FSDP needs a non-CPU accelerator device, but no accelerator device is detected. `device_id` is "
+                f"{device_id!r}; leave it out, or pass torch.device('cpu'), to compute on the CPU"
+            )
+        return asked.type
+    first: str | None = None
+    for name, parameter in managed.named_parameters():
+        found = parameter.device.type
+        if found in ("cpu", "meta"):
+            continue
+        if first is not None and found != first:
+            raise DeviceError(
+                f"FSDP does not support modules with different device types but got params on {first} and {found} "
+                f"({name}); move the module to one device"
+            )
+        first = found
+    return first or (accelerator.type if accelerator is not None else "cpu")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks that shard one instance's parameters, and those that hold the same shard."""
+
+    process_group: Any
+    """Shards lie over it: a ``ProcessGroup``, a ``Collectives``, or an object with ``rank()`` and ``size()``."""
+    replicate_group: Any | None
+    """Gradients are also averaged over it; None for strategies that are not hybrid."""
+    rank: int
+    """This process's rank in ``process_group``."""
+    world_size: int
+    """Number of ranks in ``process_group``."""
+    device_mesh: DeviceMesh | None
+    """The mesh that the groups were taken from, if any."""
+    given: Any
+    """The constructor's ``process_group``."""
+
+    def for_children(self) -> Any:
+        """The ``process_group`` argument with which modules inside use the same groups.
+
+        Each instance would make groups of its own where a hybrid strategy was given none, and instances of one model
+        must share theirs.
+        """
+        if self.replicate_group is None or self.device_mesh is not None:
+            return self.given
+        return self.process_group, self.replicate_group
+
+
+def resolve_groups(
+    strategy: ShardingStrategy | None,
+    process_group: Any,
+    device_mesh: DeviceMesh | None,
+    policy: object | None,
+    device_type: str,
+) -> Groups:
+    """The groups that the constructor's arguments name; the default group where they name none.
+
+    Communicates only where a hybrid strategy is given neither groups nor a mesh: groups within and across nodes are
+    then made, which all ranks do together. Wrapping by hand, without a ``policy``, must say which groups it means.
+
+    Raises:
+        ConfigError: groups and mesh are both given, of a wrong kind, or missing.
+        WorldSizeError: this process is in none of the given groups, or nodes do not divide the ranks.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
+        )
+    replicate_group: Any | None = None
+    given = process_group
+    if strategy not in HYBRID_SHARDING_STRATEGIES:
+        if device_mesh is not None:
+            process_group = device_mesh.get_group(mesh_dim=0)
+        elif process_group is None:
+            process_group = _default_group()
+    elif device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2:
+            raise ConfigError(f"Expected device_mesh to have ndim=2 but got {getattr(device_mesh, 'ndim', None)}")
+        replicate_group, process_group = device_mesh.get_group(mesh_dim=0), device_mesh.get_group(mesh_dim=1)
+    elif process_group is not None:
+        if not (isinstance(process_group, tuple) and len(process_group) == 2 and all(map(_is_group, process_group))):
+            raise ConfigError(
+                "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] "
+                f"but got {type(process_group)}; {strategy} shards over the first and replicates over the second"
+            )
+        process_group, replicate_group = process_group
+    elif policy is None:
+        raise ConfigError(
+            f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh."
+        )
+    else:
+        process_group, replicate_group = _init_intra_and_inter_node_groups(
+            _default_group(), _devices_per_node(device_type)
+        )
+    if not _is_group(process_group):
+        raise WorldSizeError(
+            f"{process_group!r} is not a process group that this process is in; give one "
+            f"torch.distributed.ProcessGroup that contains this rank (a pair of groups is for hybrid strategies)"
+        )
+    rank, world_size = rank_and_size(process_group)
+    return Groups(process_group, replicate_group, rank, world_size, device_mesh, given)
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, dist.ProcessGroup | Collectives | GroupLike)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        raise ConfigError(
+            "Default process group has not been initialized, please make sure to call init_process_group, or pass "
+            "process_group or device_mesh"
+        )
+    return group
+
+
+def _devices_per_node(device_type: str) -> int:
+    """Ranks that share a node, as the launcher says, or else one for each device that this process sees."""
+    world_size = dist.get_world_size()
+    launched = os.environ.get("LOCAL_WORLD_SIZE")
+    if launched is not None:
+        return int(launched)
+    # Hosts without accelerators cannot tell how many ranks they have: all are taken to be on one.
+    return min(world_size, torch.accelerator.device_count()) if device_type != "cpu" else world_size
+
+
+def _init_intra_and_inter_node_groups(
+    global_process_group: dist.ProcessGroup, num_devices_per_node: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """New groups of this rank's node, and of the ranks at the same place in every node. All ranks call it together.
+
+    Ranks are taken to be numbered node by node, ``num_devices_per_node`` each.
+
+    Raises:
+        WorldSizeError: the nodes do not divide the ranks.
+    """
+    ranks = dist.get_process_group_ranks(global_process_group)
+    if num_devices_per_node < 1 or len(ranks) % num_devices_per_node:
+        raise WorldSizeError(
+            f"{len(ranks)} ranks cannot be divided over nodes of {num_devices_per_node}; start as many ranks on every "
+            f"node, or pass process_group=(shard group, replicate group)"
+        )
+    backend = dist.get_backend_config(global_process_group)
+    nodes = [ranks[start : start + num_devices_per_node] for start in range(0, len(ranks), num_devices_per_node)]
+    # Every rank makes every group, in the same order: making one is collective over the whole job.
+    intra = [dist.new_group(node, backend=backend) for node in nodes]
+    inter = [dist.new_group(list(peers), backend=backend) for peers in zip(*nodes, strict=True)]
+    node, place = divmod(global_process_group.rank(), num_devices_per_node)
+    return intra[node], inter[place]
+
+
+def _as_device(device_id: int | torch.device) -> torch.device:
+    device = device_id if isinstance(device_id, torch.device) else torch.device(device_id)
+    # There is one, and its tensors say so without an index.
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def current_device(device_type: str) -> torch.device:
+    """The device of that type that new tensors of this process would be on."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def explicit_device(device_id: int | torch.device | None, rank: int) -> torch.device | None:
+    """``device_id`` as a device with an index; None for None. Warns where the index is the current device's."""
+    if device_id is None:
+        return None
+    device = _as_device(device_id)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    current = current_device(device.type)
+    _warn(
+        f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an explicit index. FSDP "
+        f"will use the current device {current.index}. If this is incorrect, please explicitly call "
+        f"`torch.{device.type}.set_device()` before FSDP initialization or pass in the explicit device index as the "
+        f"`device_id` argument."
+    )
+    return current
+
+
+def check_parameters(
+    managed: Managed,
+    device: torch.device | None,
+    rank: int,
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    """Refuse parameters that no instance could shard; before modules inside are wrapped, it looks at theirs too.
+
+    Raises:
+        ParameterError: a parameter is a scalar.
+        ConfigError: ``param_init_fn`` cannot be called, or parameters are on another device than ``device``.
+    """
+    for name, parameter in managed.named_parameters():
+        if parameter.dim() == 0:
+            raise ParameterError(
+                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            )
+        if device is not None and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            _refuse_device(rank, parameter.device, device)
+    if param_init_fn is not None and not callable(param_init_fn) and managed.has_meta_tensors:
+        raise ConfigError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
+
+
+def _refuse_device(rank: int, compute_device: torch.device, device: torch.device) -> None:
+    raise ConfigError(
+        f"Inconsistent compute device and `device_id` on rank {rank}: {compute_device} vs {device}; move the module "
+        f"to {device} or leave `device_id` out"
+    )
+
+
+def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
+    """``strategy`` (None for ``FULL_SHARD``), or ``NO_SHARD`` where one rank has nothing to shard over. Warns."""
+    if world_size == 1:
+        if strategy is not ShardingStrategy.NO_SHARD:
+            _warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {strategy or ShardingStrategy.FULL_SHARD} since the "
+                f"world size is 1."
+            )
+        return ShardingStrategy.NO_SHARD
+    if strategy is ShardingStrategy.NO_SHARD:
+        _warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
+            "instead.",
+            FutureWarning,
+        )
+    return strategy or ShardingStrategy.FULL_SHARD
+
+
+def check_devices(managed: Managed, device: torch.device | None, rank: int) -> None:
+    """Refuse parameters of one instance that are on several devices.
+
+    Raises:
+        DeviceError: they are, and ``device`` does not say where those on the CPU belong.
+    """
+    devices = {parameter.device for _, parameter in managed.named_parameters()}
+    if len(devices) == 2 and torch.device("cpu") in devices:
+        if device is None:
+            raise DeviceError(
+                "To support a module with both CPU and GPU params, please pass in device_id argument. They are on "
+                f"{sorted(map(str, devices))} (rank {rank})"
+            )
+    elif len(devices) > 1:
+        raise DeviceError(
+            f"FSDP only supports single device modules but got params on {devices} (rank {rank}); move them to one"
+        )
+
+
+def materialize(managed: Managed, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device) -> None:
+    """Give values to meta parameters and buffers that its instance manages; nothing happens without any.
+
+    With ``param_init_fn``, it is called on the module and every managed module in it, outermost first. Otherwise each
+    managed module that itself holds meta tensors gets new ones on ``device``, uninitialised, and its
+    ``reset_parameters()`` is called. Shared parameters stay shared, and ignored parameters keep their values.
+
+    Raises:
+        DeviceError: ``param_init_fn`` left meta tensors.
+        Exception: what ``reset_parameters()`` raised, after a warning; the meta tensors are then back in place.
+    """
+    if not managed.has_meta_tensors:
+        return
+    if param_init_fn is None:
+        _reset(managed.modules(), managed.ignored_parameters, device)
+        return
+    for child in managed.modules():
+        param_init_fn(child)
+    if managed.has_meta_tensors:
+        left = [name for name, parameter in managed.named_parameters() if parameter.is_meta]
+        raise DeviceError(
+            f"`param_init_fn` left tensors on the meta device: {left or 'buffers'}; it is called on every module, and "
+            f"must give values to the parameters and buffers that the module itself holds"
+        )
+
+
+def _reset(modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter], device: torch.device) -> None:
+    fresh = [module for module in modules if any(_own_meta(module, ignored))]
+    replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
+    kept = [
+        (parameter, parameter.detach().clone())
+        for module in fresh
+        for parameter in module.parameters(recurse=False)
+        if parameter in ignored and not parameter.is_meta
+    ]
+    new: dict[torch.Tensor, torch.Tensor] = {}
+    module = modules[0]
+    try:
+        with torch.no_grad():
+            for module in fresh:
+                for name, tensor in _own_meta(module, ignored):
+                    if tensor not in new:
+                        new[tensor] = _empty(tensor, device)
+                    replaced.append((module, name, tensor))
+                    _put(module, name, new[tensor])
+                cast("Callable[[], None]", module.reset_parameters)()
+    except BaseException as error:
+        for changed, name, tensor in replaced:
+            _put(changed, name, tensor)
+        warnings.warn(
+            f"Unable to call `reset_parameters()` for module on meta device with error {error}. Please ensure that "
+            f"your module oftype {type(module)} implements a `reset_parameters()` method.",
+            stacklevel=STACKLEVEL,
+        )
+        raise
+    finally:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
+
+
+def _own_meta(module: nn.Module, ignored: frozenset[nn.Parameter]) -> list[tuple[str, torch.Tensor]]:
+    own = itertools.chain(
+        module.named_parameters(recurse=False, remove_duplicate=False),
+        module.named_buffers(recurse=False, remove_duplicate=False),
+    )
+    return [(name, tensor) for name, tensor in own if tensor.is_meta and tensor not in ignored]
+
+
+def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = torch.empty_like(tensor.detach(), device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
+
+
+def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    # Through the module's own ``__setattr__``: an RNN keeps a second list of its weights, which follows assignments.
+    setattr(module, name, tensor)
+
+
+def move_to(managed: Managed, device: torch.device | None, device_type: str) -> None:
+    """Move parameters, gradients and buffers that are on the CPU to ``device``; the tensor objects stay.
+
+    What is ignored, and what inner instances manage, stays where it is. Without a ``device`` nothing moves, and there
+    is a warning where a model on the CPU will compute elsewhere.
+    """
+    if device is None:
+        on_cpu = any(parameter.device.type == "cpu" for _, parameter in managed.named_parameters())
+        if on_cpu and device_type != "cpu":
+            _warn(
+                "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on CPU, which "
+                "may be slower than on GPU. We recommend passing in the `device_id` argument for FSDP to move `module` "
+                "to GPU for the sharding initialization. `module` must also be on GPU device to work with the "
+                "`sync_module_states=True` flag since that requires GPU communication."
+            )
+        return
+    ignored = {buffer for each in managed.ignored_modules for buffer in each.buffers()}
+    for child in managed.modules():
+        for parameter in child.parameters(recurse=False):
+            if parameter.device.type == "cpu" and parameter not in managed.ignored_parameters:
+                parameter.data = parameter.data.to(device)
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data.to(device)
+        for buffer in child.buffers(recurse=False):
+            if buffer.device.type == "cpu" and buffer not in ignored:
+                buffer.data = buffer.data.to(device)
+
+
+def compute_device(managed: Managed, device: torch.device | None, device_type: str, rank: int) -> torch.device:
+    """Where the instance computes: where its parameters are, or the current device where they are on the CPU.
+
+    Raises:
+        ConfigError: that is not ``device``.
+    """
+    first = next((parameter for _, parameter in managed.named_parameters()), None)
+    if first is not None and first.device.type != "cpu":
+        chosen = first.device
+    else:
+        chosen = current_device(device_type)
+    if device is not None and chosen != device:
+        _refuse_device(rank, chosen, device)
+    return chosen
+
+
+def sync_module_states(managed: Managed, groups: Groups, device: torch.device) -> None:
+    """Overwrite managed parameters and all buffers with rank 0's. All ranks of the groups call it together.
+
+    With two groups, rank 0 of every shard group first gets its values from the first replica, then passes them on.
+
+    Raises:
+        ConfigError: tensors are on the CPU, and the instance computes on another ``device``.
+        StateError: the group is a dummy.
+    """
+    states = [
+        tensor
+        for state in itertools.chain(managed.module.buffers(), managed.parameters)
+        for tensor in _torch_private.plain_tensors(state.detach())
+    ]
+    if device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in states):
+        raise ConfigError(
+            "The module has CPU parameters or buffers when `sync_module_states=True`, which requires them to be on "
+            "GPU. Please specify the `device_id` argument or move the module to GPU before passing it to FSDP."
+        )
+    for group in (groups.replicate_group, groups.process_group):
+        if group is not None:
+            _broadcast(states, group, device)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: Any, device: torch.device) -> None:
+    collectives = collectives_of(group, device)
+    if collectives.world_size == 1:
+        return
+    with torch.no_grad():
+        for bucket in _buckets(tensors, PARAM_BROADCAST_BUCKET_SIZE):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                collectives.broadcast(bucket[0], 0).wait()
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            collectives.broadcast(flat, 0).wait()
+            for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+def _buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """``tensors`` by dtype, in order, in lists of at most ``limit`` bytes, or of one larger tensor."""
+    buckets: list[list[torch.Tensor]] = []
+    filling: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        bucket, used = filling.get(tensor.dtype, ([], limit))
+        if used + nbytes > limit:
+            bucket, used = [], 0
+            buckets.append(bucket)
+        bucket.append(tensor)
+        filling[tensor.dtype] = (bucket, used + nbytes)
+    return buckets

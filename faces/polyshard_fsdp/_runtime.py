@@ -1,0 +1,435 @@
+"""One FSDP instance in a step: its module state and forward, the root of all, prefetching, the order of execution."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from polyshard.errors import StateError
+from polyshard.extension import (
+    Events,
+    ExecutionOrder,
+    ForwardHooks,
+    ModuleState,
+    Root,
+    Unit,
+    in_backward,
+    iter_hidden_tensors,
+    iter_tensors,
+    map_tensors,
+    output_hook,
+    refuse_escape,
+    root_of,
+    streams_for,
+)
+from polyshard.interfaces import Collectives
+from polyshard_plugins.precision import make_input_cast
+from torch import nn
+
+from . import _runtime_utils
+from ._common_utils import HandleTrainingState
+from ._flat_param import FlatParamHandle
+from ._unit import FlatUnit
+from .api import BackwardPrefetch
+
+
+class FSDPModuleState(ModuleState):
+    """One FSDP instance's place in a step."""
+
+    def __init__(
+        self,
+        instance: Any,
+        module: nn.Module,
+        inner: nn.Module,
+        units: Sequence[FlatUnit],
+        *,
+        full_precision_in_eval: bool,
+    ) -> None:
+        # Gathered in every module's backward, as in FSDP, whose users see whole parameters there.
+        super().__init__("", module, units, full_precision_in_eval=full_precision_in_eval)
+        self.instance = instance
+        #: The module that the user gave; ``module`` is the one that is called, a wrapper around it or the same.
+        self.inner = inner
+        #: Whether its backward ends where its own gradients do, and not with the whole backward alone.
+        self.ends_by_hook = True
+        #: What follows in this backward, as recorded.
+        self._ahead: Sequence[ModuleState] = ()
+
+    @property
+    def busy(self) -> bool:
+        """Whether its forward or its backward runs."""
+        return self.entered > 0 or self.in_backward
+
+    def upcoming(self) -> FSDPModuleState | None:
+        """The instance that comes next in this backward, where that is known."""
+        state = next(iter(self._ahead), None)
+        assert state is None or isinstance(state, FSDPModuleState)
+        return state
+
+    def pre_backward(self, *, prefetches: bool = True) -> None:
+        if not self.in_backward:
+            self.point(HandleTrainingState.BACKWARD_PRE)
+        super().pre_backward(prefetches=prefetches)
+
+    def prefetch(self, batches: Sequence[Sequence[ModuleState]]) -> None:
+        self._ahead = [state for batch in batches for state in batch]
+        if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._unshard_next()
+
+    def late_post_backward(self) -> None:
+        # Nothing asks for a gradient at its end: it has no hook that ended its backward.
+        self.ends_by_hook = any(unit.trainable for unit in self.units)
+        try:
+            super().late_post_backward()
+        finally:
+            self.ends_by_hook = True
+
+    def post_backward(self) -> None:
+        self.point(HandleTrainingState.BACKWARD_POST)
+        self._reduce_zeros_if_unused()
+        super().post_backward()
+        if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            # One that has gone through its backward since then needs nothing any more.
+            self._ahead = [state for state in self._ahead if state.awaits_backward]
+            self._unshard_next()
+        self._ahead = ()
+        self.point(HandleTrainingState.IDLE)
+
+    def reset(self) -> None:
+        super().reset()
+        self._ahead = ()
+        self.point(HandleTrainingState.IDLE)
+
+    def _unshard_next(self) -> None:
+        handle = self.instance._handle
+        if handle is None:
+            return
+        following = _runtime_utils._get_handle_to_prefetch(self.instance, handle)
+        if following is not None and following.unit is not None:
+            following.unit.unshard()
+
+    def _reduce_zeros_if_unused(self) -> None:
+        root = self.step
+        assert isinstance(root, FSDPRoot)
+        if not (self.joins_reduction and root.accumulates):
+            return
+        for unit in self.units:
+            if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.grid.alone:
+                continue
+            if root.synchronises:
+                root.reduce_zeros(UnusedUnit(unit))
+            else:
+                # Nothing to keep, and nobody to agree with.
+                self.joins_reduction = False
+
+    def point(self, state: HandleTrainingState) -> None:
+        """Let the handle say where it is in its step."""
+        if self.instance._handle is not None:
+            self.instance._handle._training_state = state
+
+
+class FSDPForward(ForwardHooks):
+    """One FSDP instance's forward."""
+
+    module_state: FSDPModuleState
+
+    def __init__(self, module_state: FSDPModuleState, observed: Sequence[tuple[nn.Module, str]]) -> None:
+        """``observed``: parameters whose modules have a ``__setattr__`` of their own, which sees the views."""
+        super().__init__(module_state)
+        self._observed = tuple(observed)
+        dtype = module_state.instance.mixed_precision.param_dtype
+        self._cast_inputs = None if dtype is None else make_input_cast(dtype)
+        self._pending: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def watch_pending_inputs(self) -> None:
+        """Let backward end at the inputs of the forward that is being entered."""
+        self._pending = super()._watch_inputs(*self._pending)
+
+    def _pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        module_state, instance = self.module_state, self.module_state.instance
+        instance._enter_forward()
+        recomputes = in_backward()
+        policy = instance.mixed_precision
+        if instance._is_root and not recomputes and root_of(module_state).active is None:
+            args, kwargs = _moved_to(instance.compute_device, args, kwargs)
+            instance._place_buffers()
+        casts = policy.cast_root_forward_inputs if instance._is_root else policy.cast_forward_inputs
+        casts &= not module_state.in_full_precision and bool(instance._is_root or module_state.units)
+        if self._cast_inputs is not None and casts:
+            args, kwargs = self._cast_inputs(args, kwargs)
+        if recomputes:
+            return super()._pre_forward(args, kwargs)
+        module_state.point(HandleTrainingState.FORWARD)
+        args, kwargs = super()._pre_forward(args, kwargs)
+        if self._observed:
+            self._assign_anew()
+        return args, kwargs
+
+    def _post_forward(self, output: Any) -> Any:
+        try:
+            return super()._post_forward(output)
+        finally:
+            if not self.module_state.in_backward:
+                self.module_state.point(HandleTrainingState.IDLE)
+            if self._observed:
+                self._assign_anew()
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._pending = (args, kwargs)
+        instance = self.module_state.instance
+        _runtime_utils._register_post_backward_hook(instance, instance._handle)
+        pending, self._pending = self._pending, ((), {})
+        return pending
+
+    def _watch_output(self, output: Any) -> tuple[Any, bool]:
+        watched = any(tensor.grad_fn is not None for tensor in (*iter_tensors(output), *iter_hidden_tensors(output)))
+        if watched:
+            instance = self.module_state.instance
+            output = _runtime_utils._register_pre_backward_hooks(
+                instance, self.module_state.module, output, instance._handle
+            )
+        return output, self.side_outputs.watch(output_hook(self.module_state)) or watched
+
+    def _assign_anew(self) -> None:
+        for module, attribute in self._observed:
+            parameters = dict(module._parameters)
+            if attribute not in parameters:
+                setattr(module, attribute, module.__dict__[attribute])
+                continue
+            # ``nn.Module`` refuses a plain tensor in a parameter's place.
+            del module._parameters[attribute]
+            setattr(module, attribute, parameters[attribute])
+            module.__dict__.pop(attribute, None)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+
+
+def _moved_to(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward's inputs with every tensor on ``device``."""
+    return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), (args, kwargs))
+
+
+#: Where `_apply_optimizer_in_backward` leaves a parameter's optimizers.
+OPTIMIZERS = "_in_backward_optimizers"
+
+
+class FSDPRoot(Root):
+    """The engine's root over FSDP instances."""
+
+    def __init__(
+        self, world: Collectives, states: Sequence[FSDPModuleState], ahead: int, order: ForwardOrder | None
+    ) -> None:
+        """``ahead``: how many gathers forwards issue before they are needed; ``order``: checked where it is given."""
+        execution_order = UnitSchedule(ahead, 1, order)
+        super().__init__(world, states, streams_for(world), execution_order, Events([]), check_ranks=False)
+        self._order = order
+        #: Parameters that step as soon as their gradients are reduced.
+        self._stepping = [
+            managed.original
+            for state in states
+            if state.units
+            for managed in state.instance._handle.parameters
+            if hasattr(managed.original, OPTIMIZERS)
+        ]
+        self._unused: list[UnusedUnit] = []
+
+    def reduce_zeros(self, unused: UnusedUnit) -> None:
+        """A unit takes part in this backward's reductions although this rank has no gradient for it."""
+        self._unused.append(unused)
+
+    def refuse_escape(self, output: object) -> None:
+        """As the engine's, but for what stays whole until backward ends, as FSDP's root does."""
+        units = tuple(
+            unit
+            for module_state in self.module_states
+            if not module_state.awaits_backward
+            for unit in module_state.units
+        )
+        refuse_escape(units, output, "")
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        for unused in self._unused:
+            unused.finish()
+        self._unused.clear()
+        if self.synchronises and self._stepping:
+            _step_in_backward(self._stepping)
+        if self._order is not None:
+            self._order.end_iteration()
+        if not self.synchronises:
+            for unit in self.units:
+                assert isinstance(unit, FlatUnit)
+                unit.flat_gradients.show_unreduced()
+
+    def _turn(self) -> None:
+        """Hand reduced gradients over while parameters are shards, which those of the other forward gather again."""
+        self.reducer.flush()
+        self.streams.drain()
+
+    def _counted_parameters(self) -> None:
+        """An unused parameter of a used unit has a gradient of zeros in FSDP; for units see ``UnusedUnit``."""
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._unused.clear()
+        if self._order is not None:
+            self._order.abandon()
+
+
+def _step_in_backward(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        # Without a gradient there is nothing of it on this rank, or the backward did not reach it.
+        if parameter.grad is None:
+            continue
+        for optimizer in getattr(parameter, OPTIMIZERS, ()):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+class UnusedUnit:
+    """One rank's part in the reduction of a unit for which it has no gradient.
+
+    Other ranks may have one, so this rank reduces with them, and its part is zero. Where no rank has one, ``.grad`` is
+    to be None, as an optimizer does not leave zeros alone. A reduction that tells both apart needs no further message:
+    the part is *negative* zero, which adds to nothing, and whose sums are negative zeros exactly where no other number
+    was added.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        for leaf in unit.leaves:
+            if leaf.requires_grad:
+                leaf.grad = torch.full_like(leaf, -0.0, requires_grad=False)
+        self._fresh: Sequence[nn.Parameter] = [
+            parameter for parameter in unit.originals.tensors if parameter.grad is None
+        ]
+        # A flat parameter ends in padding, into which no rank puts its gradients.
+        self._used = max((piece.shard_offset + piece.numel for piece in unit.pieces), default=0)
+
+    def finish(self) -> None:
+        """The reduction is done: drop gradients to which no rank gave anything."""
+        reduced = [(parameter, parameter.grad) for parameter in self._fresh if parameter.grad is not None]
+        if all(_is_negative_zero(gradient.reshape(-1)[: self._used]) for _, gradient in reduced):
+            for parameter, _ in reduced:
+                parameter.grad = None
+
+
+def _is_negative_zero(tensor: torch.Tensor) -> bool:
+    return bool(((tensor == 0) & torch.signbit(tensor)).all())
+
+
+class ForwardOrder:
+    """The order in which training forwards gather flat parameters.
+
+    In the first iteration, which ends with the first backward, ranks compare it gather by gather, before each gather:
+    two of equal size would otherwise be matched silently. From then on every rank compares itself with its own first
+    iteration, without communication, and warns in the first iteration that departs from it. Forwards in eval mode or
+    without gradients are left out: no backward tells where their iteration ends.
+    """
+
+    def __init__(self, names: Mapping[FlatParamHandle, Sequence[str]], collectives: Collectives) -> None:
+        self._names = {handle: list(parameters) for handle, parameters in names.items()}
+        self._handles = list(names)
+        self._collectives = collectives
+        self._first: list[FlatParamHandle] = []
+        self._is_first = True
+        self._position = 0
+        self._warned = False
+        self._done = False
+
+    def enter(self, handle: FlatParamHandle, *, training: bool) -> None:
+        """``handle`` is about to be gathered for a forward.
+
+        Raises:
+            StateError: (a ``RuntimeError``, on every rank) another rank is about to gather something else.
+        """
+        if self._done or not training or not torch.is_grad_enabled():
+            return
+        if self._is_first:
+            self._compare_ranks(handle)
+            self._first.append(handle)
+            return
+        expected = self._first[self._position] if self._position < len(self._first) else None
+        self._position += 1
+        if expected is handle:
+            return
+        self._warned = True
+        wanted = "not all-gather any more parameters in the forward"
+        if expected is not None:
+            wanted = f"all-gather for {self._names[expected]}"
+        warnings.warn(
+            f"Forward order differs from that of the first iteration on rank {self._collectives.rank}. Collectives "
+            f"are unchecked and may give incorrect results or hang.\nExpected to {wanted} but trying to all-gather "
+            f"parameters for {self._names[handle]}",
+            # The user's call of the model.
+            stacklevel=8,
+        )
+
+    def end_iteration(self) -> None:
+        """A backward ended."""
+        self._is_first = False
+        self._position = 0
+        # One iteration's warnings say it all.
+        self._done |= self._warned
+
+    def abandon(self) -> None:
+        """A forward or backward failed: what it recorded counts for nothing."""
+        self._position = 0
+        if self._is_first:
+            self._first.clear()
+
+    def _compare_ranks(self, handle: FlatParamHandle) -> None:
+        collectives = self._collectives
+        indices = torch.zeros(collectives.world_size, dtype=torch.int32, device=collectives.device)
+        mine = torch.tensor([self._handles.index(handle)], dtype=torch.int32, device=collectives.device)
+        collectives.all_gather(indices, mine).wait()
+        names = [self._names[self._handles[index]] for index in indices.tolist()]
+        for (rank, each), (other, another) in itertools.combinations(enumerate(names), 2):
+            if each == another:
+                continue
+            if len(each) != len(another):
+                differs = (
+                    f"rank {rank} is all-gathering {len(each)} parameters while rank {other} is all-gathering "
+                    f"{len(another)} parameters: {each} and {another}"
+                )
+            else:
+                differs = (
+                    f"rank {rank} is all-gathering parameters for {each} while rank {other} is all-gathering "
+                    f"parameters for {another}"
+                )
+            raise StateError(f"Forward order differs across ranks: {differs}. Let all ranks run the same modules.")
+
+
+class UnitSchedule(ExecutionOrder[ModuleState]):
+    """A execution order of the modules that have parameters: a container without any hides none of those behind it."""
+
+    def __init__(self, forward_ahead: int, backward_ahead: int, order: ForwardOrder | None) -> None:
+        super().__init__(forward_ahead, backward_ahead)
+        self._order = order
+
+    def enter(self, module_state: ModuleState) -> list[list[ModuleState]]:
+        if not module_state.units:
+            return []
+        if self._order is not None:
+            assert isinstance(module_state, FSDPModuleState)
+            self._order.enter(module_state.instance._handle, training=module_state.module.training)
+        return super().enter(module_state)
+
+    def leave(self, module_state: ModuleState) -> None:
+        if module_state.units:
+            super().leave(module_state)
+
+    def enter_backward(self, module_state: ModuleState) -> list[list[ModuleState]]:
+        return super().enter_backward(module_state) if module_state.units else []
+
+
+def checks_order() -> bool:
+    """Whether the debug level asks for checks."""
+    if not dist.is_initialized():
+        return False
+    # Public names that the stubs do not export.
+    level: Any = getattr(dist, "get_debug_level")()  # noqa: B009
+    return bool(level.name == "DETAIL")

@@ -1,0 +1,122 @@
+"""Tensors that are cut along their first dimension, as in state dicts: each rank's rows, and whole again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from polyshard.errors import StateError
+from polyshard.extension import contiguous_stride, product
+from polyshard.interfaces import Collectives
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _torch_private
+from ._state import FSDPInstance
+
+
+def rows_of(total: int, ranks: int) -> list[tuple[int, int]]:
+    """``(first, count)`` of each rank's rows out of ``total``: rounded up for the first ranks, none for the last."""
+    most = -(-total // ranks)
+    starts = [min(rank * most, total) for rank in range(ranks)]
+    return [(start, min(most, total - start)) for start in starts]
+
+
+def own_rows(whole: torch.Tensor, instance: FSDPInstance, mesh: DeviceMesh | None, *, offload: bool) -> torch.Tensor:
+    """This rank's rows of ``whole``, as a copy: a ``DTensor`` on ``mesh``, or without one a ``ShardedTensor``.
+
+    ``offload``: in host memory, else where the instance computes. Does not communicate.
+    """
+    rows = rows_of(whole.shape[0], instance.world_size)
+    first, count = rows[instance.rank]
+    own = whole.narrow(0, first, count)
+    if mesh is not None:
+        # Made of a tensor in host memory, it would move that to the mesh's device.
+        made = _as_dtensor(own.to(instance.compute_device, copy=True).contiguous(), mesh, whole)
+        return made.cpu() if offload else made
+    own = own.to("cpu" if offload else instance.compute_device, copy=True).contiguous()
+    rest = tuple(whole.shape[1:])
+    # An empty tensor has one piece all the same: a sharded tensor cannot have none.
+    pieces = [((start, *(0 for _ in rest)), (size, *rest)) for start, size in rows if size] or [
+        (tuple(0 for _ in whole.shape), tuple(whole.shape))
+    ]
+    return _torch_private.make_sharded_tensor(own, tuple(whole.shape), pieces, instance.process_group)
+
+
+def _as_dtensor(own: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    stride = contiguous_stride(whole.shape)
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
+
+
+def gather_rows(
+    values: Sequence[Any],
+    collectives: Collectives,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Whole tensors, in ``dtype`` on ``device``, of which each rank has its rows in ``values``; by one all-gather.
+
+    All ranks call it together, with as many values of the same shapes.
+    """
+    shapes = [shape_of(value) for value in values]
+    # All ranks send as many elements as the first, so that tensors start at the same place in every rank's part.
+    numels = [rows_of(shape[0], collectives.world_size)[0][1] * product(shape[1:]) for shape in shapes]
+    starts = list(itertools.accumulate(numels, initial=0))
+    sent = starts[-1]
+    with torch.inference_mode(False):
+        gathered = torch.empty(sent * collectives.world_size, dtype=dtype, device=device)
+    own = gathered.narrow(0, collectives.rank * sent, sent)
+    for start, value in zip(starts, values, strict=False):
+        rows = _rows_in(value)
+        if rows is not None:
+            own.narrow(0, start, rows.numel()).copy_(rows.reshape(-1))
+    collectives.all_gather(gathered, own).wait()
+    parts = gathered.view(collectives.world_size, sent)
+    # All ranks but the last have as many rows as there is room for, so that no gap lies between them.
+    return [
+        parts.narrow(1, start, numel).reshape(-1).narrow(0, 0, product(shape)).view(shape)
+        for start, numel, shape in zip(starts, numels, shapes, strict=False)
+    ]
+
+
+def _rows_in(value: Any) -> torch.Tensor | None:
+    if not _torch_private.is_sharded_tensor(value):
+        local: torch.Tensor = value.to_local()
+        return local
+    shards = _torch_private.shards_of(value)
+    return shards[0] if shards else None
+
+
+def shape_of(value: Any) -> torch.Size:
+    """The shape of a whole tensor, by whatever kind of tensor it is held."""
+    return _torch_private.shape_of(value) if _torch_private.is_sharded_tensor(value) else torch.Size(value.shape)
+
+
+def refuse_other_cut(value: Any, ranks: int, where: str, rank: int) -> None:
+    """Refuse a ``ShardedTensor`` that is not cut as ``ranks`` ranks cut it; other values pass.
+
+    Raises ``StateError`` (a ``RuntimeError``).
+    """
+    if not _torch_private.is_sharded_tensor(value):
+        return
+    pieces = [size[0] for size in _torch_private.piece_sizes(value)]
+    wanted = [count for _, count in rows_of(shape_of(value)[0], ranks)]
+    if [rows for rows in pieces if rows] != [rows for rows in wanted if rows]:
+        raise StateError(
+            f"{where} is cut into {pieces} rows, and {ranks} ranks need {wanted} (rank {rank}). Load it with the "
+            "number of ranks that saved it, or through torch.distributed.checkpoint."
+        )
+
+
+def is_cut_along_rows(value: object, ranks: int) -> bool:
+    """Whether ``value`` is a ``DTensor`` whose rows lie on ``ranks`` ranks."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(value, DTensor):
+        return False
+    *outer, last = value.placements
+    return last == Shard(0) and all(each.is_replicate() for each in outer) and value.device_mesh.size(-1) == ranks

@@ -1,0 +1,423 @@
+"""One FSDP instance: its settings, its unit and module state, and the root that it shares with those around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, RankGrid, Reshard
+from polyshard.interfaces import Collectives, PluginContext, UnitSpec
+from polyshard_plugins.offload import CpuOffload, NoOffload
+from torch import nn
+
+from . import _runtime_utils
+from ._collectives import collectives_of
+from ._common_utils import TrainingState, clean_tensor_name
+from ._flat_param import (
+    _FSDP_SKIP_WRITEBACK_CHECK,
+    _FSDP_USE_FULL_PREC_IN_EVAL,
+    _FSDP_USE_UNSAFE_SETATTR,
+    FlatParameter,
+    FlatParamHandle,
+)
+from ._init_utils import HYBRID_SHARDING_STRATEGIES, SHARDING_STRATEGY_MAP, Groups, Managed
+from ._runtime import OPTIMIZERS, ForwardOrder, FSDPForward, FSDPModuleState, FSDPRoot, checks_order
+from ._traversal_utils import _get_fsdp_states
+from ._unit import FlatUnit, FSDPPrecision, misplaced_offload, replaced_parameters
+from .api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictType,
+)
+
+_RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of ``FullyShardedDataParallel`` that instances inside take over as they are."""
+
+    sharding_strategy: ShardingStrategy | None
+    cpu_offload: CPUOffload | None
+    backward_prefetch: BackwardPrefetch | None
+    mixed_precision: MixedPrecision | None
+    param_init_fn: Callable[[nn.Module], None] | None
+    device_id: int | torch.device | None
+    sync_module_states: bool
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    use_orig_params: bool
+    device_mesh: Any
+
+    def inside(self, groups: Groups, ignored_states: Iterable[nn.Parameter]) -> dict[str, Any]:
+        """The constructor's arguments for the modules inside that a policy wraps."""
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {**own, "process_group": groups.for_children(), "ignored_states": ignored_states}
+
+
+class FSDPInstance:
+    """The state of one wrapper, which ``FullyShardedDataParallel`` adds to ``nn.Module``."""
+
+    _is_root: bool | None
+    _root: FSDPRoot | None
+    _instances: tuple[FSDPInstance, ...]
+    """All under the same root; this one alone while that is not known."""
+    _handle: FlatParamHandle | None
+    _flat_unit: FlatUnit | None
+    """The engine's unit over the flat parameter."""
+    _module_state: FSDPModuleState
+    _forward: FSDPForward
+    _comm_hook: Callable[..., Any] | None
+    _comm_hook_state: object
+    _buffers_in_full_precision: bool | None
+    _state_dict_type: StateDictType
+    _state_dict_config: StateDictConfig
+    _optim_state_dict_config: OptimStateDictConfig
+
+    def _configure(
+        self,
+        given: Arguments,
+        strategy: ShardingStrategy,
+        groups: Groups,
+        managed: Managed,
+        device: torch.device,
+    ) -> None:
+        """Take over what was chosen, for an instance that computes on ``device``."""
+        self.process_group = groups.process_group
+        self.rank, self.world_size = groups.rank, groups.world_size
+        self.sharding_strategy = strategy
+        self.cpu_offload = given.cpu_offload or CPUOffload()
+        self.backward_prefetch = given.backward_prefetch
+        self.forward_prefetch = given.forward_prefetch
+        self.limit_all_gathers = given.limit_all_gathers
+        self.mixed_precision = given.mixed_precision or MixedPrecision()
+        self.compute_device = device
+        self._use_orig_params = given.use_orig_params
+        self._use_full_prec_in_eval = os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL, "") == "1"
+        self._device_mesh = groups.device_mesh
+        self._groups = groups
+        self._managed = managed
+        self._ignored_modules, self._ignored_params = set(managed.ignored_modules), set(managed.ignored_parameters)
+        self._forget()
+        self._summoned = False
+        self._comm_hook = self._comm_hook_state = None
+        self._buffers_in_full_precision = None
+        #: This instance's part in a walk over modules that makes or loads a state dict.
+        self._state_dict_walk: Any = None
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config = FullStateDictConfig()
+        self._optim_state_dict_config = FullOptimStateDictConfig()
+        self._handle = self._flat_unit = None
+        self._buffer_dtypes = [
+            (holder, key, buffer.dtype)
+            for holder in managed.modules()
+            for key, buffer in holder._buffers.items()
+            if buffer is not None and buffer.is_floating_point()
+        ]
+
+    def _flatten(self, wrapper: nn.Module) -> None:
+        """Flatten the parameters that no inner instance has, and keep this rank's part of them."""
+        module, params = self._managed.module, self._managed.parameters
+        units = [self._make_unit(module, params)] if params else []
+        observed: list[tuple[nn.Module, str]] = []
+        if self._handle is not None and os.environ.get(_FSDP_USE_UNSAFE_SETATTR, "") != "1":
+            observed = [
+                (holder, attribute)
+                for parameter in self._handle.parameters
+                for holder, attribute in parameter.sites
+                if type(holder).__setattr__ is not nn.Module.__setattr__
+            ]
+        self._module_state = FSDPModuleState(
+            self, wrapper, module, units, full_precision_in_eval=self._use_full_prec_in_eval
+        )
+        self._forward = FSDPForward(self._module_state, observed)
+        wrapper.__dict__[MODULE_STATE_ATTRIBUTE] = self._module_state
+
+    def _make_unit(self, module: nn.Module, params: list[nn.Parameter]) -> FlatUnit:
+        policy, device = self.mixed_precision, self.compute_device
+        handle = FlatParamHandle(
+            params,
+            module,
+            device,
+            SHARDING_STRATEGY_MAP[self.sharding_strategy],
+            self.cpu_offload.offload_params,
+            policy.param_dtype,
+            policy.reduce_dtype,
+            policy.keep_low_precision_grads,
+            self.process_group,
+            self._use_orig_params,
+        )
+        caster = FSDPPrecision(policy, self._use_full_prec_in_eval)
+        # Where everything computes in host memory there is nothing to offload to it.
+        offloads = self.cpu_offload.offload_params and device.type != "cpu"
+        context = PluginContext("fsdp", device, self.process_group)
+        spec = UnitSpec(
+            name="",
+            module_class=type(module),
+            parameter_names=handle.flat_param._fqns,
+            numel=handle.layout.padded_numel,
+            shard_numel=handle.layout.shard_numel,
+            master_dtype=handle.orig_dtype,
+            device=device,
+            is_root=False,
+        )
+        unit = FlatUnit(
+            self,
+            handle,
+            spec,
+            self._make_grid(),
+            caster.dtypes(spec),
+            caster,
+            CpuOffload(context) if offloads else NoOffload(context),
+            reshard=Reshard.UNLESS_TURNING if self.sharding_strategy in _RESHARDS_AFTER_FORWARD else Reshard.NEVER,
+            checks_writeback=os.environ.get(_FSDP_SKIP_WRITEBACK_CHECK, "") != "1",
+        )
+        if not self._use_orig_params:
+            handle.register_flat_param()
+            replaced_parameters.add(params, handle.flat_param._fqns, handle.rank)
+        self._handle, self._flat_unit = handle, unit
+        return unit
+
+    def _make_grid(self) -> RankGrid:
+        world = collectives_of(self.process_group, self.compute_device)
+        replicas: Collectives | None = None
+        if self._groups.replicate_group is not None:
+            replicas = collectives_of(self._groups.replicate_group, self.compute_device)
+        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
+            among = replicas or world
+            return RankGrid(world, None, among if among.world_size > 1 else None)
+        return RankGrid(world, world, replicas)
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self._handle.flat_param if self._handle is not None else None
+
+    @property
+    def _has_params(self) -> bool:
+        """Whether it has a flat parameter. Trainers ask."""
+        return self._handle is not None
+
+    @property
+    def params(self) -> list[FlatParameter]:
+        """The flat parameter, or nothing."""
+        return [self._handle.flat_param] if self._handle is not None else []
+
+    @property
+    def _inter_node_pg(self) -> Any:
+        """The group of the replicas of this rank's shards; None where nothing is replicated."""
+        return self._groups.replicate_group
+
+    @property
+    def _where(self) -> str:
+        """Its name and rank, for messages."""
+        return f"'{self._module_state.name or '(root)'}' (rank {self.rank})"
+
+    @property
+    def training_state(self) -> TrainingState:
+        """Where this instance is in its step."""
+        if self._summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.FORWARD_BACKWARD if self._module_state.busy else TrainingState.IDLE
+
+    def _become_root(self) -> None:
+        """Let this instance be the root of those inside it, unless it is or has one."""
+        if self._is_root is not None:
+            return
+        instances: tuple[FSDPInstance, ...] = tuple(_get_fsdp_states(self._module_state.module))
+        root = _make_root(self, instances)
+        for each in instances:
+            each._is_root, each._root, each._instances = each is self, root, instances
+
+    def _forget_root(self) -> None:
+        """Let the root be found anew: nothing has run yet."""
+        for instance in self._instances:
+            instance._forget()
+
+    def _forget(self) -> None:
+        self._is_root = self._root = None
+        self._instances = (self,)
+
+    def _abandon_state_dicts(self) -> None:
+        """Leave every walk over modules under this instance's root that something inside it ended with an exception."""
+        for instance in self._instances:
+            if instance._state_dict_walk is not None:
+                instance._state_dict_walk.abandon()
+
+    def _enter_forward(self) -> None:
+        self._become_root()
+        if self._summoned:
+            # A state dict that failed on its way leaves parameters whole.
+            self._abandon_state_dicts()
+        if self._summoned:
+            raise StateError(
+                f"A forward of {self._where} inside summon_full_params. Leave the context first: the forward gathers "
+                "what it needs."
+            )
+
+    @contextmanager
+    def _as_flat_parameters(self) -> Iterator[None]:
+        """A context in which the module holds the flat parameter in the place of the parameters that view it."""
+        unit = self._flat_unit
+        if unit is None:
+            yield
+            return
+        if not self._use_orig_params:
+            yield
+            unit.take_up_home(refuse_offload=False)
+            return
+        if not unit.misplaced:
+            unit.take_up_changes()
+        with unit.without_originals():
+            unit.handle.register_flat_param()
+            try:
+                yield
+            finally:
+                unit.handle.deregister_flat_param()
+        unit.take_up_home(refuse_offload=False)
+
+    def _place_buffers(self) -> None:
+        """Move and cast the buffers of every instance under this root, where the mode asks for another dtype."""
+        full = self._use_full_prec_in_eval and not self._module_state.module.training
+        if self._buffers_in_full_precision is full:
+            return
+        for instance in self._instances:
+            instance._cast_buffers(full)
+        self._buffers_in_full_precision = full
+
+    def _cast_buffers(self, full_precision: bool) -> None:
+        wanted = None if full_precision else self.mixed_precision.buffer_dtype
+        original = {(holder, key): dtype for holder, key, dtype in self._buffer_dtypes}
+        for holder in self._managed.modules():
+            for key, buffer in holder._buffers.items():
+                if buffer is None:
+                    continue
+                dtype = buffer.dtype
+                if buffer.is_floating_point():
+                    dtype = wanted or original.get((holder, key), dtype)
+                if buffer.dtype != dtype or buffer.device != self.compute_device:
+                    holder._buffers[key] = buffer.to(device=self.compute_device, dtype=dtype)
+
+
+def _make_root(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> FSDPRoot:
+    """The root of ``instances``, of which ``instance`` is the outermost.
+
+    Raises:
+        StepAssertionError: one inside was used as a root before.
+        ConfigError: they differ in a setting that must be the same, or hybrid ones in their process groups.
+        StateError: a flat parameter has an optimizer that steps in backward.
+        DeviceError: parameters are not where they must be for training.
+    """
+    _refuse_roots_inside(instance, instances)
+    _refuse_heterogeneous(instances)
+    _refuse_other_hybrid_groups(instances)
+    _refuse_hybrid_beside_others(instance, instances)
+    for each in instances:
+        if each._handle is not None:
+            _refuse_stepping_flat(each, each._handle)
+            _refuse_misplaced(each, each._handle)
+    _share_collectives(instances)
+    world = collectives_of(instance.process_group, instance.compute_device)
+    names = {module: name for name, module in instance._module_state.module.named_modules()}
+    for each in instances:
+        each._module_state.join(clean_tensor_name(f"{names[each._module_state.module]}.").rstrip("."), None)
+    order = ForwardOrder(_names_of_parameters(instances), world) if checks_order() and world.world_size > 1 else None
+    return FSDPRoot(world, [each._module_state for each in instances], 1 if instance.forward_prefetch else 0, order)
+
+
+def _refuse_roots_inside(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> None:
+    for each in instances:
+        if each is not instance and each._is_root:
+            raise StepAssertionError(
+                "Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`: "
+                f"an instance inside {instance._where} ran by itself. Run the outermost instance first."
+            )
+
+
+def _refuse_heterogeneous(instances: Sequence[FSDPInstance]) -> None:
+    for attribute in _runtime_utils.HOMOGENEOUS_ATTR_NAMES:
+        values = {getattr(each, attribute) for each in instances}
+        if len(values) > 1:
+            raise ConfigError(
+                f"Expects one homogeneous value for {attribute} but got {values} (rank {instances[0].rank}). Give "
+                "every instance of the model the same."
+            )
+
+
+def _refuse_other_hybrid_groups(instances: Sequence[FSDPInstance]) -> None:
+    hybrid = [each for each in instances if each.sharding_strategy in HYBRID_SHARDING_STRATEGIES]
+    for each in hybrid:
+        for kind, group, wanted in (
+            ("intra", each.process_group, hybrid[0].process_group),
+            ("inter", each._inter_node_pg, hybrid[0]._inter_node_pg),
+        ):
+            if group is not wanted:
+                raise ConfigError(
+                    f"{each.sharding_strategy} {kind}-node process groups do not match: {each._where} has another than "
+                    f"{hybrid[0]._where}. Give every instance of the model the same pair of groups, or the same device "
+                    "mesh."
+                )
+
+
+def _refuse_hybrid_beside_others(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> None:
+    """What ends a step is exchanged among the ranks of one instance, which hybrid ones have less of than others."""
+    sharding = [each for each in instances if each._flat_unit is not None]
+    hybrid = next((each for each in sharding if each.sharding_strategy in HYBRID_SHARDING_STRATEGIES), None)
+    other = next((each for each in sharding if each.sharding_strategy not in HYBRID_SHARDING_STRATEGIES), None)
+    if hybrid is not None and other is not None:
+        names = {module: clean_tensor_name(name) for name, module in instance._module_state.module.named_modules()}
+        one, another = (names[each._module_state.module] or "(root)" for each in (hybrid, other))
+        raise UnsupportedError(
+            f"'{one}' has {hybrid.sharding_strategy} and '{another}' has {other.sharding_strategy} (rank {other.rank}):"
+            " a model that mixes hybrid strategies with others is not served. Give every instance of it the same "
+            "strategy."
+        )
+
+
+def _refuse_stepping_flat(instance: FSDPInstance, handle: FlatParamHandle) -> None:
+    if not instance._use_orig_params and hasattr(handle.flat_param, OPTIMIZERS):
+        raise StateError(
+            "FSDP optimizer in backward only supported with use_orig_params=True! "
+            f"'{handle.flat_param._fqns[0]}' on rank {instance.rank} is part of a flat parameter that has one."
+        )
+
+
+def _names_of_parameters(instances: Sequence[FSDPInstance]) -> dict[FlatParamHandle, list[str]]:
+    names: dict[FlatParamHandle, list[str]] = {}
+    for each in instances:
+        if each._handle is not None:
+            prefix = f"{each._module_state.name}." if each._module_state.name else ""
+            names[each._handle] = [prefix + name for name in each._handle.flat_param._fqns]
+    return names
+
+
+def _refuse_misplaced(instance: FSDPInstance, handle: FlatParamHandle) -> None:
+    device, name = handle.flat_param.device, handle.flat_param._fqns[0]
+    if instance.cpu_offload.offload_params:
+        if device.type != "cpu":
+            raise misplaced_offload(device, name, instance.rank)
+    elif device != instance.compute_device:
+        raise DeviceError(
+            f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move the module to "
+            f"{instance.compute_device} before training. The first of them is '{name}' (rank {instance.rank})."
+        )
+
+
+def _share_collectives(instances: Sequence[FSDPInstance]) -> None:
+    # One object for each group of ranks: norms then take one reduction for all units of a group.
+    grids: dict[tuple[Any, ...], RankGrid] = {}
+    for each in instances:
+        unit = each._flat_unit
+        if unit is not None:
+            key = (each.process_group, each._groups.replicate_group, unit.grid.shard is None, type(unit.grid))
+            unit.use_grid(grids.setdefault(key, unit.grid))

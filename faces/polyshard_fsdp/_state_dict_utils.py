@@ -1,0 +1,599 @@
+"""Model state dicts: hooks around torch's own walk over the modules, for each of the three types.
+
+Also here: the type that instances are set to, and the guard that torch's own checkpoint functions meet.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
+from torch import nn
+
+from . import _torch_private
+from ._common_utils import FLAT_PARAM, FSDP_PREFIX, clean_tensor_name
+from ._flat_param import FlatParamHandle
+from ._shard_utils import gather_rows, is_cut_along_rows, own_rows, refuse_other_cut, shape_of
+from ._state import FSDPInstance
+from ._traversal_utils import _get_fsdp_states
+from ._unit import FlatUnit
+from ._unshard_param_utils import _refuse_busy, _Summoned
+from .api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+_LOGGER = logging.getLogger(__name__)
+#: The settings of each type: for the model, and for the optimizer.
+_CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def _set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None,
+    optim_state_dict_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    """Set the type for every instance in ``module``; returns the settings before.
+
+    Raises:
+        StateError: (a ``RuntimeError``) a config of another type.
+        ConfigAssertionError: (an ``AssertionError``) the instances differ in the settings that they have.
+    """
+    warnings.warn(
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() "
+        "and set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP. Of those, polyshard_fsdp "
+        "supports the ones for models alone; optimizers need this one.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    if not isinstance(state_dict_type, StateDictType):
+        raise ConfigTypeError(
+            f"`state_dict_type` should be a StateDictType but got {state_dict_type}. Pass one of its members."
+        )
+    model_class, optim_class = _CONFIGS[state_dict_type]
+    where = f"in {type(module).__name__}, for {state_dict_type}"
+    if state_dict_config is not None and type(state_dict_config) is not model_class:
+        raise StateError(
+            f"Expected state_dict_config of type {model_class} but got {type(state_dict_config)} {where}. Pass a "
+            f"{model_class.__name__}, or none."
+        )
+    if optim_state_dict_config is not None and type(optim_state_dict_config) is not optim_class:
+        raise StateError(
+            f"Expected optim_state_dict_config of type {optim_class} but got {type(optim_state_dict_config)} {where}. "
+            f"Pass a {optim_class.__name__}, or none."
+        )
+    instances: list[FSDPInstance] = _get_fsdp_states(module)
+    before = _settings_of(instances)
+    for each in instances:
+        theirs = _settings_of([each])
+        differs = f"{_where(each)} is the first that differs. Set it on the outermost module."
+        if theirs.state_dict_type is not before.state_dict_type:
+            raise ConfigAssertionError(f"All FSDP modules should have the same state_dict_type. {differs}")
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            if type(getattr(theirs, name)) is not type(getattr(before, name)):
+                raise ConfigAssertionError(f"All FSDP modules must have the same type of {name}. {differs}")
+    _assign(
+        instances,
+        StateDictSettings(
+            state_dict_type,
+            model_class() if state_dict_config is None else state_dict_config,
+            optim_class() if optim_state_dict_config is None else optim_state_dict_config,
+        ),
+    )
+    return before
+
+
+@contextmanager
+def _restoring_type(module: nn.Module, before: StateDictSettings) -> Iterator[None]:
+    """A context at whose end every instance in ``module`` has the settings ``before``."""
+    try:
+        yield
+    finally:
+        _assign(_get_fsdp_states(module), before)
+
+
+def _get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """The settings that all instances in ``module`` share; the default ones where there is no instance.
+
+    They say that values are ``DTensor`` where the instances were given a device mesh.
+
+    Raises:
+        ConfigAssertionError: (an ``AssertionError``) they differ.
+    """
+    instances: list[FSDPInstance] = _get_fsdp_states(module)
+    for each in instances:
+        _choose_kind_of_tensor(each)
+    settings = _settings_of(instances)
+    for each in instances:
+        theirs = _settings_of([each])
+        if theirs != settings:
+            raise ConfigAssertionError(
+                f"All FSDP modules must have the same state dict settings.Got {theirs} and {settings}. {_where(each)} "
+                "is the first that differs. Set them on the outermost module."
+            )
+    return settings
+
+
+def _where(instance: FSDPInstance) -> str:
+    return f"'{type(instance._module_state.inner).__name__}' (rank {instance.rank})"
+
+
+def _choose_kind_of_tensor(instance: FSDPInstance) -> None:
+    """Mark the settings of an instance with a device mesh, whose values are ``DTensor``."""
+    if instance._device_mesh is None:
+        return
+    for config in (instance._state_dict_config, instance._optim_state_dict_config):
+        if isinstance(config, (ShardedStateDictConfig, ShardedOptimStateDictConfig)):
+            config._use_dtensor = True
+
+
+def _settings_of(instances: Sequence[FSDPInstance]) -> StateDictSettings:
+    if not instances:
+        return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+    first = instances[0]
+    return StateDictSettings(first._state_dict_type, first._state_dict_config, first._optim_state_dict_config)
+
+
+def _assign(instances: Sequence[FSDPInstance], settings: StateDictSettings) -> None:
+    for each in instances:
+        each._state_dict_type = settings.state_dict_type
+        each._state_dict_config = settings.state_dict_config
+        each._optim_state_dict_config = settings.optim_state_dict_config
+
+
+def _register_all_state_dict_hooks(instance: FSDPInstance) -> None:
+    """Let the state dicts of ``instance`` be of its type."""
+    hooks = instance._state_dict_walk = _Hooks(instance)
+    module = instance._module_state.module
+    module.register_state_dict_pre_hook(hooks.before_save)  # type: ignore[no-untyped-call]
+    # Torch marks the hook, and a bound method cannot be marked.
+    module.register_state_dict_post_hook(functools.partial(hooks.after_save))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(hooks.before_load)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(hooks.after_load)  # type: ignore[no-untyped-call]
+
+
+class _Hooks:
+    """One instance's hooks. The form is chosen before torch's walk, and the same one is used after it."""
+
+    def __init__(self, instance: FSDPInstance) -> None:
+        self._instance = instance
+        self._form: FullForm | LocalForm | None = None
+        self._errors: list[str] = []
+
+    def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Before the module and those inside write their entries."""
+        with self._leaving_on_failure(), torch.no_grad():
+            self._begin("When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.")
+            assert self._form is not None
+            self._form.before_save()
+
+    def after_save(self, module: nn.Module, values: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """When all entries are there, under their names with the wrapper's prefix."""
+        form, self._form = self._form, None
+        assert form is not None
+        self._rename(values, prefix + FSDP_PREFIX, prefix)
+        with self._leaving_on_failure(), torch.no_grad():
+            form.after_save(values, prefix)
+
+    def before_load(
+        self,
+        module: nn.Module,
+        values: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_messages: list[str],
+    ) -> None:
+        """Before the module and those inside look for their entries."""
+        self._errors = error_messages
+        with self._leaving_on_failure(), torch.no_grad():
+            self._begin("When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict willbe returned.")
+            assert self._form is not None
+            self._form.before_load(values, prefix)
+        self._rename(values, prefix, prefix + FSDP_PREFIX)
+
+    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """When everything was copied, and before torch reports what did not fit."""
+        form, self._form = self._form, None
+        assert form is not None
+        with self._leaving_on_failure(), torch.no_grad():
+            form.after_load()
+        for reported in (*incompatible_keys, self._errors):
+            reported[:] = map(clean_tensor_name, reported)
+        self._errors = []
+
+    def abandon(self) -> None:
+        """Leave a walk that will not go on."""
+        form, self._form = self._form, None
+        if form is not None:
+            form.abandon()
+
+    def _begin(self, warning: str) -> None:
+        # A hook of a module inside may have raised last time, and then nothing was called after the walk.
+        self.abandon()
+        self._form = self._choose(warning)
+
+    def _choose(self, warning: str) -> FullForm | LocalForm:
+        instance = self._instance
+        kind, config = instance._state_dict_type, instance._state_dict_config
+        if instance.sharding_strategy is ShardingStrategy.NO_SHARD:
+            if kind is not StateDictType.FULL_STATE_DICT:
+                warnings.warn(warning, stacklevel=5)
+                kind, config = StateDictType.FULL_STATE_DICT, FullStateDictConfig()
+        elif instance._device_mesh is not None:
+            if kind is StateDictType.LOCAL_STATE_DICT:
+                raise StateError(
+                    "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT. "
+                    "Please set state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict. "
+                    f"{instance._where} has one."
+                )
+            _choose_kind_of_tensor(instance)
+        if kind is StateDictType.FULL_STATE_DICT:
+            return FullForm(instance, config)
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            return ShardedForm(instance, config)
+        return LocalForm(instance, config)
+
+    @contextmanager
+    def _leaving_on_failure(self) -> Iterator[None]:
+        """Where the instance refuses, those around it, in the midst of the same walk, leave it too."""
+        try:
+            yield
+        except BaseException:
+            self._instance._abandon_state_dicts()
+            raise
+
+    @staticmethod
+    def _rename(values: dict[str, Any], old: str, new: str) -> None:
+        for key in [key for key in values if key.startswith(old)]:
+            values[new + key[len(old) :]] = values.pop(key)
+
+
+class _Form:
+    """One instance's part in one ``state_dict`` or ``load_state_dict``, before and after torch's own walk.
+
+    In ``values`` the instance's entries stand under ``prefix`` and their clean names, without what wrappers add.
+    """
+
+    def __init__(self, instance: FSDPInstance, config: StateDictConfig) -> None:
+        self.instance = instance
+        self.unit: FlatUnit | None = instance._flat_unit
+        self._offloads = config.offload_to_cpu
+        parameters = instance._handle.parameters if instance._handle is not None else ()
+        #: The names of each parameter of the unit, below the instance's prefix.
+        self.names = [tuple(dict.fromkeys(map(clean_tensor_name, each.names))) for each in parameters]
+
+
+class FullForm(_Form):
+    """Whole parameters, as copies. During torch's walk the module has them whole, so that hooks of modules inside, and
+    modules that save and load themselves, find what they would find without sharding.
+
+    Buffers are in the dtype that they had when the instance was constructed; where that is the one that they have, they
+    are the module's own, not copies.
+    """
+
+    def __init__(self, instance: FSDPInstance, config: StateDictConfig) -> None:
+        super().__init__(instance, config)
+        drops = isinstance(config, FullStateDictConfig) and config.rank0_only and instance.rank != 0
+        #: Whether this rank returns values; else it takes part in the gathers alone.
+        self._returns = not drops
+        self._open: _Summoned | None = None
+
+    def before_save(self) -> None:
+        self._summon(self._returns)
+
+    def after_save(self, values: dict[str, Any], prefix: str) -> None:
+        try:
+            for index, names in enumerate(self.names):
+                keys = [prefix + name for name in names]
+                if self._returns:
+                    self._refuse_absent(values, keys[0], prefix)
+                    saved = self.convert(index, values[keys[0]].detach())
+                    values.update({key: saved for key in keys if key in values})
+                else:
+                    for key in keys:
+                        values.pop(key, None)
+            if not self._returns:
+                values.pop(prefix + FLAT_PARAM, None)
+            self._convert_buffers(values, prefix)
+        finally:
+            self.abandon()
+
+    def before_load(self, values: dict[str, Any], prefix: str) -> None:
+        self._summon(True)
+
+    def after_load(self) -> None:
+        try:
+            if self._open is not None:
+                self._open.write_back()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
+            self.instance._summoned = False
+
+    def convert(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """What is saved of the unit's parameter ``index``, of which ``whole`` is the whole value."""
+        return whole.to("cpu", copy=True) if self._offloads else whole.clone()
+
+    def _summon(self, shows: bool) -> None:
+        instance, unit = self.instance, self.unit
+        if unit is None:
+            return
+        if instance._summoned:
+            # Inside the user's own `summon_full_params`, which keeps or drops what is loaded.
+            if shows and unit.whole_for_user is None:
+                raise StateError(
+                    f"The parameters of '{unit.name}' are not whole on rank {instance.rank}: this is inside "
+                    "summon_full_params(rank0_only=True). Leave that context first."
+                )
+            return
+        _refuse_busy(instance)
+        unit.take_up_changes()
+        self._open = _Summoned(unit, shows, False, False)
+        instance._summoned = True
+
+    def _refuse_absent(self, values: dict[str, Any], key: str, prefix: str) -> None:
+        if key not in values:
+            module_name, _, param_name = key[len(prefix) :].rpartition(".")
+            raise StepAssertionError(
+                f"FSDP assumes {key} is in the state_dict but the state_dict only has {values.keys()}. "
+                f"prefix={prefix}, module_name={module_name}, param_name={param_name} rank={self.instance.rank}. "
+                "A state dict hook of a module inside may have removed it: remove it from the result instead."
+            )
+
+    def _convert_buffers(self, values: dict[str, Any], prefix: str) -> None:
+        instance = self.instance
+        originals: dict[tuple[nn.Module, str], torch.dtype] = {}
+        if instance.mixed_precision.buffer_dtype is not None:
+            originals = {(holder, key): dtype for holder, key, dtype in instance._buffer_dtypes}
+        for name, holder, attribute in self._buffers():
+            key = prefix + name
+            buffer = values.get(key)
+            if not isinstance(buffer, torch.Tensor):
+                continue
+            if self._returns:
+                dtype = originals.get((holder, attribute), buffer.dtype)
+                values[key] = buffer.detach().to(dtype=dtype, device="cpu" if self._offloads else buffer.device)
+            else:
+                del values[key]
+
+    def _buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
+        for module_name, holder in self.instance._module_state.inner.named_modules(remove_duplicate=False):
+            for attribute in holder._buffers:
+                yield clean_tensor_name(f"{module_name}.{attribute}" if module_name else attribute), holder, attribute
+
+
+class ShardedForm(FullForm):
+    """Each parameter as a ``ShardedTensor`` cut along its first dimension, or as a ``DTensor`` where the instance was
+    given a device mesh. Both are copies.
+    """
+
+    def __init__(self, instance: FSDPInstance, config: StateDictConfig) -> None:
+        super().__init__(instance, config)
+        self._as_dtensor = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
+        if self._as_dtensor and instance._device_mesh is None:
+            raise StateError(
+                f"ShardedStateDictConfig(_use_dtensor=True) needs a device mesh, and {instance._where} has none. "
+                "Construct FSDP with device_mesh."
+            )
+
+    def convert(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        mesh = self.instance._device_mesh if self._as_dtensor else None
+        return own_rows(whole, self.instance, mesh, offload=self._offloads)
+
+    def before_load(self, values: dict[str, Any], prefix: str) -> None:
+        if self.unit is not None:
+            self._assemble(values, prefix, self.unit)
+        super().before_load(values, prefix)
+
+    def _assemble(self, values: dict[str, Any], prefix: str, unit: FlatUnit) -> None:
+        """Replace this unit's pieces by whole tensors, gathered all at once."""
+        found: list[tuple[int, list[str], Any]] = []
+        for index, names in enumerate(self.names):
+            keys = [prefix + name for name in names if prefix + name in values]
+            if keys:
+                found.append((index, keys, values[keys[0]]))
+            else:
+                _LOGGER.warning(
+                    "Did not find param with FQN %s, skipping it. The weight will not be filled if you expect it to "
+                    "be.",
+                    clean_tensor_name(prefix + names[0]),
+                )
+        fitting: list[tuple[int, list[str], Any]] = []
+        for index, keys, value in found:
+            self._refuse_other(value, unit, keys[0])
+            shape = shape_of(value)
+            if shape == unit.layout.slots[index].shape:
+                fitting.append((index, keys, value))
+            else:
+                # Torch's walk compares shapes first, and reports this one among all that do not fit.
+                values.update(dict.fromkeys(keys, torch.empty(shape, device="meta")))
+        wholes = self._gather(unit, [value for _, _, value in fitting])
+        for (_, keys, _), whole in zip(fitting, wholes, strict=True):
+            values.update(dict.fromkeys(keys, whole))
+
+    def _gather(self, unit: FlatUnit, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Whole tensors, in the master's dtype, of which each rank has the rows that are its own."""
+        shard = unit.grid.shard
+        if shard is None or not values:
+            return []
+        return gather_rows(values, shard, unit.master.dtype, self.instance.compute_device)
+
+    def _refuse_other(self, value: Any, unit: FlatUnit, key: str) -> None:
+        """Refuse a value of another type, or that other ranks cut."""
+        name, ranks = clean_tensor_name(key), unit.grid.shard_size
+        if _torch_private.is_sharded_tensor(value):
+            refuse_other_cut(value, ranks, f"'{name}'", self.instance.rank)
+        elif not is_cut_along_rows(value, ranks):
+            expected = "DTensor cut along its rows" if self._as_dtensor else "ShardedTensor"
+            raise StepAssertionError(
+                f"Expected {expected}, got {type(value)} for '{name}' on rank {self.instance.rank}. Load it as the "
+                "type of state dict that it was saved as."
+            )
+
+
+class LocalForm(_Form):
+    """The flat parameter as a ``ShardedTensor`` without the padding at its end.
+
+    Nothing is sent and nothing is copied: values change with the parameters, unless they were moved to host memory.
+    """
+
+    def __init__(self, instance: FSDPInstance, config: StateDictConfig) -> None:
+        super().__init__(instance, config)
+        self._withdrawn: FlatParamHandle | None = None
+
+    def before_save(self) -> None:
+        self._take_up_changes()
+
+    def after_save(self, values: dict[str, Any], prefix: str) -> None:
+        unit = self.unit
+        if unit is None:
+            return
+        for names in self.names:
+            for name in names:
+                values.pop(prefix + name, None)
+        own = unit.master.detach().narrow(0, 0, self._own_numel(unit))
+        shard_numel, total = unit.layout.shard_numel, unit.handle.unsharded_numel
+        starts = range(0, total, shard_numel)
+        values[prefix + FLAT_PARAM] = _torch_private.make_sharded_tensor(
+            own.cpu() if self._offloads else own,
+            (total,),
+            [((start,), (min(shard_numel, total - start),)) for start in starts],
+            self.instance.process_group,
+        )
+
+    def before_load(self, values: dict[str, Any], prefix: str) -> None:
+        self._take_up_changes()
+        unit = self.unit
+        if unit is None:
+            return
+        key = prefix + FLAT_PARAM
+        own = self._own_in(values.pop(key, None), unit, clean_tensor_name(key))
+        unit.master.detach()[: own.numel()].copy_(own)
+        # It is done, and torch's walk shall find nothing to do: it would look for the flat parameter below whatever
+        # prefix a checkpoint wrapper adds.
+        if unit.handle.use_orig_params:
+            for names, parameter in zip(self.names, unit.handle.parameters, strict=True):
+                for name in names:
+                    values[prefix + name] = parameter.original.detach()
+        else:
+            unit.handle.deregister_flat_param()
+            self._withdrawn = unit.handle
+
+    def after_load(self) -> None:
+        """Leave the instance as it was before."""
+        withdrawn, self._withdrawn = self._withdrawn, None
+        if withdrawn is not None:
+            withdrawn.register_flat_param()
+
+    abandon = after_load
+
+    def _take_up_changes(self) -> None:
+        instance = self.instance
+        if self.unit is None:
+            return
+        if instance._summoned:
+            raise StateError(
+                f"The parameters of '{self.unit.name}' are whole on rank {instance.rank}, and LOCAL_STATE_DICT is made "
+                "of shards. Leave summon_full_params first."
+            )
+        _refuse_busy(instance)
+        self.unit.take_up_changes()
+
+    def _own_numel(self, unit: FlatUnit) -> int:
+        shard_numel = unit.layout.shard_numel
+        left = unit.handle.unsharded_numel - unit.grid.shard_rank * shard_numel
+        return min(max(left, 0), shard_numel)
+
+    def _own_in(self, value: object, unit: FlatUnit, key: str) -> torch.Tensor:
+        where = f"'{key}' on rank {self.instance.rank}"
+        if value is None:
+            raise StepAssertionError(
+                f"No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters: {where}. Load what "
+                "LOCAL_STATE_DICT made of the same wrapping."
+            )
+        if not _torch_private.is_sharded_tensor(value):
+            raise StepAssertionError(
+                f"Tensors in local_state_dict should be ShardedTensor. {where} is {type(value)}. Load it as the type "
+                "of state dict that it was saved as."
+            )
+        shards = _torch_private.shards_of(value)
+        numel = self._own_numel(unit)
+        if not numel:
+            return unit.master.detach()[:0]
+        if len(shards) != 1:
+            raise StepAssertionError(
+                f"load_local_state_dict assume one shard per ShardedTensor. {where} has {len(shards)}. Load it with "
+                "the number of ranks that saved it."
+            )
+        if shards[0].numel() != numel:
+            raise StepAssertionError(
+                f"Local shard size = {numel} and the tensor in the state_dict is {shards[0].numel()}. {where}: load it "
+                "with the wrapping and the number of ranks that saved it."
+            )
+        return shards[0]
+
+
+def refuse_checkpoint_call(instance: FSDPInstance) -> None:
+    """Refuse the running function of ``torch.distributed.checkpoint.state_dict`` where it would be wrong.
+
+    Such functions know torch's own wrappers, and take any other module for one that is not sharded. Model state dicts
+    are right all the same. An optimizer's is not: each rank would return its own piece under the whole's name.
+
+    Raises:
+        UnsupportedError: the function would give or take an optimizer's pieces for the whole, or load whole values into
+            shards.
+    """
+    call = _torch_private.checkpoint_call()
+    if call is None:
+        return
+    (function, arguments), unit = call, instance._flat_unit
+    where = f"({type(instance._module_state.inner).__name__} on rank {instance.rank})"
+    options = arguments.get("options")
+    whole = [each for each in ("full_state_dict", "broadcast_from_rank0") if getattr(options, each, False)]
+    if function.startswith("set_") and whole:
+        raise UnsupportedError(
+            f"torch.distributed.checkpoint.state_dict.{function} with {whole[0]}=True does not know polyshard_fsdp "
+            f"{where}, and would load shards where it needs whole parameters. Leave the option out, or call "
+            "model.load_state_dict inside FSDP.state_dict_type."
+        )
+    optimizers = arguments.get("optimizers") or ()
+    if isinstance(optimizers, torch.optim.Optimizer):
+        optimizers = (optimizers,)
+    if unit is None:
+        return
+    given = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
+    if not given.isdisjoint(unit.originals.tensors):
+        raise UnsupportedError(
+            f"torch.distributed.checkpoint.state_dict.{function} does not know polyshard_fsdp {where}, and would "
+            "take each rank's piece of the optimizer's state for the whole. Call polyshard_fsdp's "
+            "FullyShardedDataParallel.optim_state_dict(model, optimizer) and optim_state_dict_to_load instead, "
+            "inside its state_dict_type: what they give and take can be saved and loaded by "
+            "torch.distributed.checkpoint. For the model alone, get_model_state_dict and set_model_state_dict work."
+        )

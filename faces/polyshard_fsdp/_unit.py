@@ -1,0 +1,572 @@
+"""The engine's unit with FSDP's flat parameter, and what modules and optimizers hold in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from polyshard.errors import ConfigError, DeviceError, ParameterChangedError, ParameterMovedError, StateError
+from polyshard.extension import (
+    Bindings,
+    FlatBuffer,
+    FlatLayout,
+    GradientTarget,
+    ManagedParameter,
+    MasterViews,
+    Originals,
+    Phase,
+    RankGrid,
+    Reshard,
+    ShardedParameter,
+    Shown,
+    Swap,
+    Unit,
+    UnitState,
+    become,
+    view_of,
+)
+from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import _runtime_utils
+from ._common_utils import HandleTrainingState
+from ._flat_param import FlatParameter, FlatParamHandle, HandleShardingStrategy
+from ._gradients import FlatGradients
+from .api import MixedPrecision
+
+_KEPT_AFTER_FORWARD = (HandleShardingStrategy.SHARD_GRAD_OP, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FlatUnit(Unit):
+    """The unit of one FSDP instance.
+
+    Differs from the engine's own in what a user can see of it:
+
+    - ``flat_param.data`` is the master outside of compute and the whole buffer inside; where a user moved or cast it,
+      the new data become the master.
+    - Strategies that keep parameters after forward let modules go on seeing them whole until backward.
+    - Gathers and releases go through ``_runtime_utils``, where tests stand in between.
+    """
+
+    #: Hooks, and what users read under ``no_sync``, see each gradient as autograd made it.
+    writes_gradients_directly = False
+
+    def __init__(
+        self,
+        instance: Any,
+        handle: FlatParamHandle,
+        spec: UnitSpec,
+        grid: RankGrid,
+        dtypes: UnitDtypes,
+        caster: PrecisionCaster,
+        offload: OffloadManager,
+        *,
+        reshard: Reshard,
+        checks_writeback: bool,
+    ) -> None:
+        self._instance = instance
+        self.handle = handle
+        self.flat_param = handle.flat_param
+        self._checks_writeback = checks_writeback
+        self._whole: torch.Tensor | None = None
+        self._shown_addresses: list[int] = []
+        #: Whether a gather was issued for a forward that has not started.
+        self._ahead = False
+        #: Whether a backward under ``no_sync`` left the parameters whole for the next forward.
+        self._kept = False
+        self.whole_for_user: torch.Tensor | None = None
+        handle.unit = self
+        super().__init__(
+            spec,
+            handle.layout,
+            # The handle's have the names inside of its instance, whatever the instance becomes part of.
+            [dataclasses.replace(each) for each in handle.parameters],
+            grid,
+            _parked(offload, spec, handle.keep_own_shard()),
+            dtypes,
+            caster,
+            offload,
+            reshard=reshard,
+            parks=offload.capabilities.parks,
+        )
+        if not handle.use_orig_params:
+            # Takes the whole views, which flattening left in the modules, out of them.
+            self.prepare()
+
+    @property
+    def resident(self) -> bool:
+        """Never: gradients take one road at every world size, with the same hooks and casts on it."""
+        return False
+
+    def _use_master(self, master: torch.Tensor) -> None:
+        super()._use_master(master)
+        self.flat_param.data = self.master
+        self.flat_param._local_shard = self.master
+        if self.dtypes.compute != self.spec.master_dtype:
+            # Casts go straight into the slice of the gather buffer that is sent.
+            self.flat_param._mp_shard = torch.empty(0, dtype=self.dtypes.compute, device=self.spec.device)
+        if self.dtypes.grad != self.spec.master_dtype:
+            self.flat_param.grad_dtype = self.dtypes.grad
+
+    def _make_originals(self) -> MasterViews:
+        if not self.handle.use_orig_params:
+            return FlatOriginal(self.flat_param, self.layout, self.master)
+        return Originals(
+            self.parameters,
+            self.layout,
+            self.pieces,
+            self.master,
+            whole=self.grid.shard is None,
+            rank=self.grid.world.rank,
+        )
+
+    def _make_bindings(self) -> Bindings:
+        if self.handle.use_orig_params:
+            return super()._make_bindings()
+        return FlatBindings(self.parameters, self.leaves, guarded=not self.permanent)
+
+    def _make_gradients(self) -> FlatGradients:
+        return FlatGradients(self)
+
+    @property
+    def flat_gradients(self) -> FlatGradients:
+        """The unit's gradients."""
+        assert isinstance(self.gradients, FlatGradients)
+        return self.gradients
+
+    def reduced_gradient(self) -> torch.Tensor | None:
+        """This rank's reduced gradient (``[shard_numel]``); None where no parameter has one."""
+        return self.flat_gradients.reduced_shard()
+
+    def _bind(self, buffer: FlatBuffer) -> None:
+        super()._bind(buffer)
+        self.flat_param._full_param_padded = buffer.flat
+        self._whole = None
+
+    def choose_buffer(self, training: bool) -> None:
+        super().choose_buffer(training)
+        if self._full_precision_in_eval or self.caster.full_precision_in_eval(self.spec):
+            self.flat_gradients.choose(full_precision=not training)
+
+    def show(self) -> None:
+        self.handle._use_unsharded_views(as_params=False)
+
+    def show_views(self) -> None:
+        """Let modules see whole parameters; the flat parameter is whole too."""
+        if self.bindings.shown is Shown.VIEWS:
+            return
+        super().show()
+        if not self.permanent:
+            if self._whole is None:
+                # Now, because a released buffer cannot be viewed.
+                self._whole = self.buffer.flat.narrow(0, 0, self.handle.unsharded_numel)
+            self.flat_param.data = self._whole
+
+    def hide(self) -> None:
+        if not self._stays_shown:
+            self.conceal()
+        elif not self._shown_addresses:
+            self._shown_addresses = [leaf.data_ptr() for leaf in self.leaves]
+
+    def conceal(self) -> None:
+        """Let modules see what they see outside of compute."""
+        self._shown_addresses = []
+        super().hide()
+        if not self.permanent and self.whole_for_user is None:
+            self.flat_param.data = self.master
+
+    @property
+    def _stays_shown(self) -> bool:
+        return (
+            self.prepared
+            and self.handle.use_orig_params
+            and self.bindings.shown is Shown.VIEWS
+            and self.state is UnitState.UNSHARDED
+            and not self.permanent
+            and self.handle.sharding_strategy in _KEPT_AFTER_FORWARD
+            and torch.is_grad_enabled()
+        )
+
+    def unshard(self) -> None:
+        if self.permanent or (self.state is not UnitState.SHARDED and not self._expired):
+            return
+        _runtime_utils._unshard(self._instance, self.handle)
+
+    def gather(self) -> None:
+        """Issue the gather."""
+        super().unshard()
+
+    def reshard(self) -> None:
+        if (
+            self.handle._training_state is HandleTrainingState.BACKWARD_POST
+            and self._instance._module_state.ends_by_hook
+        ):
+            _runtime_utils._post_backward_reshard(self._instance, self.handle)
+        else:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let modules see shards again, and release the gather buffer if there is one."""
+        if self.permanent or self.state is UnitState.SHARDED:
+            self.conceal()
+            return
+        self._kept = self._stays_whole_without_sync
+        _runtime_utils._reshard(self._instance, self.handle, not self._kept)
+
+    @property
+    def _stays_whole_without_sync(self) -> bool:
+        # Under ``no_sync`` nothing updates parameters before the next forward. What this depends on is alike on all
+        # ranks, as it must be: the next forward issues no gather.
+        step = self.step
+        return (
+            step is not None
+            and step.phase is Phase.BACKWARD
+            and not step.synchronises
+            and self.state is UnitState.UNSHARDED
+            and self.handle.sharding_strategy in _KEPT_AFTER_FORWARD
+        )
+
+    def release(self) -> None:
+        """Release the gather buffer."""
+        self.conceal()
+        super().reshard()
+
+    def take_up_changes(self) -> None:
+        if self.prepared and self.bindings.shown is not Shown.ORIGINALS:
+            self.conceal()
+            self.bindings.show(Shown.ORIGINALS)
+        self.flat_gradients.drop_unreduced_if_cleared()
+        self.take_up_home()
+        if self._checks_writeback or not self.handle.use_orig_params:
+            super().take_up_changes()
+        elif self.originals.retrained() and self.prepared:
+            self.follow_requires_grad()
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether a user moved offloaded parameters out of host memory."""
+        return self.parks and self.flat_param.device.type != "cpu"
+
+    def take_up_home(self, *, refuse_offload: bool = True) -> None:
+        """Make the flat parameter's data the master, where a user moved or cast it.
+
+        Raises:
+            DeviceError: it left host memory although it is offloaded, or is not where the unit computes.
+            ParameterChangedError: it has another number of elements.
+            StateError: gradients wait for a backward that synchronises.
+        """
+        if self.whole_for_user is not None:
+            return
+        data = self.flat_param.data
+        if data.data_ptr() == self.master.data_ptr() and data.dtype == self.master.dtype:
+            return
+        if data.shape != self.master.shape:
+            raise ParameterChangedError(
+                f"Cannot writeback when the parameter shape changes\nExpects {self.master.shape} but got {data.shape} "
+                f"in '{self.name}' on rank {self.grid.world.rank}. Give the flat parameter data of its own shape."
+            )
+        if self.misplaced:
+            if refuse_offload:
+                raise misplaced_offload(data.device, self.name, self.grid.world.rank)
+            # Left where the user put it: the next use says what is wrong with that.
+            return
+        self.refuse_unreduced(data)
+        self.rehome(data)
+
+    def refuse_unreduced(self, data: torch.Tensor) -> None:
+        """Refuse a master of another dtype or device, that of ``data``, while gradients wait to be reduced.
+
+        Raises:
+            StateError: they do.
+        """
+        self.flat_gradients.drop_unreduced_if_cleared()
+        moves = data.dtype != self.master.dtype or data.device != self.master.device
+        if moves and self.flat_gradients.unreduced:
+            raise StateError(
+                f"The parameters of '{self.name}' on rank {self.grid.world.rank} cannot become {data.dtype} on "
+                f"{data.device} while gradients of backwards under no_sync() wait to be reduced. Move or cast the "
+                "model after a backward outside of no_sync(), or after zero_grad(set_to_none=True)."
+            )
+
+    def rehome(self, master: torch.Tensor) -> None:
+        """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on."""
+        held = [(parameter, parameter.grad) for parameter in self.originals.tensors]
+        self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
+        self.dtypes = self.caster.dtypes(self.spec)
+        for parameter, _ in held:
+            parameter.grad = None
+        self._use_master(_parked(self.offload, self.spec, master.detach()))
+        if not self.handle.use_orig_params:
+            self.prepare()
+        for parameter, gradient in held:
+            if gradient is not None:
+                parameter.grad = gradient.to(dtype=self.dtypes.grad, device=parameter.device)
+
+    @contextmanager
+    def without_originals(self) -> Iterator[None]:
+        """A context in which modules do not hold the parameters."""
+        sites = [site for parameter in self.parameters for site in parameter.sites]
+        orders = {module: list(module._parameters) for module, _ in sites}
+        held = {(module, key): module._parameters.pop(key) for module, key in sites}
+        try:
+            yield
+        finally:
+            for (module, key), parameter in held.items():
+                module._parameters[key] = parameter
+            for module, order in orders.items():
+                for key in order:
+                    module._parameters[key] = module._parameters.pop(key)
+
+    def refuse_changes(self) -> None:
+        if self._shown_addresses and not self._views_are_untouched():
+            # Nothing may stand under the names whose memory is about to be released.
+            self.conceal()
+            # The views' memory is no longer the buffer's: make new ones before the next forward.
+            self.prepared = False
+            raise ParameterMovedError(
+                "FSDP does not support changing the parameters between forward and backward for "
+                f"{self.handle.sharding_strategy}: unit '{self.name}' on rank {self.grid.world.rank}. "
+                "Change them before the forward or after the backward."
+            )
+        if self._checks_writeback:
+            try:
+                super().refuse_changes()
+            except ParameterMovedError as error:
+                # FSDP's own sentence, which scripts look for.
+                words = "FSDP does not support changing the parameters between forward and backward"
+                raise ParameterMovedError(f"{words}: {error}") from None
+        elif self.originals.retrained():
+            self.follow_requires_grad()
+
+    def _views_are_untouched(self) -> bool:
+        if [leaf.data_ptr() for leaf in self.leaves] != self._shown_addresses:
+            return False
+        return all(
+            module._parameters.get(attribute) is leaf
+            for parameter, leaf in zip(self.parameters, self.leaves, strict=True)
+            for module, attribute in parameter.sites
+        )
+
+    def unreduced_gradients(self, whole: torch.Tensor) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """The trained parameters that the user sees, and their gradients as views that keep ``whole`` alive.
+
+        ``whole``: ``[padded_numel]``.
+        """
+        if self.handle.use_orig_params:
+            pairs = zip(self.originals.tensors, self.layout.slots, strict=True)
+            return [
+                (each, whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset))
+                for each, slot in pairs
+                if each.requires_grad
+            ]
+        return [(self.flat_param, whole.narrow(0, 0, self.handle.unsharded_numel))]
+
+    def expose_whole(self) -> None:
+        """Let the user see whole parameters in the original dtype, over ``whole_for_user``."""
+        whole = self.whole_for_user
+        assert whole is not None
+        views = [view_of(whole, slot.shape, slot.stride, slot.offset) for slot in self.layout.slots]
+        self.flat_param.data = whole.narrow(0, 0, self.handle.unsharded_numel)
+        if self.handle.use_orig_params:
+            for parameter, view in zip(self.parameters, views, strict=True):
+                become(parameter.original, view)
+            return
+        for parameter, view in zip(self.parameters, views, strict=True):
+            shown = nn.Parameter(view, requires_grad=self.flat_param.requires_grad)
+            for module, attribute in parameter.sites:
+                module.__dict__.pop(attribute, None)
+                module._parameters[attribute] = shown
+        self.handle.deregister_flat_param()
+
+    def withdraw_whole(self) -> None:
+        """Undo ``expose_whole``."""
+        self.whole_for_user = None
+        self.flat_param.data = self.master
+        if not self.handle.use_orig_params:
+            for parameter in self.parameters:
+                for module, attribute in parameter.sites:
+                    module._parameters.pop(attribute, None)
+            self.handle.register_flat_param()
+            self.bindings.shown = Shown.VIEWS
+            self.bindings.show(Shown.ORIGINALS)
+            self.originals.expose()
+            return
+        for parameter in self.parameters:
+            for module, key in parameter.sites:
+                module._parameters[key] = parameter.original
+        self.originals.expose()
+
+    def order_gathers_after_writes(self) -> None:
+        """Let no later gather read the master before what was written to it on the current stream."""
+        self._ahead = False
+        self._kept = False
+        if self.step is not None:
+            # Also within a step, when the start of the next forward, which orders the two, is still far.
+            self.step.streams.drain()
+            self.step.streams.begin_forward()
+
+    def gather_ahead(self) -> None:
+        """Issue the gather for the forward that comes next, or for the one that runs."""
+        step = self.step
+        assert step is not None
+        if self.permanent or self.state is not UnitState.SHARDED:
+            return
+        if step.phase is Phase.IDLE:
+            self.take_up_changes()
+            if not self.prepared:
+                self.prepare()
+            self.order_gathers_after_writes()
+            self._ahead = True
+        self.unshard()
+
+    def expire(self) -> None:
+        fresh = self._ahead or self._kept
+        self._ahead = self._kept = False
+        super().expire()
+        # Gathered for the forward that starts now, or kept for it by a backward under ``no_sync``.
+        self._expired = self._expired and not fresh
+
+
+def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError:
+    """The error for offloaded parameters that a user moved off the CPU."""
+    return DeviceError(
+        f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {device}. Make sure to not "
+        f"move the module from CPU when offloading parameters. The first of them is '{name}' (rank {rank})."
+    )
+
+
+def _parked(offload: OffloadManager, spec: UnitSpec, master: torch.Tensor) -> torch.Tensor:
+    return offload.place(spec, master) if offload.capabilities.parks else master
+
+
+class FlatOriginal(MasterViews):
+    """One flat parameter over the whole master."""
+
+    def __init__(self, flat_param: FlatParameter, layout: FlatLayout, master: torch.Tensor) -> None:
+        self._flat_param = flat_param
+        self._layout = layout
+        self._master = master
+        self.tensors = [flat_param]
+        self._trained = flat_param.requires_grad
+        self.expose()
+
+    @property
+    def gradient_targets(self) -> list[GradientTarget]:
+        return [GradientTarget(self._flat_param, 0, tuple(self._master.shape), (1,))]
+
+    @property
+    def trained(self) -> list[bool]:
+        return [self._flat_param.requires_grad] * len(self._layout.slots)
+
+    def expose(self) -> None:
+        self._flat_param.data = self._master
+
+    def take_up_changes(self) -> bool:
+        return self.retrained()
+
+    def retrained(self) -> bool:
+        before, self._trained = self._trained, self._flat_param.requires_grad
+        return before != self._trained
+
+    def refuse_changes(self, *, held: bool) -> None:
+        """Nothing: no parameter is within the user's reach."""
+
+
+class FlatBindings(Bindings):
+    """Plain tensors under the parameters' names, in ``module.__dict__``.
+
+    ``_parameters`` would make them the module's own again: in ``named_parameters``, in state dicts, in optimizers.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor], *, guarded: bool
+    ) -> None:
+        super().__init__(parameters, leaves, guarded=guarded)
+        # Whole views were left there when the parameters were flattened.
+        self.shown = Shown.VIEWS
+        self.show(Shown.ORIGINALS)
+
+    def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
+        swaps: dict[nn.Module, Swap] = {}
+        for parameter, leaf in zip(self._parameters, leaves, strict=True):
+            guard = ShardedParameter.of(parameter)
+            outside = guard if self._elsewhere is Shown.GUARDS else leaf.detach()
+            for module, attribute in parameter.sites:
+                swap = swaps.setdefault(module, Swap(module.__dict__, {shown: {} for shown in Shown}))
+                swap.of[Shown.VIEWS][attribute] = leaf
+                swap.of[Shown.ORIGINALS][attribute] = swap.of[Shown.GUARDS][attribute] = outside
+        return swaps
+
+    def _add_guards(self) -> None:
+        """They are there already: outside of compute, too, nothing else stands under the names."""
+
+
+class ReplacedParameters:
+    """Parameters that a flat one took the place of. No module has them any more: their optimizer updates nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches = False
+        # What each was called, and on which rank.
+        self._replaced: Any = WeakTensorKeyDictionary()
+        # Optimizers that hold none of them, and how many parameter groups they had.
+        self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+    def add(self, parameters: Sequence[nn.Parameter], names: Sequence[str], rank: int) -> None:
+        """Refuse optimizers of ``parameters``, which had ``names``, from now on."""
+        with self._lock:
+            for parameter, name in zip(parameters, names, strict=True):
+                self._replaced[parameter] = name, rank
+            self._passed.clear()
+            if not self._watches:
+                register_optimizer_step_pre_hook(self.before_step)
+                self._watches = True
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """To be called before each step of each optimizer.
+
+        Raises:
+            ConfigError: it holds a trained parameter that was replaced.
+        """
+        if torch.compiler.is_compiling() or self._passed.get(optimizer) == len(optimizer.param_groups):
+            return
+        for parameter in (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad):
+            found = self._replaced.get(parameter)
+            if found is not None:
+                name, rank = found
+                raise ConfigError(
+                    f"{type(optimizer).__name__} holds '{name}', which a flat parameter took the place of (rank "
+                    f"{rank}, use_orig_params=False): it would never be updated. Make the optimizer from "
+                    "model.parameters() behind the sharding, or pass use_orig_params=True."
+                )
+        self._passed[optimizer] = len(optimizer.param_groups)
+
+
+#: Optimizers are one for the whole process, and know of no model.
+replaced_parameters = ReplacedParameters()
+
+
+class FSDPPrecision(PrecisionCaster):
+    """The dtypes of one FSDP instance. Inputs and buffers are cast by the instance, whose root has its own rules."""
+
+    def __init__(self, mixed_precision: MixedPrecision, full_precision_in_eval: bool) -> None:
+        self._settings = mixed_precision
+        self._full_precision_in_eval = full_precision_in_eval
+
+    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+        """Gradients travel in the dtype in which they are reduced, as FSDP's do."""
+        master = unit.master_dtype
+        compute = self._settings.param_dtype or master
+        reduce = self._settings.reduce_dtype or compute
+        grad = reduce if self._settings.keep_low_precision_grads else master
+        return UnitDtypes(compute=compute, wire=reduce, reduce=reduce, grad=grad)
+
+    def full_precision_in_eval(self, unit: UnitSpec) -> bool:
+        return self._full_precision_in_eval

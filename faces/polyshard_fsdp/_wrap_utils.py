@@ -1,0 +1,174 @@
+"""Carrying out an ``auto_wrap_policy`` below the root, which the constructor wraps itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from polyshard.errors import AlreadyShardedError, ConfigError
+from polyshard.extension import iter_tensors
+from polyshard_plugins.precision import make_input_cast, make_output_cast
+from torch import nn
+
+from ._common_utils import _get_module_fsdp_state
+from .wrap import (
+    WRAP_OVERRIDES,
+    FunctionPolicy,
+    _or_policy,
+    _Policy,
+    _post_order_apply,
+    _recursive_wrap,
+    _wrap_module_cls_individually,
+)
+
+
+def _auto_wrap(
+    root_module: nn.Module,
+    policy: FunctionPolicy | _Policy,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    root_kwargs: dict[str, Any],
+    fsdp_fn: Callable[..., nn.Module],
+) -> None:
+    """Call ``fsdp_fn(module, **kwargs)`` for what ``policy`` chooses in ``root_module``, children first.
+
+    ``root_module`` is not wrapped itself, even where ``policy``, a function or a policy object, chooses it.
+    ``root_kwargs`` are the arguments of the root's wrapper but the module and the policy; with ``mixed_precision``,
+    modules of its ``_module_classes_to_ignore`` are wrapped apart without it.
+
+    Raises:
+        AlreadyShardedError: (a ``ValueError``) something in ``root_module`` is an FSDP instance.
+        ConfigError: (a ``ValueError``) a policy object chose a module with frozen and trainable parameters, and
+            ``use_orig_params`` is False.
+    """
+    for module_name, module in root_module.named_modules():
+        if _get_module_fsdp_state(module) is not None:
+            raise AlreadyShardedError(
+                f"FSDP auto wrapping requires modules to not already have FSDP applied but found {module_name} in\n"
+                f"{root_module}\nLet the policy choose {module_name} too, or wrap by hand all the way up."
+            )
+    mixed_precision = root_kwargs["mixed_precision"]
+    apart = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
+    if not isinstance(policy, _Policy):
+        if mixed_precision is not None:
+            also = partial(_wrap_module_cls_individually, module_classes=apart)
+            policy = partial(_or_policy, policies=[policy, also])
+            _compute_in_float32(root_module, apart)
+        _recursive_wrap(root_module, policy, fsdp_fn, ignored_modules, ignored_params, **root_kwargs)
+        return
+    plan = policy._run_policy(root_module, ignored_modules, root_kwargs)
+    if mixed_precision is not None:
+        for module in root_module.modules():
+            if module not in ignored_modules and isinstance(module, apart):
+                plan[module] = {**plan.get(module, root_kwargs), "mixed_precision": None}
+    _validate_frozen_params(root_module, set(plan), ignored_params, root_kwargs.get("use_orig_params", False))
+    if mixed_precision is not None:
+        _compute_in_float32(root_module, apart)
+    plan.pop(root_module, None)
+    _post_order_apply(root_module, lambda module: fsdp_fn(module, **plan[module]) if module in plan else None)
+
+
+def _compute_in_float32(root: nn.Module, classes: Iterable[type[nn.Module]]) -> None:
+    """Make every module in ``root`` of these classes compute in float32, wrapped without mixed precision.
+
+    Floating-point inputs of their forwards are cast to float32 and outputs back, so that the modules after them see the
+    precision that they expect.
+    """
+    chosen = [module for module in root.modules() if isinstance(module, tuple(classes))]
+    for module in chosen:
+        setattr(module, WRAP_OVERRIDES, {"mixed_precision": None})
+        casts = _Float32Casts()
+        module.register_forward_pre_hook(casts.before, with_kwargs=True)
+        module.register_forward_hook(casts.after)
+    if chosen:
+        # "instacnes" is how torch.distributed.fsdp spells it, and what filters match.
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped module has "
+            f"submodules of type:\n{ {type(module) for module in chosen} }\nThese modules will be wrapped as separate "
+            "FSDP instacnes with mixed precision disabled.",
+            stacklevel=2,
+        )
+
+
+class _Float32Casts:
+    """The casts before and after one module's forward."""
+
+    def __init__(self) -> None:
+        self._cast_inputs = make_input_cast(torch.float32)
+        # The dtype of the last floating-point input: outputs and inputs need not pair up, and one must be chosen.
+        self._outside = torch.float32
+
+    def before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for tensor in iter_tensors((args, kwargs)):
+            if tensor.is_floating_point():
+                self._outside = tensor.dtype
+        return self._cast_inputs(args, kwargs)
+
+    def after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return make_output_cast(self._outside)(output)
+
+
+def _validate_frozen_params(
+    root_module: nn.Module,
+    modules_to_wrap: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    use_orig_params: bool,
+) -> None:
+    """Check that no wrapper would hold frozen and trainable parameters together.
+
+    The first module, children before parents, that would raises ``ConfigError`` (a ``ValueError``) with
+    ``use_orig_params=False``: its one flat parameter needs one ``requires_grad``. Otherwise each is a ``UserWarning``:
+    its gradient buffer has room for the frozen parameters as well.
+    """
+    seen = {root_module}
+
+    def held_by_outer(name: str, module: nn.Module) -> dict[nn.Parameter, str]:
+        """Parameters in ``module`` that are left to a wrapper outside it, each with its name from the root."""
+        prefix = f"{name}." if name else ""
+        left = {
+            parameter: prefix + own_name
+            for own_name, parameter in module.named_parameters(recurse=False)
+            if parameter not in ignored_params
+        }
+        for child_name, child in module.named_children():
+            if child not in seen:
+                seen.add(child)
+                left.update(held_by_outer(prefix + child_name, child))
+        if module not in modules_to_wrap:
+            return left
+        _check_uniformly_frozen(name, left, use_orig_params)
+        return {}
+
+    held_by_outer("", root_module)
+
+
+def _check_uniformly_frozen(module_name: str, names: dict[nn.Parameter, str], use_orig_params: bool) -> None:
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    frozen = [parameter for parameter in names if not parameter.requires_grad]
+    if not trainable or not frozen:
+        return
+    if use_orig_params:
+        consequence = (
+            "We do not recommend wrapping such modules since the gradient memory usage will be higher than expected "
+            f"({_numel(names)} numel instead of {_numel(trainable)} numel before sharding via reduce-scatter)."
+        )
+    else:
+        consequence = "FSDP does not support wrapping such modules when use_orig_params=False."
+    message = (
+        f"{module_name} has both parameters with requires_grad=True and False. {consequence} "
+        "If possible, wrap the frozen parameters with FSDP separately.\n"
+        f"The following parameters have requires_grad=True:\n{[names[parameter] for parameter in trainable]}\n"
+        f"The following parameters have requires_grad=False:\n{[names[parameter] for parameter in frozen]}"
+    )
+    if not use_orig_params:
+        raise ConfigError(message)
+    warnings.warn(message, stacklevel=2)
+
+
+def _numel(parameters: Collection[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

@@ -1,0 +1,497 @@
+"""The wrapper: PyTorch's ``FullyShardedDataParallel`` on polyshard's engine."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError
+from polyshard.extension import clip_grad_norm
+from torch import nn
+
+from . import _init_utils, _optim_utils, _state_dict_utils, _unshard_param_utils, api
+from ._common_utils import FLAT_PARAM as FLAT_PARAM
+from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
+from ._gradients import HookedGrid
+from ._optim_utils import Form, OptimInput
+from ._state import Arguments, FSDPInstance
+from ._traversal_utils import _get_fsdp_states
+from ._wrap_utils import _auto_wrap
+from .api import *  # noqa: F403
+from .api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+__all__ = ["FullyShardedDataParallel"]
+__all__ += api.__all__
+
+
+class _UnshardHandle:
+    """A gather that was issued ahead of its forward."""
+
+    def __init__(self, instance: FSDPInstance) -> None:
+        self._instance = instance
+
+    def wait(self) -> None:
+        """Order compute after it; nothing to do the second time."""
+        unit = self._instance._flat_unit
+        if unit is not None:
+            unit.wait()
+
+
+def _require(value: object, kind: type, argument: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigTypeError(f"`{argument}` should be a {kind.__name__} but got {value!r} of {type(value)}.")
+
+
+def _noted(error: ConfigAssertionError, note: str) -> ConfigAssertionError:
+    # Programs written for FSDP match these messages whole: where and what to do go beside them.
+    error.add_note(note)
+    return error
+
+
+class FullyShardedDataParallel(nn.Module, FSDPInstance):
+    """Shards the parameters of ``module`` over ranks, and gathers them for its forward and backward.
+
+    Instances may stand inside one another; each holds the parameters that no inner one has. The outermost is found
+    when it is first used. Attributes and items that the wrapper lacks are the module's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+    ) -> None:
+        """Shard ``module`` in place. Arguments mean what they mean to torch's wrapper, but for these:
+
+        Args:
+            process_group: The ranks; a (shard, replicate) pair for hybrid strategies; a ``Collectives``; or anything
+                with ``rank()`` and ``size()``, with which the model can be wrapped and not run.
+            limit_all_gathers: Accepted. Memory is bounded by events on the device; the host never waits.
+            device_mesh: One-dimensional, or two-dimensional (replicate, shard) for hybrid strategies.
+
+        Raises:
+            ConfigError, ParameterError, DeviceError, AlreadyShardedError: before anything is changed or sent.
+        """
+        nn.Module.__init__(self)
+        _require(sharding_strategy, ShardingStrategy, "sharding_strategy")
+        _require(cpu_offload, CPUOffload, "cpu_offload")
+        _require(backward_prefetch, BackwardPrefetch, "backward_prefetch")
+        _require(mixed_precision, MixedPrecision, "mixed_precision")
+        given = Arguments(
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            device_mesh=device_mesh,
+        )
+        init = _init_utils
+        init.warn_about_container(module)
+        managed = init.find_managed(module, ignored_modules, ignored_states)
+        device_type = init.device_type_of(managed, device_id)
+        groups = init.resolve_groups(sharding_strategy, process_group, device_mesh, auto_wrap_policy, device_type)
+        device = init.explicit_device(device_id, groups.rank)
+        init.check_parameters(managed, device, groups.rank, param_init_fn)
+        if auto_wrap_policy is not None:
+            inside = given.inside(groups, managed.ignored_parameters)
+            ignored = set(managed.ignored_modules), set(managed.ignored_parameters)
+            _auto_wrap(module, auto_wrap_policy, *ignored, inside, FullyShardedDataParallel)
+        strategy = init.effective_strategy(sharding_strategy, groups.world_size)
+        init.check_devices(managed, device, groups.rank)
+        init.materialize(managed, param_init_fn, device or init.current_device(device_type))
+        init.move_to(managed, device, device_type)
+        computes_on = init.compute_device(managed, device, device_type, groups.rank)
+        if sync_module_states:
+            init.sync_module_states(managed, groups, computes_on)
+        self._configure(given, strategy, groups, managed, computes_on)
+        self._flatten(self)
+        _state_dict_utils._register_all_state_dict_hooks(self)
+        self._fsdp_wrapped_module = module
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, with whole parameters."""
+        args, kwargs = self._forward.pre_forward(self, args, kwargs)
+        try:
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+        except BaseException:
+            self._forward.post_forward(self, args, kwargs, None)
+            raise
+        return self._forward.post_forward(self, args, kwargs, output)
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost instance."""
+        self._become_root()
+        return bool(self._is_root)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Every instance in ``module``, itself included; ``root_only``: those that are outermost."""
+        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        return [each for each in found if each.check_is_root()] if root_only else found
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """``nn.Module.apply``, with this instance's parameters whole while ``fn`` runs; what it writes is kept."""
+        uninitialized = self._is_root is None
+        self._assert_state(TrainingState.IDLE)
+        with _unshard_param_utils._unshard_params(self, False, True, False, False, False):
+            applied = super().apply(fn)
+        if uninitialized and self._is_root:
+            self._forget_root()
+        return applied
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """A context in which the parameters of all instances in ``module`` are whole, in their original dtype.
+
+        With ``writeback=False`` changes are dropped, but with ``NO_SHARD``, where nothing is copied.
+
+        Raises:
+            NotImplementedError: a combination that is not served.
+            AssertionError: inside a forward, a backward, or another such context.
+        """
+        with _unshard_param_utils._unshard_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank, whole; the next one outside reduces the sum.
+
+        Raises:
+            RuntimeError: this is not the outermost instance.
+        """
+        self._become_root()
+        if not self._is_root or self._root is None:
+            raise StateError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module. "
+                f"This one is '{self._module_state.name}' (rank {self.rank})."
+            )
+        self._assert_state(TrainingState.IDLE)
+        root = self._root
+        before, root.synchronises = root.synchronises, False
+        try:
+            yield
+        finally:
+            root.synchronises = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Scale gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+
+        It is computed in fp32 (fp64 for fp64 gradients), and returned in the dtype to which those of this rank's
+        gradients promote, on the compute device. Warns where this rank has none.
+
+        Raises:
+            RuntimeError: this is not the outermost instance.
+        """
+        self._become_root()
+        if not self._is_root or self._root is None:
+            raise StateError(
+                "`clip_grad_norm_()` should only be called on the root FSDP instance, and this one is "
+                f"'{self._module_state.name}' (rank {self.rank})."
+            )
+        self._assert_state(TrainingState.IDLE)
+        total = clip_grad_norm(self._root, self, float(max_norm), float(norm_type))
+        parameters = {each for unit in self._root.units for each in unit.originals.tensors} | set(self.parameters())
+        dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
+        if not dtypes:
+            warnings.warn(
+                f"Called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients -- returning the total norm in "
+                f"the default dtype {torch.float32}",
+                stacklevel=3,
+            )
+        return total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients by ``hook`` from now on.
+
+        ``hook(state, gradient)`` reduces a whole gradient in place, with ``NO_SHARD``; ``hook(state, gradient, shard)``
+        writes this rank's part of the sum into ``shard``.
+
+        Raises:
+            AssertionError: this is not the outermost instance, the strategy is hybrid, or there is a hook already.
+            ValueError: ``hook`` cannot be called.
+        """
+        if not self.check_is_root():
+            raise _noted(
+                ConfigAssertionError("register_comm_hook can only be called on a root instance."),
+                f"This one is '{self._module_state.name}' (rank {self.rank}). Call it on the outermost.",
+            )
+        if not callable(hook):
+            raise ConfigError(f"The communication hook must be callable but got {hook} (rank {self.rank}).")
+        instances: list[FSDPInstance] = _get_fsdp_states(self)
+        for each in instances:
+            if each.sharding_strategy in _init_utils.HYBRID_SHARDING_STRATEGIES:
+                raise ConfigAssertionError(
+                    f"Communication hook is not supported for hybrid strategies: {each.sharding_strategy} "
+                    f"(rank {self.rank})."
+                )
+            if each._comm_hook is not None:
+                raise _noted(
+                    ConfigAssertionError("A communication hook is already registered"),
+                    f"On {each._where}. Construct the model anew to change it.",
+                )
+        for each in instances:
+            each._comm_hook, each._comm_hook_state = hook, state
+            if (unit := each._flat_unit) is not None:
+                grid = unit.grid
+                unit.grid = HookedGrid(grid.world, grid.shard, grid.replicate, hook, state)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set what ``state_dict`` of every instance in ``module`` makes; returns the settings before."""
+        return _state_dict_utils._set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings that all instances in ``module`` share."""
+        return _state_dict_utils._get_state_dict_type(module)
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """``set_state_dict_type`` for the time of a context."""
+        before = _state_dict_utils._set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        return _state_dict_utils._restoring_type(module, before)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The state of ``optim``, by parameter names, in the form that the state dict type says."""
+        settings = _optim_utils.settings_of(model)
+        config = settings.optim_state_dict_config
+        distributed = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
+        form = Form(distributed, config.offload_to_cpu, getattr(config, "rank0_only", False))
+        return _optim_utils.gather(model, optim, optim_state_dict, group, form)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The result of ``optim_state_dict``, as ``optim.load_state_dict`` takes it on this rank.
+
+        With ``rank0_only`` in the settings, rank 0's is used and sent to the others.
+        """
+        config = _optim_utils.settings_of(model).optim_state_dict_config
+        first = getattr(config, "rank0_only", False)
+        loaded = _optim_utils.load(model, optim_state_dict, optim, group, rank0_only=first, named=is_named_optimizer)
+        if load_directly:
+            optim.load_state_dict(loaded)
+        return loaded
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The whole state of ``optim`` by parameter names; deprecated for ``optim_state_dict``."""
+        _warn_replaced("full_optim_state_dict", "optim_state_dict", optim_input)
+        return _optim_utils.gather(model, optim, None, group, Form(False, True, rank0_only), optim_input)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
+        """The state of ``optim`` as distributed tensors; deprecated for ``optim_state_dict``."""
+        _warn_replaced("sharded_optim_state_dict", "optim_state_dict", None)
+        return _optim_utils.gather(model, optim, None, group, Form(True, True, False))
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """This rank's part of a whole state dict; deprecated for ``optim_state_dict_to_load``."""
+        _warn_replaced("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        return _optim_utils.load(model, full_optim_state_dict, optim, None, optim_input)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """This rank's part of a distributed state dict; deprecated for ``optim_state_dict_to_load``."""
+        _warn_replaced("flatten_sharded_optim_state_dict", "optim_state_dict_to_load", None)
+        return _optim_utils.load(model, sharded_optim_state_dict, optim)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """This rank's part of rank 0's whole state dict; deprecated for ``optim_state_dict_to_load``."""
+        _warn_replaced("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        return _optim_utils.load(model, full_optim_state_dict, optim, group, optim_input, rank0_only=True)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """``optim_state_dict`` keyed by parameter names, or by positions in the optimizer of ``model``.
+
+        Raises:
+            ValueError: some of its keys are names and others positions.
+            KeyError: one of them stands for no parameter of the optimizer.
+            AssertionError: no ``OptimStateKeyType``.
+        """
+        if not isinstance(optim_state_key_type, OptimStateKeyType):
+            raise ConfigAssertionError(
+                f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {optim_state_key_type}."
+            )
+        _warn_about_input(optim_input)
+        to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+        return _optim_utils.rekey(optim_state_dict, to_names, model, optim_input, optim)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; inside ``summon_full_params`` the names are the module's own."""
+        clean = self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield (name.replace(FSDP_PREFIX, "") if clean else name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of any module; inside ``summon_full_params`` the names are the module's own."""
+        clean = self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (name.replace(FSDP_PREFIX, "") if clean else name), buffer
+
+    def _unshard(self, async_op: bool = False) -> _UnshardHandle | None:
+        """Gather the parameters ahead of the forward; returns what waits for them, unless it has waited already."""
+        self._become_root()
+        if self._flat_unit is not None:
+            self._flat_unit.gather_ahead()
+        handle = _UnshardHandle(self)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Order the current stream after every gather so far."""
+        self._become_root()
+        assert self._root is not None
+        self._root.streams.follow()
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Raises ``ValueError`` unless this instance is in that state, or in one of those."""
+        _assert_in_training_states(self, [state] if isinstance(state, TrainingState) else state)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
+        instances: list[FSDPInstance] = _get_fsdp_states(self)
+        for unit in (each._flat_unit for each in instances if each._flat_unit is not None):
+            # Asked of all before any is changed, and without their memory.
+            unit.refuse_unreduced(fn(torch.empty(0, dtype=unit.master.dtype, device=unit.master.device)))
+        # `to`, `half`, `cuda` act on the flat parameter: applied to shards that view it, they would tear it apart.
+        with self._as_flat_parameters():
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # Called by the functions of `torch.distributed.checkpoint.state_dict`, before they send anything.
+        _state_dict_utils.refuse_checkpoint_call(self)
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == FSDP_WRAPPED_MODULE:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+
+def _warn_replaced(current: str, replacement: str, optim_input: OptimInput) -> None:
+    warnings.warn(
+        f"``FullyShardedDataParallel.{current}``is being deprecated and is replaced by "
+        f"``FullyShardedDataParallel.{replacement}``. ``FullyShardedDataParallel.{current}`` may be removed after "
+        "PyTorch 2.2.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    _warn_about_input(optim_input)
+
+
+def _warn_about_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You may remove it from "
+            "your code without changing its functionality.",
+            FutureWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,210 @@
+"""``fully_shard`` and the functions beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, ParameterError, StateError
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, refuse_unshardable, root_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._placed import Placed
+from ._settings import config_for, mesh_for, refuse_placements
+from ._state import STATE_ATTRIBUTE, Asked, State, state_of
+from .fsdp_module import FSDPModule, class_of
+from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+M = TypeVar("M", bound=nn.Module)
+
+_WHOLE = MixedPrecisionPolicy()
+_HERE = OffloadPolicy()
+
+
+@overload
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> M: ...
+@overload
+def fully_shard(
+    module: list[M],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[M]: ...
+def fully_shard(
+    module: M | list[M],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
+    mp_policy: MixedPrecisionPolicy = _WHOLE,
+    offload_policy: OffloadPolicy = _HERE,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> M | list[M]:
+    """Shard what in ``module`` is not sharded yet, in place, over ``mesh``; returns ``module``, now an ``FSDPModule``.
+
+    To be called from the inside out. ``module.parameters()`` are the same objects as before, each now of this rank's
+    rows, ``(rows, ...)``: those that ``Shard(0)`` gives it. ``state_dict()`` has them as ``DTensor``.
+
+    Parameters on the meta device get memory, and are sharded, by ``to_empty``. Until the first forward, what reads a
+    parameter of such a module as its attribute sees all of it, and may initialise it.
+
+    Args:
+        module: A module, or a list of modules; parameters that several of a list share are left to the call around.
+        mesh: One dimension to shard over, or two: (replicate, shard). All ranks where None.
+        reshard_after_forward: Whether parameters are released after forward. None: but for the outermost module's.
+        shard_placement_fn: May answer ``None`` or ``Shard(0)`` for a parameter.
+        mp_policy: Dtypes.
+        offload_policy: Where shards live between uses.
+        ignored_params: Parameters that stay as they are.
+        dp_mesh_dims: Refused.
+
+    Raises:
+        ConfigError, UnsupportedError: an argument cannot be honoured.
+        AlreadyShardedError: a module, or a parameter of it, is sharded already.
+        ShardingError, RankMismatchError: as ``polyshard.fully_shard``.
+    """
+    modules = _modules(module)
+    over = mesh_for(mesh, dp_mesh_dims)
+    config = config_for(over, reshard_after_forward, mp_policy, offload_policy)
+    ignored = frozenset(ignored_params or ())
+    shared = _shared(modules) - ignored
+    for each in modules:
+        _refuse_unreduced(each)
+        named = _unsharded_parameters(each, ignored | shared)
+        _refuse_sharded_elsewhere(each, named)
+        _refuse_scalars(named)
+        refuse_placements(named.items(), shard_placement_fn)
+    for each in modules:
+        own = frozenset(parameter for parameter in each.parameters() if parameter in shared)
+        waits = any(parameter.is_meta for parameter in _unsharded_parameters(each, ignored | shared).values()) or any(
+            state is not None and state.waits for state in map(state_of, each.modules())
+        )
+        state = State(each, Asked(config, ignored | own, Placed.on(over)), waits, tuple(own))
+        if waits:
+            refuse_unshardable(each, ignored_parameters=ignored | own)
+            state.wait()
+        else:
+            state.cut()
+        each.__dict__[STATE_ATTRIBUTE] = state
+        kind: Any = type(each)
+        each.__class__ = class_of(kind)
+    return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` see whole parameters, as ``forward`` does. Nothing for other modules.
+
+    Raises:
+        ConfigError: it has no such method.
+    """
+    state = state_of(module)
+    if state is None:
+        return
+    if not hasattr(module, method_name):
+        raise ConfigError(f"{type(module)} does not have a method {method_name}. Name a method that computes.")
+    state.methods.append(method_name)
+    state.apply()
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Nothing: models over the same ranks share communicators.
+
+    Raises:
+        ConfigError: some of ``modules`` are no ``FSDPModule``.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(f"Expects list of FSDPModules but got {module}. Give modules that are sharded.")
+
+
+def _modules(module: object) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    found: list[nn.Module] = []
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ConfigTypeError(f"fully_shard expects a module or a list of modules, but got {each!r}.")
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ConfigError(
+                f"fully_shard does not support containers that do not implement forward: {each}. Shard the modules in "
+                "it one by one."
+            )
+        if isinstance(each, FSDPModule) or each in found:
+            raise AlreadyShardedError(
+                f"fully_shard has already been applied to this {type(each).__name__}. Call it once for each module."
+            )
+        found.append(each)
+    if not found:
+        raise ConfigError("fully_shard got an empty list. Give a module, or some.")
+    return found
+
+
+def _shared(modules: Sequence[nn.Module]) -> frozenset[nn.Parameter]:
+    """Parameters that several of ``modules`` use."""
+    users: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            users.setdefault(parameter, set()).add(module)
+    return frozenset(parameter for parameter, using in users.items() if len(using) > 1)
+
+
+def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """What ``fully_shard(module)`` is to shard, by name."""
+    inside = {
+        parameter
+        for inner in module.modules()
+        if MODULE_STATE_ATTRIBUTE in inner.__dict__ or state_of(inner) is not None
+        for parameter in inner.parameters()
+    }
+    left = {parameter for inner in module.modules() for parameter in getattr(state_of(inner), "left", ())}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter not in ignored and (parameter not in inside or parameter in left)
+    }
+
+
+def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
+    for name, found in zip(named, live_roots.find(list(named.values())), strict=True):
+        if found is not None:
+            raise AlreadyShardedError(
+                f"Parameter '{name}' of this {type(module).__name__} is shared with a module that is sharded already: "
+                f"it is that of unit '{found.unit.name}' (rank {found.root.rank}). Give both modules to fully_shard as "
+                "one list, and call it on the module around them."
+            )
+
+
+def _refuse_scalars(named: dict[str, nn.Parameter]) -> None:
+    for name, parameter in named.items():
+        if parameter.ndim == 0:
+            raise ParameterError(
+                f"fully_shard doesn't support scalar parameters, which have no rows: Shard(0) of '{name}' is nothing. "
+                "Change it to a 1D tensor with numel equal to 1, pass it in ignored_params, or shard the model with "
+                "polyshard.shard."
+            )
+
+
+def _refuse_unreduced(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        module_state = inner.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        if module_state is not None and not root_of(module_state).synchronises:
+            raise StateError(
+                f"set_requires_gradient_sync(False) was called on '{name}' before fully_shard around it. Call it on "
+                "the outermost module."
+            )

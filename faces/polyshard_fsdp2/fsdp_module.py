@@ -1,0 +1,378 @@
+"""What a module becomes a subclass of by ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NoReturn, cast
+
+import torch
+from polyshard.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
+from polyshard.extension import Phase, Unit, is_meta, root_of, unshard_due
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ._initialising import Initialising, watch
+from ._placed import hollow_dtensor
+from ._state import State, outermost, state_of, target_device
+
+
+class UnshardHandle:
+    """What ``FSDPModule.unshard(async_op=True)`` returns."""
+
+    def __init__(self, units: Sequence[Unit] = ()) -> None:
+        self._units: Sequence[Unit] = units
+
+    def wait(self) -> None:
+        """Order compute after the gather, and let the module hold whole parameters."""
+        units, self._units = self._units, ()
+        for unit in units:
+            if unit.due:
+                # A forward used it and let go of it.
+                continue
+            unit.wait()
+            unit.show()
+
+
+class FSDPModule:
+    """The methods of a module that was given to ``fully_shard``.
+
+    Those that say so do nothing, since the engine decides by itself what they are for.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object of the class that the module had before: a slice of a ``Sequential`` is made by its class."""
+        original: Any = cls.__mro__[2]
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this module, not those of other sharded modules inside.
+
+        Until ``reshard()`` or its next forward the module holds whole parameters in compute dtype. That forward makes
+        no gather of its own: what an optimizer wrote in between is not in it.
+
+        Args:
+            async_op: Return at once, with a handle whose ``wait()`` shows the parameters. A forward waits by itself.
+
+        Raises:
+            StateError: the parameters have no memory yet, or inside of ``polyshard.unsharded``.
+        """
+        state = _state(self)
+        _refuse_waiting(state, "unshard()")
+        state.end_initialising()
+        module_state = state.module_state
+        units = tuple(unit for unit in module_state.units if not unit.permanent) if module_state is not None else ()
+        if module_state is not None and units:
+            root = root_of(module_state)
+            root.leave_failed_backward()
+            root.refuse_ended("unshard()")
+            if root.unsharded:
+                raise StateError(
+                    f"unshard() was called inside of polyshard.unsharded (rank {root.rank}), where parameters are "
+                    "whole. Leave the context first."
+                )
+            rests = root.phase is Phase.IDLE
+            if rests:
+                root.begin_gathers()
+            for unit in units:
+                if rests and not unit.ahead:
+                    unit.take_up_changes()
+                if not unit.prepared:
+                    unit.prepare()
+                unit.choose_buffer(module_state.governing.training)
+            unshard_due(units)
+            for unit in units:
+                unit.ahead = rests
+        handle = UnshardHandle(units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Release the whole parameters of this module, and hold pieces again."""
+        module_state = _state(self).module_state
+        if module_state is not None:
+            for unit in module_state.units:
+                unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Give up a forward or backward that raised; gradients that wait are dropped.
+
+        The next forward does so by itself.
+
+        Raises:
+            StateError: this is not the root FSDP module.
+        """
+        outermost(_state(self), "reset_iter_state").abandon()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce gradients, from now on; where not, they wait whole on this rank.
+
+        Raises:
+            UnsupportedError: ``recurse`` is False and other modules inside are sharded.
+            StateError: this is not the root FSDP module, or has no memory yet.
+        """
+        root = outermost(_state(self), "set_requires_gradient_sync")
+        if not recurse and len(root.module_states) > 1:
+            raise UnsupportedError(
+                f"set_requires_gradient_sync(recurse=False) on a module with {len(root.module_states) - 1} sharded "
+                f"modules inside (rank {root.rank}): the engine reduces all gradients of a model or none. Leave "
+                "recurse out."
+            )
+        root.synchronises = bool(requires_gradient_sync)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are released after forward, from now on.
+
+        Raises:
+            ConfigError: it is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}. Give True or False."
+            )
+        for state in _states(self, recurse):
+            state.reshard = reshard_after_forward
+            state.apply()
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this module's gradients over ranks by ``factor`` instead of the number of ranks.
+
+        Not of other sharded modules inside.
+
+        Raises:
+            ConfigError: ``factor`` is not positive.
+            UnsupportedError: on one rank without casts, nothing reduces gradients that could be divided.
+        """
+        if not factor > 0:
+            raise ConfigError(f"set_gradient_divide_factor got {factor!r}. Give a number above 0.")
+        state = _state(self)
+        before, state.factor = state.factor, float(factor)
+        try:
+            state.apply()
+        except UnsupportedError:
+            state.factor = before
+            raise
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the present stream wait for ``event``, behind which gathers of the next forward begin."""
+        event.wait()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Nothing: each backward waits for its reductions when it ends."""
+        _state(self)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Nothing: each reduction is over all replicas. The sum over microbatches is the same."""
+        _state(self)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Nothing: parameters are released after each backward."""
+        _state(self)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Nothing: the engine prefetches by the order that it recorded.
+
+        Raises:
+            ConfigError: some of ``modules`` are no ``FSDPModule``.
+        """
+        _refuse_others(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Nothing, as ``set_modules_to_forward_prefetch``.
+
+        Raises:
+            ConfigError: some of ``modules`` are no ``FSDPModule``.
+        """
+        _refuse_others(modules)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Nothing: which operation makes the mean is the collectives'."""
+        _state(self)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Nothing: what a forward ran takes part in the reduction, with zeros where this rank has no gradient."""
+        _state(self)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Nothing: two reductions are alive at most.
+
+        Raises:
+            ConfigTypeError: it is no int.
+            ConfigError: it is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise ConfigTypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}. Give 1 or more."
+            )
+        if max_input_buffers < 1:
+            raise ConfigError(f"max_input_buffers must be a positive int, got {max_input_buffers}.")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Nothing: reductions have a communicator of their own."""
+        _state(self)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Nothing: an embedding is not gathered for its backward, and everything else is."""
+        _state(self)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Nothing: large gathers use memory that NCCL has registered."""
+        _state(self)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Nothing, as ``set_allocate_memory_from_process_group_for_comm``."""
+        _state(self)
+
+    def set_custom_all_gather(self, comm: object) -> NoReturn:
+        """Refused.
+
+        Raises:
+            UnsupportedError: always; says what to write instead.
+        """
+        _refuse_communication("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+        """Refused.
+
+        Raises:
+            UnsupportedError: always; says what to write instead.
+        """
+        _refuse_communication("set_custom_reduce_scatter")
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: object = None) -> NoReturn:
+        """Refused.
+
+        Raises:
+            UnsupportedError: always; says what to write instead.
+        """
+        _refuse_communication("set_all_reduce_hook")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """``nn.Module.state_dict``, of ``DTensor`` where parameters are sharded. Nothing is communicated.
+
+        Of parameters on the meta device, which are not sharded yet, these are on the meta device too.
+        """
+        state = _state(self)
+        found = cast("Any", super()).state_dict(*args, **kwargs)
+        if state.waits:
+            # Inner ones have answered for theirs.
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            for name, parameter in cast("nn.Module", self).named_parameters(remove_duplicate=False):
+                value = found.get(prefix + name)
+                if value is not None and parameter not in state.asked.ignored and not isinstance(value, DTensor):
+                    found[prefix + name] = hollow_dtensor(state.asked.placed, value)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """``nn.Module.load_state_dict``, of such ``DTensor`` or of whole tensors, of which each rank keeps its part.
+
+        With ``assign`` parameters on the meta device get memory for it, and are sharded; buffers that ``state_dict``
+        does not have stay there.
+
+        Raises:
+            StateError: the parameters have no memory yet and ``assign`` is False, or a tensor is none of these.
+        """
+        module = cast("nn.Module", self)
+        waiting = [state for state in _states(self, True) if state.waits]
+        if not waiting:
+            return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
+        missing = [name for name, each in module.named_parameters() if each.is_meta and name not in state_dict]
+        if not assign or missing:
+            why = f"'{missing[0]}' and {len(missing) - 1} more are not in it" if missing else "assign=True is not given"
+            raise StateError(
+                f"load_state_dict() of this {type(self).__name__}, whose parameters are on the meta device, would "
+                f"leave some without values: {why}. Call to_empty(device=...) first, or give all with assign=True."
+            )
+        hollow = [(inner, key) for inner in module.modules() for key, each in inner._buffers.items() if is_meta(each)]
+        before = {(inner, key): inner._buffers[key] for inner, key in hollow}
+        device = waiting[0].asked.config.device
+        module.to_empty(device=device or "cpu")
+        for (inner, key), buffer in before.items():
+            inner._buffers[key] = buffer
+        return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        module = cast("nn.Module", self)
+        waiting = [state for state in _states(self, True) if state.waits]
+        if waiting and recurse and target_device(fn).type != "meta":
+            _give_memory(module, waiting, fn)
+            return self
+        for state in _states(self, recurse):
+            state.end_initialising()
+        return cast("Any", super())._apply(fn, recurse)
+
+
+@cache
+def class_of(original: Any) -> Any:
+    """The subclass of ``original`` that its modules get: the same for all of them."""
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
+
+
+def _give_memory(module: nn.Module, waiting: Sequence[State], fn: Callable[..., Any]) -> None:
+    """Shard what waits inside ``module``, without values, and let whoever initialises it see whole parameters."""
+    hollow = [inner for inner in module.modules() if any(is_meta(each) for each in inner._parameters.values())]
+    watched = watch(hollow)
+    # From the inside out.
+    for state in reversed(waiting):
+        state.cut()
+    module_states = [state.module_state for state in waiting if state.module_state is not None]
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for inner in module.modules():
+        tensors: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
+        for held in tensors:
+            for key, tensor in list(held.items()):
+                if tensor is None or not tensor.is_meta:
+                    continue
+                # Ignored ones, which may be at several places.
+                if tensor not in made:
+                    filled = fn(tensor)
+                    if isinstance(tensor, nn.Parameter):
+                        filled = nn.Parameter(filled, tensor.requires_grad)
+                    made[tensor] = filled
+                held[key] = made[tensor]
+    initialising = Initialising(module_states, watched)
+    for state in waiting:
+        state.initialising = initialising
+
+
+def _state(module: FSDPModule) -> State:
+    state = state_of(cast("nn.Module", module))
+    if state is None:
+        raise StateError(f"This {type(module).__name__} was not given to fully_shard. Call it on one that was.")
+    return state
+
+
+def _states(module: FSDPModule, recurse: bool) -> Iterator[State]:
+    for inner in cast("nn.Module", module).modules() if recurse else (cast("nn.Module", module),):
+        state = state_of(inner)
+        if state is not None:
+            yield state
+
+
+def _refuse_waiting(state: State, call: str) -> None:
+    if state.waits:
+        raise StateError(
+            f"{call} needs parameters, but those of this {type(state.module).__name__} are on the meta device. Call "
+            "to_empty(device=...) on the model first."
+        )
+
+
+def _refuse_others(modules: Iterable[object]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(f"Expects FSDPModule but got {type(module)}: {module}. Give modules that are sharded.")
+
+
+def _refuse_communication(call: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{call}: what moves bytes is a plugin of the engine, one for the whole model. Shard with polyshard.shard and "
+        "collectives=, a name or an object of your own (docs/plugins.md)."
+    )

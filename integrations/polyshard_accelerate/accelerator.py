@@ -1,0 +1,431 @@
+"""Accelerate's ``Accelerator``, whose models polyshard shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+import torch
+from polyshard.api import close, no_sync, shard
+from polyshard.checkpoint.contents import require_saveable
+from polyshard.config import ShardConfig
+from polyshard.errors import ConfigError, UnsupportedError
+from polyshard.inspect import outermost_model
+from polyshard.state import StateForm, StateOptions, get_model_state_dict
+from polyshard_trainers.config import (
+    keeps_whole,
+    on_device,
+    refuse_engines,
+    refuse_other_ranks,
+    with_ranks,
+)
+from polyshard_trainers.models import parameters_of, warn_unsaveable
+from torch import nn
+
+from . import _private, refusals
+from .refusals import refuse_flat, refuse_unreduced, sharded_in, uncompiled
+from .saved_state import Index, TrainingState, tidy
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DynamoBackend,
+        GradientAccumulationPlugin,
+        KwargsHandler,
+        LoggerType,
+        ProjectConfiguration,
+        RNGType,
+        TorchDynamoPlugin,
+    )
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """``accelerate.Accelerator`` with polyshard in the place of DDP; everything else is theirs.
+
+    ``prepare`` shards each model in place and returns it, or what ``torch.compile`` made of it. Parameters stay the
+    same objects, so optimizers may be made before or after. Every rank makes the calls that involve a sharded model.
+    """
+
+    def __init__(
+        self,
+        *,
+        shard: ShardConfig | None = None,
+        device_placement: bool = True,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugin: object | None = None,
+        deepspeed_plugins: object | None = None,
+        fsdp_plugin: object | None = None,
+        megatron_lm_plugin: object | None = None,
+        torch_tp_plugin: object | None = None,
+        parallelism_config: object | None = None,
+    ) -> None:
+        """Arguments are theirs, by keyword, but for:
+
+        Args:
+            shard: How ``prepare`` shards models; ``ShardConfig()`` where None. Its ``device`` is Accelerate's.
+            mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``shard.precision`` computes in, where that is
+                set; what it becomes, where it is not. No autocast is put around models.
+
+        Raises:
+            ConfigError: another engine is asked for, in the arguments, the environment or by an earlier Accelerator;
+                ``mixed_precision`` and ``shard`` do not fit.
+            UnsupportedError: fp8, or XLA.
+            StateError: ``torch.distributed`` has ranks that Accelerate does not count.
+        """
+        self._config = ShardConfig() if shard is None else shard
+        if not isinstance(self._config, ShardConfig):
+            raise ConfigError(f"shard is a {type(shard).__name__}. Give a polyshard.ShardConfig, or None.")
+        refusals.refuse_other_engines(
+            {
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+                "fsdp_plugin": fsdp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+                "parallelism_config": parallelism_config,
+            }
+        )
+        refuse_engines(os.environ, "this Accelerator")
+        refusals.refuse_handlers(kwargs_handlers or [])
+        super().__init__(
+            device_placement=device_placement,
+            mixed_precision=refusals.asked_for(mixed_precision, self._config, os.environ),
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            rng_types=rng_types,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+        )
+        refusals.refuse_distributed_type(self.distributed_type.value, self.num_processes)
+        # An earlier Accelerator of the process may have settled it.
+        self._config = refusals.served(self.mixed_precision, self._config)
+        if self.mixed_precision == "fp16":
+            _private.give_scaler(self)
+        refuse_other_ranks(self._config, "Accelerate", self.num_processes)
+        self._config = with_ranks(self._config)
+
+    @property
+    def shard_config(self) -> ShardConfig:
+        """How ``prepare`` shards models, with what ``mixed_precision`` asked for."""
+        return self._config
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order; returns them in that order.
+
+        A model that ``polyshard.shard`` has sharded is taken as it is. What is wrong with any of ``args`` is found
+        before a model is sharded, but for what only sharding finds.
+
+        Raises:
+            ShardingError: a model cannot be sharded, or is wrapped by something else; it is as it was. Those before it
+                in ``args`` stay sharded, and may be given to ``prepare`` again.
+            ConfigError: an optimizer holds a parameter of no prepared model, or has taken steps with whole parameters.
+            StateError: a model was closed.
+        """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ConfigError(
+                f"device_placement has {len(device_placement)} elements for {len(args)} objects. Give one for each."
+            )
+        models = [each for each in args if isinstance(each, nn.Module)]
+        refusals.refuse_models(models, self.process_index)
+        self._refuse_optimizers([each for each in args if isinstance(each, torch.optim.Optimizer)], models)
+        # Preparations that cannot fail half way come last.
+        order = sorted(range(len(args)), key=lambda index: _preparation_rank(args[index]))
+        places = None if device_placement is None else [device_placement[index] for index in order]
+        with _private.forgotten_on_failure(self):
+            prepared = super().prepare(*(args[index] for index in order), device_placement=places)
+        if len(args) == 1:
+            return prepared
+        found = dict(zip(order, prepared, strict=True))
+        return tuple(found[index] for index in range(len(args)))
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard ``model`` in place on this rank's device.
+
+        With ``evaluation_mode`` it is left whole on every rank, as theirs does, so that ranks may call it apart.
+
+        Raises:
+            ShardingError, StateError: as ``prepare``.
+        """
+        if evaluation_mode and sharded_in(model) is None:
+            whole: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+            return whole
+        refusals.refuse_models([model], self.process_index)
+        if sharded_in(model) is None:
+            places = self.device_placement if device_placement is None else device_placement
+            shard(uncompiled(model), self._config_for_device(places))
+        with _private.without_autocast(self):
+            prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Wrap ``optimizer`` as theirs does. Every rank calls it.
+
+        Of one whose state ``save_state`` would refuse it warns: whether that will be called is not known.
+
+        Raises:
+            ConfigError: it holds a parameter of no prepared model; its state cannot be saved, where this Accelerator
+                numbers its checkpoints (``automatic_checkpoint_naming``), and so is to save.
+        """
+        self._refuse_optimizers([optimizer], [])
+        models = [found for model in _private.models_of(self) if (found := sharded_in(model)) is not None]
+        for model, part in TrainingState(models, [_private.unwrapped(optimizer)]).parts():
+            if self.project_configuration.automatic_checkpoint_naming:
+                require_saveable(model, part, "Choose another optimizer, or leave out automatic_checkpoint_naming.")
+            else:
+                warn_unsaveable(model, part, "save_state()", self.process_index)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backwards of ``model`` inside keep their gradients on this rank: ``polyshard.no_sync``."""
+        module = sharded_in(model)
+        with super().no_sync(model) if module is None else no_sync(module):
+            yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Backwards inside reduce gradients, also inside ``no_sync``."""
+        module = sharded_in(model)
+        if module is None:
+            with accelerate.Accelerator.trigger_sync_in_backward(model):
+                yield
+            return
+        with outermost_model(module, "trigger_sync_in_backward()").synchronising(True):
+            yield
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Does nothing: ranks have equally many batches, or cannot be served.
+
+        Raises:
+            UnsupportedError: ``even_batches`` is False, here or by the configuration of loaders.
+        """
+        even = self.even_batches if even_batches is None else even_batches
+        if self.num_processes > 1 and not even:
+            raise UnsupportedError(
+                f"join_uneven_inputs() with even_batches=False lets ranks stop at different batches (rank "
+                f"{self.process_index}), but every rank must run a sharded model equally often. Leave even_batches at "
+                "True, and take what the last batches have twice out of metrics by gather_for_metrics()."
+            )
+        with nullcontext(joinables):
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip by the norm over all ranks; returns the norm before, the same on every rank.
+
+        Raises:
+            StateError: gradients wait for the last backward of an accumulation.
+        """
+        given = _listed(parameters)
+        if not self.sync_gradients:
+            refuse_unreduced(given, "clip_grad_norm_()")
+        self._unscale(given)
+        # Looked up now: the first model to be sharded exchanges what stands behind the name.
+        norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type=norm_type)
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each element of the gradients.
+
+        Raises:
+            StateError: gradients wait for the last backward of an accumulation, or are in a flat parameter.
+        """
+        given = _listed(parameters)
+        if not self.sync_gradients:
+            refuse_unreduced(given, "clip_grad_value_()")
+        refuse_flat(given, "clip_grad_value_()")
+        self._unscale(given)
+        torch.nn.utils.clip_grad_value_(given, clip_value)
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> Any:
+        """Write everything to ``output_dir``, which all ranks see; returns the folder.
+
+        Sharded models and the optimizers over them go through ``polyshard.checkpoint`` and load at any number of ranks;
+        the rest is theirs. A folder that is saved into again holds the new state alone.
+
+        Raises:
+            StateError: inside a step.
+            ConfigError: an optimizer's state cannot be saved.
+            RankMismatchError: another rank failed.
+        """
+        models, optimizers = self._sharded()
+        if not models:
+            return super().save_state(output_dir, safe_serialization)
+        state = TrainingState(models, [_private.unwrapped(each) for each in optimizers])
+        written: list[tuple[Path, Index]] = []
+
+        def save_sharded(folder: str) -> None:
+            written.append((Path(folder), state.save(Path(folder), self.step, speaks=self.is_main_process)))
+
+        with self._without(models, optimizers, save_sharded):
+            location = super().save_state(output_dir, safe_serialization)
+        # Behind the files of all ranks.
+        self.wait_for_everyone()
+        if self.is_main_process:
+            for folder, index in written:
+                index.write(folder)
+                tidy(folder, index)
+        self.wait_for_everyone()
+        return location
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Read what ``save_state`` wrote, with the same models and optimizers prepared, in the same order.
+
+        The number of ranks may be another one, but for random states, which a rank without a file keeps.
+
+        Raises:
+            StateError: the folder is not complete, was not written by this class, or this is inside a step.
+            ConfigError: it is of other models or optimizers.
+            RankMismatchError: another rank failed.
+        """
+        models, optimizers = self._sharded()
+        if not models:
+            super().load_state(input_dir, load_kwargs)
+            return
+        state = TrainingState(models, [_private.unwrapped(each) for each in optimizers])
+        steps: list[int] = []
+
+        def load_sharded(folder: str) -> None:
+            steps.append(state.load(Path(folder)))
+
+        with self._without(models, optimizers, load_sharded):
+            super().load_state(input_dir, load_kwargs)
+        # Theirs leaves it as it was on ranks that have no file of their own.
+        self.step = steps[-1]
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict of a sharded ``model``, in host memory, on the main process; empty on the others.
+
+        Every rank calls it. Units are gathered one after the other.
+
+        Raises:
+            StateError: inside a step.
+        """
+        module = sharded_in(model)
+        if module is None:
+            state: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return state
+        return get_model_state_dict(module, StateOptions(form=StateForm.FULL_ON_RANK_0))
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write ``model`` whole, as ``safetensors`` files; every rank calls it, and may read them afterwards.
+
+        Raises:
+            StateError: inside a step.
+        """
+        # Theirs writes what get_state_dict returns on the main process.
+        super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        if sharded_in(model) is not None:
+            self.wait_for_everyone()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Close the sharded models, and forget what was prepared; every rank calls it.
+
+        Raises:
+            StateError: inside a step.
+        """
+        self._close_models()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Close the sharded models, trackers and the process group; every rank calls it."""
+        self._close_models()
+        super().end_training()
+
+    def _config_for_device(self, places: bool) -> ShardConfig:
+        placed = on_device(self._config, self.device, "Accelerate", self.process_index)
+        return placed if places else self._config
+
+    def _refuse_optimizers(self, optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
+        known = [*_private.models_of(self), *(model for model in models if model not in _private.models_of(self))]
+        whole = keeps_whole(self._config, self.num_processes)
+        cut = [] if whole else [model for model in models if sharded_in(model) is None]
+        refusals.refuse_optimizers([_private.unwrapped(each) for each in optimizers], known, cut, self.process_index)
+
+    def _sharded(self) -> tuple[list[nn.Module], list[Any]]:
+        """The prepared models that are sharded, and the optimizers that have parameters of them."""
+        models = [found for model in _private.models_of(self) if (found := sharded_in(model)) is not None]
+        own = {parameter for model in models for parameter in parameters_of(model)}
+        optimizers = [
+            each
+            for each in _private.optimizers_of(self)
+            if any(parameter in own for group in each.param_groups for parameter in group["params"])
+        ]
+        return models, optimizers
+
+    def _unscale(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Unscale the gradients of the optimizers that hold ``parameters``.
+
+        Theirs does so to all optimizers, also to those whose backward is still to come.
+        """
+        if self.mixed_precision != "fp16":
+            return
+        models = _private.models_of(self)
+        wanted = set(parameters)
+        # Gradients of a model's parameters may be those of its flat ones.
+        for model in models:
+            own = set(parameters_of(model))
+            if own & wanted:
+                wanted |= own
+        self.unscale_gradients(
+            [
+                each
+                for each in _private.optimizers_of(self)
+                if any(parameter in wanted for group in each.param_groups for parameter in group["params"])
+            ]
+        )
+
+    def _without(self, models: list[nn.Module], optimizers: list[Any], instead: Any) -> Any:
+        others = [model for model in _private.models_of(self) if sharded_in(model) not in models]
+        rest = [each for each in _private.optimizers_of(self) if not any(each is other for other in optimizers)]
+        return _private.saves_only(self, others, rest, instead)
+
+    def _close_models(self) -> None:
+        for model in self._sharded()[0]:
+            close(model)
+
+
+def _preparation_rank(obj: object) -> int:
+    kinds = (torch.utils.data.DataLoader, nn.Module, torch.optim.Optimizer)
+    return next((index for index, kind in enumerate(kinds) if isinstance(obj, kind)), len(kinds))
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -1,0 +1,317 @@
+"""Safetensors files: the tensors in them by name and place, and bytes between them and the memory of a rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from polyshard.errors import ConfigError, PolyshardError, StateError
+from polyshard.io.boxes import Box, box_within, row_major, slabs, span
+from polyshard.io.files import MOST, carried_out, read_at, write_at
+from polyshard.io.memory import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, flat_bytes, view_of
+
+#: What Transformers calls them.
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Headers are padded to a multiple of this, so that tensors lie where their dtype needs it.
+_ALIGNMENT = 8
+#: A length that no header has; what is read as one comes from a file of another kind.
+_LONGEST_HEADER = 100_000_000
+
+
+#: Among these a value keeps its meaning when it is cast.
+_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def castable(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values of ``saved`` may be read as ``wanted``."""
+    return saved == wanted or (saved in _CASTABLE and wanted in _CASTABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor in a file: row-major, without gaps."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    """Where its first byte lies in the file."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The tensors of a checkpoint, by name."""
+
+    path: Path
+    tensors: Mapping[str, SavedTensor]
+
+    def identity(self) -> list[Any]:
+        """What is the same for ranks that were given the same checkpoint, whatever its folder is called there."""
+        return [[each.name, str(each.dtype), each.shape, each.file.name, each.offset] for each in self.tensors.values()]
+
+
+def open_saved(path: Path) -> Saved:
+    """Read the headers of the checkpoint at ``path``: a folder, one ``.safetensors`` file, or an index of several.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+        StateError: a file of it is gone, too short, or no safetensors file.
+    """
+    if path.is_dir():
+        for name in (WEIGHTS, INDEX):
+            if (path / name).is_file():
+                return open_saved(path / name)
+        alone = sorted(path.glob("*.safetensors"))
+        if len(alone) == 1:
+            return open_saved(alone[0])
+        raise ConfigError(
+            f"{path} holds neither '{WEIGHTS}' nor '{INDEX}'"
+            + (f", but {len(alone)} other .safetensors files: give one of them" if alone else "")
+            + ". Pass the folder that save_pretrained wrote, or one of its files."
+        )
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no checkpoint at {path}. Pass a folder on this machine that save_pretrained wrote, or one of "
+            "its files; a name on the Hub is downloaded by huggingface_hub.snapshot_download first."
+        )
+    if path.suffix == ".safetensors":
+        return Saved(path, _read_header(path))
+    return Saved(path, _read_index(path))
+
+
+def _read_index(path: Path) -> dict[str, SavedTensor]:
+    try:
+        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(file): None for file in weight_map.values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StateError(f"{path} is no index of safetensors files ({type(error).__name__}: {error}).") from error
+    absent = [file for file in files if not (path.parent / file).is_file()]
+    if absent:
+        raise StateError(f"{path} names files that are not there: {', '.join(absent)}. Copy the whole checkpoint.")
+    found: dict[str, SavedTensor] = {}
+    for file in files:
+        held = _read_header(path.parent / file)
+        lacking = [name for name, owner in weight_map.items() if owner == file and name not in held]
+        if lacking:
+            raise StateError(
+                f"{path} says that {file} holds {', '.join(map(repr, lacking))}, which it does not: the files are of "
+                "several checkpoints. Copy the whole checkpoint again."
+            )
+        found.update({name: tensor for name, tensor in held.items() if weight_map.get(name, file) == file})
+    return found
+
+
+def _read_header(path: Path) -> dict[str, SavedTensor]:
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else _LONGEST_HEADER
+        if length >= _LONGEST_HEADER or 8 + length > size:
+            raise StateError(f"{path} is no safetensors file, or was cut off: it has {size:,} bytes.")
+        text = stream.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = {
+            name: (each["dtype"], tuple(map(int, each["shape"])), *map(int, each["data_offsets"]))
+            for name, each in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StateError(f"The header of {path} cannot be read ({type(error).__name__}: {error}).") from error
+    found = {}
+    for name, (kind, shape, begin, end) in entries.items():
+        dtype = SAFETENSORS_DTYPES.get(kind)
+        if dtype is None:
+            raise StateError(f"'{name}' in {path} has the dtype {kind}, which this torch does not have.")
+        tensor = SavedTensor(name, dtype, shape, path, 8 + length + begin)
+        if end - begin != tensor.nbytes or begin < 0 or 8 + length + end > size:
+            raise StateError(
+                f"{path} is damaged or was cut off: '{name}' should lie in bytes {8 + length + begin:,} to "
+                f"{8 + length + end:,} of {size:,}. Copy it again."
+            )
+        found[name] = tensor
+    return found
+
+
+def header_of(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], file: Path
+) -> tuple[bytes, list[SavedTensor]]:
+    """The beginning of a file of ``tensors`` in this order, and where each will lie.
+
+    Wider dtypes must come first, so that each tensor begins at a multiple of its element's size.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    placed, cursor = [], 0
+    for name, (dtype, shape) in tensors.items():
+        tensor = SavedTensor(name, dtype, shape, file, cursor)
+        entries[name] = {
+            "dtype": SAFETENSORS_NAMES.get(dtype),
+            "shape": list(shape),
+            "data_offsets": [cursor, cursor + tensor.nbytes],
+        }
+        cursor += tensor.nbytes
+        placed.append(tensor)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    begin = 8 + len(text)
+    moved = [SavedTensor(each.name, each.dtype, each.shape, file, begin + each.offset) for each in placed]
+    return struct.pack("<Q", len(text)) + text, moved
+
+
+#: Bytes on their way in one thread: enough that a disk answers at its full rate.
+STAGED_NBYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A box of a tensor in a file, and the memory that gets or gives its elements."""
+
+    tensor: SavedTensor
+    box: Box
+    view: torch.Tensor
+    """Shape ``box.sizes``."""
+
+
+class OpenFiles:
+    """Files of this machine, opened once each, which several threads read or write at once. To be closed."""
+
+    def __init__(self, *, writes: bool = False) -> None:
+        self._flags = os.O_RDWR if writes else os.O_RDONLY
+        self._descriptors: dict[Path, int] = {}
+
+    def open(self, files: Iterable[Path]) -> None:
+        """Open ``files``: before threads ask for them."""
+        for file in files:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, self._flags)
+
+    def read(self, file: Path, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes of ``file`` from ``offset`` on."""
+        if not read_at(self._descriptors[file], [memory], offset, file):
+            raise StateError(f"{file} ended before byte {offset + len(memory):,} while it was read. Copy it again.")
+
+    def write(self, file: Path, offset: int, memory: memoryview) -> None:
+        """Put the bytes of ``memory`` into ``file``, which has its size already, from ``offset`` on."""
+        write_at(self._descriptors[file], [memory], offset, file)
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Close all."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+def read_all(transfers: Iterable[Transfer], files: OpenFiles) -> None:
+    """Fill the views of ``transfers``, cast to their dtypes. On the host at most four times 16 MiB are on their way."""
+    tasks = _tasks(transfers, gaps=True)
+    # As they lie in the files: ranges that follow each other are read ahead by the system.
+    tasks.sort(key=lambda task: (task.tensor.file, task.tensor.offset, span(task.tensor.shape, task.box)))
+
+    def read(task: Transfer, staging: torch.Tensor) -> None:
+        tensor, view = task.tensor, task.view
+        first, stop = span(tensor.shape, task.box)
+        begin, nbytes = tensor.offset + first * tensor.dtype.itemsize, (stop - first) * tensor.dtype.itemsize
+        if _is_as_in_file(task) and stop - first == task.box.numel:
+            files.read(tensor.file, begin, view_of(flat_bytes(view)))
+            return
+        staged = staging.narrow(0, 0, nbytes)
+        files.read(tensor.file, begin, view_of(staged))
+        # Cast where the elements stay: half of the bytes travel where the file has half of the width.
+        elements = staged.view(tensor.dtype).to(view.device)
+        view.copy_(elements.as_strided(task.box.sizes, row_major(tensor.shape)))
+
+    _in_threads(tasks, read)
+
+
+def write_all(transfers: Iterable[Transfer], files: OpenFiles) -> None:
+    """Write the views of ``transfers`` to their files, cast to the dtypes there."""
+
+    def write(task: Transfer, staging: torch.Tensor) -> None:
+        tensor, view = task.tensor, task.view
+        first, _ = span(tensor.shape, task.box)
+        begin = tensor.offset + first * tensor.dtype.itemsize
+        if _is_as_in_file(task):
+            files.write(tensor.file, begin, view_of(flat_bytes(view)))
+            return
+        staged = staging.narrow(0, 0, task.box.numel * tensor.dtype.itemsize)
+        # Cast where the elements are: less travels where the file is narrower, and the host needs no copy of its own.
+        elements = view if view.device.type == "cpu" else view.to(tensor.dtype)
+        staged.view(tensor.dtype).view(task.box.sizes).copy_(elements)
+        files.write(tensor.file, begin, view_of(staged))
+
+    _in_threads(_tasks(transfers, gaps=False), write)
+
+
+def _tasks(transfers: Iterable[Transfer], *, gaps: bool) -> list[Transfer]:
+    """``transfers`` in parts of at most ``STAGED_NBYTES`` of the file."""
+    return [
+        Transfer(each.tensor, box, box_within(each.view, each.box, box))
+        for each in transfers
+        for box in slabs(each.tensor.shape, each.box, STAGED_NBYTES // each.tensor.dtype.itemsize, gaps=gaps)
+        if box.numel
+    ]
+
+
+def _is_as_in_file(task: Transfer) -> bool:
+    view = task.view
+    return view.device.type == "cpu" and view.dtype == task.tensor.dtype and view.is_contiguous()
+
+
+def _in_threads(tasks: Sequence[Transfer], work: Callable[[Transfer, torch.Tensor], None]) -> None:
+    if not tasks:
+        return
+    device = next((task.view.device for task in tasks if task.view.device.type == "cuda"), None)
+    stream = None if device is None else torch.cuda.current_stream(device)
+    most = max(_extent_nbytes(task) for task in tasks)
+    stages: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+    for _ in range(min(MOST, len(tasks))):
+        stages.put(torch.empty(most, dtype=torch.uint8, pin_memory=device is not None))
+
+    def run(task: Transfer) -> None:
+        staging = stages.get()
+        try:
+            # Ordered with what the caller computes before and after.
+            with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                work(task, staging)
+        finally:
+            stages.put(staging)
+
+    try:
+        for _ in carried_out((partial(run, task) for task in tasks), len(tasks), threads=MOST):
+            pass
+    except (PolyshardError, OSError):
+        raise
+    except Exception as error:
+        raise PolyshardError(
+            f"Moving values between files and the model failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _extent_nbytes(task: Transfer) -> int:
+    first, stop = span(task.tensor.shape, task.box)
+    return (stop - first) * task.tensor.dtype.itemsize

@@ -1,0 +1,122 @@
+"""The tensors of a sharded model under all of their names, with the elements of each that this rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from polyshard.errors import ConfigError
+from polyshard.inspect import Piece, ShardedModel, ShardedUnit, state_dicts_of_pieces
+from polyshard.io.boxes import Box, Chunk
+from polyshard.state.sharded import of_piece
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A parameter or persistent buffer of the model."""
+
+    names: tuple[str, ...]
+    """All of its fully-qualified names; more than one where it is tied."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    """In which ranks keep it."""
+    chunks: tuple[Chunk, ...]
+    """This rank's elements, as views of its memory."""
+    unit: ShardedUnit | None = None
+    """The unit that it is sharded with; None where every rank has it whole."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+def tensors_of(sharded: ShardedModel) -> list[ModelTensor]:
+    """Every parameter and persistent buffer, those of units first, in their order.
+
+    Raises ParameterChangedError: modules moved, so that a name is another parameter's now.
+    """
+    sharded.refuse_moved()
+    return [*(each for unit in sharded.units for each in of_shard(unit, unit.master)), *_outside(sharded)]
+
+
+def of_shard(unit: ShardedUnit, shard: torch.Tensor, shard_rank: int | None = None) -> list[ModelTensor]:
+    """The parameters of ``unit``, with the elements in ``shard`` (``[shard_numel]``).
+
+    ``shard_rank``: whose shard it is; None for this rank's.
+    """
+    pieces = unit.layout.pieces(unit.shard_rank if shard_rank is None else shard_rank)
+    return _of_pieces(unit, shard, {piece.slot: piece for piece in pieces})
+
+
+def of_whole(unit: ShardedUnit, flat: torch.Tensor) -> list[ModelTensor]:
+    """The parameters of ``unit`` out of all its elements, ``flat`` (``[padded_numel]``)."""
+    slots = enumerate(unit.layout.slots)
+    return _of_pieces(unit, flat, {index: Piece(index, 0, slot.numel, slot.offset) for index, slot in slots})
+
+
+def _of_pieces(unit: ShardedUnit, flat: torch.Tensor, pieces: Mapping[int, Piece]) -> list[ModelTensor]:
+    found = []
+    for index, parameter in enumerate(unit.parameters):
+        slot, piece = parameter.slot, pieces.get(index)
+        chunks: tuple[Chunk, ...] = ()
+        if piece is not None and piece.numel:
+            chunks = of_piece(slot, piece, flat.detach().narrow(0, piece.shard_offset, piece.numel)).chunks
+        found.append(ModelTensor(parameter.names, slot.shape, flat.dtype, chunks, unit))
+    return found
+
+
+def shared_out(tensor: ModelTensor) -> ModelTensor:
+    """The part that this rank writes, where other ranks hold the same elements."""
+    replicate = tensor.unit.replicate if tensor.unit is not None else None
+    if replicate is None:
+        return tensor
+    chunks = []
+    for chunk in tensor.chunks:
+        dim = max(range(len(chunk.box.sizes)), key=lambda dim: chunk.box.sizes[dim], default=None)
+        if dim is None:
+            chunks += [chunk] if replicate.rank == 0 else []
+            continue
+        size = chunk.box.sizes[dim]
+        begin, end = (size * number // replicate.world_size for number in (replicate.rank, replicate.rank + 1))
+        if begin < end:
+            offsets = (*chunk.box.offsets[:dim], chunk.box.offsets[dim] + begin, *chunk.box.offsets[dim + 1 :])
+            sizes = (*chunk.box.sizes[:dim], end - begin, *chunk.box.sizes[dim + 1 :])
+            chunks.append(Chunk(Box(offsets, sizes), chunk.view.narrow(dim, begin, end - begin)))
+    return replace(tensor, chunks=tuple(chunks))
+
+
+def refuse_hollow(tensors: Iterable[ModelTensor], rank: int) -> None:
+    """Raise ConfigError where something has no memory to be read into, or to be written from."""
+    hollow = [f"'{each.names[0]}'" for each in tensors if any(chunk.view.is_meta for chunk in each.chunks)]
+    if hollow:
+        raise ConfigError(
+            f"{', '.join(hollow)} are on the meta device (rank {rank}): shard() was told to leave them alone, so there "
+            "is nothing to read into. Give each memory before shard(), by module.name = "
+            "torch.nn.Parameter(torch.empty_like(module.name, device='cpu'))."
+        )
+
+
+def _outside(sharded: ShardedModel) -> Iterator[ModelTensor]:
+    module = sharded.module
+    managed = {id(parameter) for unit in sharded.units for parameter in unit.tensors}
+    with state_dicts_of_pieces():
+        persistent = module.state_dict().keys()
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in _named(module):
+        if id(tensor) not in managed and name in persistent:
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    for key, tensor in tensors.items():
+        chunk = Chunk(Box.whole(tensor.shape), tensor.detach())
+        yield ModelTensor(tuple(names[key]), tuple(tensor.shape), tensor.dtype, (chunk,) if tensor.numel() else ())
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

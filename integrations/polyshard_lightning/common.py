@@ -1,0 +1,407 @@
+"""Shared by the strategies for the Trainer and for Fabric: settings, processes, precision, sharding."""
+
+from __future__ import annotations
+
+import atexit
+import enum
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from polyshard import inspect, registry
+from polyshard.api import close, fully_shard, shard
+from polyshard.config import PluginChoice, PluginSpec, ShardConfig, did_you_mean
+from polyshard.errors import AlreadyShardedError, ConfigError, ParameterError, PolyshardError
+from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard_trainers import models as trainers
+from polyshard_trainers.config import (
+    compute_dtype,
+    keeps_whole,
+    leaves_dtype,
+    needs_scaler,
+    on_device,
+    refuse_other_ranks,
+)
+from polyshard_trainers.models import refuse_stepped, refuse_strangers, refuse_wrapped
+from torch import nn
+from torchmetrics import Metric
+
+T = TypeVar("T")
+
+#: Attribute of a module that a strategy sharded: the configuration.
+_SETTINGS = "_polyshard_lightning_settings"
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+_FULL = "32-true"
+_SERVED = (_FULL, *_MIXED, *_TRUE)
+# Mean and variance of a batch are of no use in 16 bits, and kernels want weights and running statistics in one dtype.
+_BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]
+
+
+class StateDictType(enum.Enum):
+    """The form of a checkpoint."""
+
+    FULL = "full"
+    """One file of whole tensors, written by rank 0, as Lightning writes it without shards."""
+    SHARDED = "sharded"
+    """A directory of ``polyshard.checkpoint``, to which each rank writes its part."""
+
+    @classmethod
+    def parse(cls, value: StateDictType | str) -> StateDictType:
+        """``value``, which may be its string.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        try:
+            return cls(value)
+        except ValueError as error:
+            names = [each.value for each in cls]
+            hint = did_you_mean(value, names) if isinstance(value, str) else ""
+            raise ConfigError(
+                f"state_dict_type {value!r} does not exist.{hint} There are: {', '.join(names)}."
+            ) from error
+
+
+class Strategy:
+    """The base of both strategies. Stands before a base of Lightning's, which gives ranks and devices."""
+
+    strategy_name = "polyshard"
+    parallel_devices: list[torch.device] | None
+    cluster_environment: Any
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+
+    def __init__(
+        self,
+        config: ShardConfig | None,
+        state_dict_type: StateDictType | str,
+        initializer: inspect.Initializer | None,
+        process_group_backend: str | None,
+    ) -> None:
+        """Arguments are those of both strategies."""
+        #: As the user gave it, and with Lightning's precision in it.
+        self._config = self._precise = config or ShardConfig()
+        self._saves_folders = StateDictType.parse(state_dict_type) is StateDictType.SHARDED
+        self._initializer = initializer
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        #: Modules that were sharded here and are in use.
+        self._live: WeakSet[nn.Module] = WeakSet()
+
+    @property
+    def shard_config(self) -> ShardConfig:
+        """The configuration, with Lightning's precision in it."""
+        return self._precise
+
+    def setup_environment(self) -> None:
+        """Choose the device and form the process group."""
+        super().setup_environment()  # type: ignore[misc]
+        self.join()
+
+    def shard(self, module: nn.Module, *, calls_children: bool = False) -> None:
+        """Shard ``module`` in place, unless a strategy with equal settings has.
+
+        Args:
+            module: Not sharded; or sharded here before; or with modules inside that the user gave to ``fully_shard``.
+            calls_children: Whether the module's children are called by themselves, outside of its forward: each of them
+                then is a unit of its own.
+
+        Raises:
+            ConfigError: the configuration names another device or other ranks than Lightning's, or the module was
+                sharded with other settings, or has parameters of its own while its children are called by themselves.
+            AlreadyShardedError: something else has wrapped it.
+            ShardingError, PluginError, RankMismatchError: as ``polyshard.shard``.
+        """
+        rank = self.global_rank
+        refuse_other_ranks(self._precise, "Lightning", dist.get_world_size())
+        config = on_device(self._precise, self.root_device, "Lightning", rank)
+        refuse_module(module, rank)
+        known: ShardConfig | None = module.__dict__.get(_SETTINGS)
+        if known is not None:
+            _require_equal(known, config, module, rank)
+            self._live.add(module)
+            return
+        if calls_children:
+            _refuse_own_parameters(module, rank)
+        for metric in module.modules():
+            # Their states are neither parameters nor buffers.
+            if isinstance(metric, Metric):
+                metric.to(self.root_device)
+        if any(map(inspect.is_sharded, module.modules())):
+            _compose(module, config, rank, self._initializer, calls_children=calls_children)
+        else:
+            chosen = replace(config, policy=with_children(config.policy)) if calls_children else config
+            shard(module, chosen, initializer=self._initializer)
+        module.__dict__[_SETTINGS] = config
+        self._live.add(module)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts of the job."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank has data of its own."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str:
+        """For Lightning's own messages; gradients and parameters go through ``ShardConfig.collectives``."""
+        return self._process_group_backend or dist.get_default_backend_for_device(self.root_device)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and Lightning's functions of rank 0, which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    def join(self) -> None:
+        """Form the process group, unless the program has one.
+
+        Raises:
+            ConfigError: it has one of another size.
+        """
+        reset_seed()
+        self.set_world_ranks()
+        if not dist.is_initialized():
+            environment = self.cluster_environment
+            os.environ["MASTER_ADDR"] = environment.main_address
+            os.environ["MASTER_PORT"] = str(environment.main_port)
+            device = self.root_device
+            dist.init_process_group(
+                self.process_group_backend,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=self._config.timeout_s),
+                device_id=device if device.type != "cpu" else None,
+            )
+            atexit.register(_leave, self._live)
+        elif dist.get_world_size() != self.world_size:
+            raise ConfigError(
+                f"torch.distributed has {dist.get_world_size()} ranks, and Lightning was asked for {self.num_nodes} "
+                f"nodes of {self.num_processes} devices (rank {self.global_rank}). Set devices and num_nodes to what "
+                "the launcher started."
+            )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=devices)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Rank ``src``'s ``obj``, on every rank."""
+        if not dist.is_initialized():
+            return obj
+        sent = [obj]
+        dist.broadcast_object_list(sent, src)
+        return sent[0]
+
+    def reduced(self, value: Any, group: Any | None, operation: Any | None) -> Any:
+        """``value`` reduced over ``group``, in place, where it is a tensor; anything else as it is.
+
+        Args:
+            value: A tensor of any shape and dtype.
+            group: A process group; None for all ranks.
+            operation: A ``ReduceOp``, or its name; ``"mean"`` and ``"avg"`` for the mean, None for the sum.
+        """
+        if not isinstance(value, torch.Tensor) or not dist.is_initialized():
+            return value
+        group = dist.group.WORLD if group is None else group
+        averages = isinstance(operation, str) and operation.lower() in ("mean", "avg")
+        if isinstance(operation, str) and not averages:
+            operation = getattr(dist.ReduceOp, operation.upper())
+        dist.all_reduce(value, op=dist.ReduceOp.SUM if averages or operation is None else operation, group=group)
+        if averages:
+            # Not every backend has a mean, and none has one of integers.
+            value.copy_(value / dist.get_world_size(group))
+        return value
+
+
+def _leave(live: WeakSet[nn.Module]) -> None:
+    """End what would outlive the interpreter: communicators of models, then the group that they were made of."""
+    # After an error other ranks may not come, and there is nothing to wait for.
+    if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
+        return
+    for module in list(live):
+        with suppress(PolyshardError):
+            close(module)
+    dist.destroy_process_group()
+
+
+def with_precision(config: ShardConfig, plugin: object, served: tuple[type, ...]) -> ShardConfig:
+    """``config`` with the precision that Lightning's ``plugin`` stands for, where it names none itself.
+
+    Lightning's ``32-true`` looks like no precision at all, and leaves the choice to ``config``.
+
+    Args:
+        config: What the user gave to the strategy.
+        plugin: Lightning's precision plugin.
+        served: The classes of plugins that do nothing beside autocast, casts of inputs and gradient scaling.
+
+    Raises:
+        ConfigError: another kind of plugin, or ``config.precision`` says something else.
+    """
+    name = getattr(plugin, "precision", None)
+    if type(plugin) not in served or name not in _SERVED:
+        raise ConfigError(
+            f"Lightning's precision plugin {type(plugin).__name__} (precision={name!r}) is not served by polyshard. "
+            f"Choose one of {', '.join(map(repr, _SERVED))}, or leave Lightning's precision out and set "
+            "ShardConfig(precision=...)."
+        )
+    if name == _FULL:
+        if needs_scaler(config):
+            raise ConfigError(
+                f"ShardConfig(precision={config.precision!r}) computes in fp16, whose gradients underflow without a "
+                "gradient scaler, and Lightning makes one for precision='16-mixed' alone. Give that to Lightning, too, "
+                "or choose 'bf16'."
+            )
+        return config
+    if name in _TRUE:
+        _require(config, name, compute_dtype(config, _TRUE[name]), _TRUE[name])
+        return config
+    if leaves_dtype(config):
+        # The model's inputs stay as they are, as in Lightning without shards: targets, too, are among them.
+        outermost = {"cast_inputs": False, "cast_root_inputs": False}
+        mixed = {"name": "mixed", "param": _MIXED[name], "reduce": torch.float32, "leave_alone": _BATCH_NORMS}
+        return replace(config, precision={**mixed, "overrides": {"": outermost}})
+    _require(config, name, compute_dtype(config), _MIXED[name])
+    return config
+
+
+def _require(config: ShardConfig, name: str, found: torch.dtype, wanted: torch.dtype) -> None:
+    if found is not wanted:
+        raise ConfigError(
+            f"Lightning's precision={name!r} computes in {wanted}, but ShardConfig(precision={config.precision!r}) in "
+            f"{found}. Say it in one place: leave one of the two out."
+        )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a strategy of this package sharded ``module``."""
+    return _SETTINGS in module.__dict__
+
+
+def refuse_optimizer(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], config: ShardConfig, rank: int
+) -> None:
+    """Refuse an optimizer over other parameters than those of ``modules``, or with state of whole ones that are cut.
+
+    ``modules``: sharded, or about to be, by ``config``.
+
+    Raises:
+        ConfigError: naming the parameter.
+    """
+    refuse_strangers(optimizer, modules, rank, "Make the optimizer from the parameters of the model that is set up.")
+    whole = keeps_whole(config, dist.get_world_size())
+    to_be_cut = [] if whole else [module for module in modules if not is_sharded(module)]
+    refuse_stepped(optimizer, to_be_cut, rank, "Make a new optimizer, and load a checkpoint into it.")
+
+
+def refuse_module(module: nn.Module, rank: int) -> None:
+    """Raise ``AlreadyShardedError`` where something else divides the parameters of ``module``, or did."""
+    refuse_wrapped(module, rank, "Give the model to Lightning as it is: the strategy shards it.")
+    if trainers.is_sharded(module) and not is_sharded(module):
+        raise AlreadyShardedError(
+            f"{type(module).__name__} was sharded before Lightning's strategy came to it (rank {rank}). Leave that to "
+            "the strategy: PolyshardStrategy(config), or PolyshardFabricStrategy(config)."
+        )
+
+
+def _require_equal(known: ShardConfig, config: ShardConfig, module: nn.Module, rank: int) -> None:
+    different = [each.name for each in fields(config) if getattr(known, each.name) != getattr(config, each.name)]
+    if different:
+        raise ConfigError(
+            f"This {type(module).__name__} was sharded with other settings ({', '.join(different)}) by a strategy "
+            f"before (rank {rank}), and stays as it was. Use equal settings, or build the model anew."
+        )
+
+
+def _refuse_own_parameters(module: nn.Module, rank: int) -> None:
+    own = next((name for name, parameter in module.named_parameters(recurse=False) if parameter is not None), None)
+    if own is not None:
+        raise ParameterError(
+            f"'{own}' lies directly in {type(module).__name__}, whose training_step optimizes manually and so runs "
+            f"where that is a piece of the parameter (rank {rank}). Put it into a submodule, and call that."
+        )
+
+
+def _compose(
+    module: nn.Module, config: ShardConfig, rank: int, initializer: inspect.Initializer | None, *, calls_children: bool
+) -> None:
+    if config.policy != "never":
+        raise ConfigError(
+            f"Modules inside {type(module).__name__} are sharded by fully_shard already, so policy={config.policy!r} "
+            f"has no meaning (rank {rank}). Leave policy out of the strategy's ShardConfig."
+        )
+    if calls_children:
+        raise ConfigError(
+            f"{type(module).__name__} optimizes manually, and modules inside it are sharded by fully_shard already "
+            f"(rank {rank}). Leave sharding to the strategy: it makes a unit of each child."
+        )
+    fully_shard(module, config, initializer=initializer)
+
+
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+def with_children(choice: PluginChoice) -> PluginChoice:
+    """The policy ``choice``, whose plan also has the children of the outermost module."""
+    if not isinstance(choice, (str, Mapping, WrapPolicy)) and callable(choice):
+        choice = {"name": "custom", "fn": choice}
+    return Children(choice)
+
+
+@dataclass(frozen=True)
+class Children(WrapPolicy):
+    """Units are the outermost module's children, and what ``inner`` chooses."""
+
+    api_version = 1
+    inner: PluginChoice
+    """A policy as ``ShardConfig.policy`` takes it."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        """The modules that become units."""
+        spec = PluginSpec.parse(self.inner)
+        name = spec.name if isinstance(spec, PluginSpec) else ""
+        made = PluginContext(name, context.device)
+        policy = registry.construct(registry.resolve(Group.POLICIES, self.inner), made).instance
+        children: dict[nn.Module, dict[str, Any]] = {child: {} for child in _called(root)}
+        return {**children, **policy.plan(root, context)}
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, _NEVER_CALLED):
+            yield from _called(child)
+        elif any(True for _ in child.parameters()):
+            yield child

@@ -1,0 +1,377 @@
+"""The strategy for ``lightning.Fabric``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, DoublePrecision, MixedPrecision, Precision
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.plugins.precision import HalfPrecision
+from lightning.fabric.strategies import ParallelStrategy
+from polyshard import checkpoint
+from polyshard.api import no_sync
+from polyshard.config import ShardConfig
+from polyshard.errors import ConfigError, StateError, UnsupportedError
+from polyshard.inspect import Initializer
+from polyshard_trainers.models import parameters_of, warn_unsaveable
+from torch import nn
+
+from ._private import BackwardSyncControl, FabricLauncher
+from .checkpoints import (
+    has_optimizers,
+    is_folder,
+    load_whole_model_state,
+    load_whole_optimizer_state,
+    make_room,
+    require_file,
+    save_folder,
+    whole_model_state,
+    whole_optimizer_state,
+)
+from .common import StateDictType, Strategy, is_sharded, refuse_optimizer, with_precision
+
+_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+Filter = Callable[[str, Any], bool]
+
+
+class ShardedModule(nn.Module):
+    """Stands around a sharded module, so that Fabric sends calls of marked methods through its forward.
+
+    Fabric lets ``forward`` of the module inside be the other method for one call, and calls this one: the method then
+    runs where parameters are whole.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._own_forward = module.__dict__.get("forward")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        stands_in = self.module.__dict__.get("forward")
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            # Fabric puts the module's own forward back when it is reached, which an error on the way prevents.
+            left = self.module.__dict__.get("forward")
+            if left is stands_in and left is not self._own_forward and isinstance(left, FunctionType):
+                del self.module.__dict__["forward"]
+                if self._own_forward is not None:
+                    self.module.__dict__["forward"] = self._own_forward
+            raise
+
+
+class _NoBackwardSync(BackwardSyncControl):  # type: ignore[misc]
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if not enabled:
+            return nullcontext()
+        if not isinstance(module, ShardedModule):
+            raise StateError(
+                f"no_backward_sync() got a {type(module).__name__} that is not sharded. Pass what fabric.setup() "
+                "returned."
+            )
+        return no_sync(module.module)
+
+
+class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
+    """Shards modules as ``polyshard.shard`` does: ``Fabric(strategy=PolyshardFabricStrategy(config))``.
+
+    ``fabric.setup`` shards in place: optimizers may be made before or after. A module stays sharded until the process
+    ends, or ``polyshard.close(module)``.
+    """
+
+    def __init__(
+        self,
+        config: ShardConfig | None = None,
+        *,
+        state_dict_type: StateDictType | Literal["full", "sharded"] = StateDictType.SHARDED,
+        initializer: Initializer | None = None,
+        process_group_backend: str | None = None,
+    ) -> None:
+        """Settings; nothing is done before ``fabric.launch()``.
+
+        Args:
+            config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
+                Lightning's own messages, too.
+            state_dict_type: The form of ``fabric.save``. ``"sharded"``: a directory to which each rank writes its
+                part. ``"full"``: one file, as Fabric writes it without shards.
+            initializer: Of modules on the meta device, as for ``polyshard.shard``.
+            process_group_backend: Of Lightning's own messages; by device where None.
+
+        Raises:
+            ConfigError: there is no such ``state_dict_type``.
+        """
+        Strategy.__init__(self, config, state_dict_type, initializer, process_group_backend)
+        ParallelStrategy.__init__(self)
+        self._backward_sync_control = _NoBackwardSync()
+        #: Optimizers whose parameters were looked at.
+        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    @property
+    def precision(self) -> Any:
+        """Fabric's."""
+        return Precision() if self._precision is None else self._precision
+
+    @precision.setter
+    def precision(self, precision: Any) -> None:
+        if precision is not None:
+            self._precise = with_precision(self._config, precision, _PRECISIONS)
+        self._precision = precision
+
+    def _configure_launcher(self) -> None:
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Where modules are made: in host memory, or on the meta device for ``empty_init``."""
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Sharding does."""
+
+    def setup_module(self, module: nn.Module) -> ShardedModule:
+        """Shard ``module`` in place.
+
+        Raises:
+            ConfigError, AlreadyShardedError, PolyshardError: as ``polyshard.shard``; the module is as it was.
+        """
+        self.shard(module)
+        return ShardedModule(module)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any | None = None
+    ) -> tuple[ShardedModule, list[torch.optim.Optimizer], Any | None]:
+        """Shard ``module`` in place; its optimizers go on with this rank's pieces.
+
+        Raises:
+            ConfigError: an optimizer holds other parameters; the module is as it was.
+        """
+        for optimizer in optimizers:
+            self._require_known(optimizer, module)
+        sharded = self.setup_module(module)
+        for optimizer in optimizers:
+            self._look_at_saving(optimizer, module)
+        return sharded, optimizers, scheduler
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Take an optimizer over parameters of modules that are, or will be, set up.
+
+        Raises:
+            ConfigError: it holds others.
+        """
+        if len(self._live):
+            self._require_known(optimizer)
+            self._look_at_saving(optimizer, self._module_of(optimizer))
+        return optimizer
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step.
+
+        Raises:
+            ConfigError: the optimizer, set up before any module, holds other parameters.
+        """
+        if optimizer not in self._known:
+            self._require_known(optimizer)
+        return ParallelStrategy.optimizer_step(self, optimizer, **kwargs)
+
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """``tensor`` reduced over ranks."""
+        return self.reduced(tensor, group, reduce_op)
+
+    def _require_known(self, optimizer: torch.optim.Optimizer, *further: nn.Module) -> None:
+        refuse_optimizer(optimizer, [*self._live, *further], self._precise, self.global_rank)
+        self._known.add(optimizer)
+
+    def _look_at_saving(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        warn_unsaveable(module, optimizer, "fabric.save()", self.global_rank, writes=self._saves_folders)
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Filter] | None = None,
+    ) -> None:
+        """Write a directory or a file, as ``state_dict_type`` says; it replaces an earlier one.
+
+        ``state`` has one sharded module, and what else there is: its optimizers, objects with ``state_dict()``, values.
+        Of those rank 0's are kept.
+
+        Raises:
+            ConfigError: there is not one sharded module, or an optimizer is not of its parameters; a file is to be
+                written where there is a directory of something else.
+            UnsupportedError: a directory is to be written with ``storage_options``, a filter or a ``CheckpointIO``.
+            PolyshardError, OSError: writing failed.
+        """
+        path = self.broadcast(path)
+        key, module = _only_module(state, "save")
+        optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
+        rest = {name: _converted(value) for name, value in state.items() if name != key and name not in optimizers}
+        if self._saves_folders:
+            own_io: CheckpointIO | None = self._checkpoint_io
+            if storage_options is not None or filter or type(own_io) not in (type(None), TorchCheckpointIO):
+                raise UnsupportedError(
+                    "A sharded checkpoint is a directory that polyshard writes, of all that the model has, without "
+                    "storage_options, filter and CheckpointIO. Leave them out, or set state_dict_type='full'."
+                )
+            extra = {"module": key, "optimizers": list(optimizers), "rest": rest}
+            steps = list(optimizers.values())
+            save_folder(path, 0, module, steps, extra, first=self.is_global_zero, barrier=self.barrier)
+            return
+        make_room(path, first=self.is_global_zero, agreed=self.broadcast)
+        whole: dict[str, Any] = {}
+        for name in state:
+            if name == key:
+                value: Any = whole_model_state(module)
+            elif name in optimizers:
+                value = whole_optimizer_state(module, optimizers[name])
+            else:
+                value = rest[name]
+            chosen = (filter or {}).get(name)
+            if chosen is not None and isinstance(value, dict):
+                value = {inner: each for inner, each in value.items() if chosen(inner, each)}
+            whole[name] = value
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: nn.Module | torch.optim.Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read what ``save_checkpoint`` wrote into the objects of ``state``; returns the other entries.
+
+        ``state`` may be a sharded module by itself, for a file or directory with its state.
+
+        Raises:
+            ConfigError: there is no checkpoint, or it is of another model or optimizer, or lacks something of ``state``
+                while ``strict``.
+            StateError: the directory is damaged.
+        """
+        path = self.broadcast(path)
+        if is_folder(path):
+            return self._load_folder(path, state, strict)
+        require_file(path)
+        saved: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+        if isinstance(state, nn.Module):
+            self.load_module_state_dict(state, saved, strict)
+            return {}
+        if isinstance(state, torch.optim.Optimizer):
+            load_whole_optimizer_state(self._module_of(state), state, saved)
+            return {}
+        if not state:
+            return saved
+        _require_keys(path, state, saved, strict)
+        for name, value in list(state.items()):
+            if name not in saved:
+                continue
+            own = saved.pop(name)
+            if isinstance(value, nn.Module):
+                self.load_module_state_dict(value, own, strict)
+            elif isinstance(value, torch.optim.Optimizer):
+                load_whole_optimizer_state(self._module_of(value), value, own)
+            else:
+                _take(state, name, own)
+        return saved
+
+    def _load_folder(self, path: str | Path, state: Any, strict: bool) -> dict[str, Any]:
+        if isinstance(state, nn.Module):
+            state = {"module": state}
+            key, strict = "module", False
+        elif isinstance(state, dict):
+            key, _ = _only_module(state, "load")
+        else:
+            raise ConfigError(
+                f"The sharded checkpoint {path} is read into a model and its optimizers, and none is given. Call "
+                "fabric.load(path, {'model': model, ...})."
+            )
+        module = _inner(state[key])
+        optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
+        if optimizers and not has_optimizers(path):
+            raise ConfigError(
+                f"The checkpoint {path} has no optimizer, and {', '.join(map(repr, optimizers))} is to be loaded. Load "
+                "the model alone."
+            )
+        extra = checkpoint.load(Path(path), module, list(optimizers.values()) or None)
+        rest = dict(extra["rest"])
+        others = [name for name in state if name != key and name not in optimizers]
+        _require_keys(path, others, rest, strict)
+        for name in others:
+            if name in rest:
+                _take(state, name, rest.pop(name))
+        return rest
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Let each rank take its part of whole tensors.
+
+        Raises:
+            ConfigError: they are another model's.
+        """
+        load_whole_model_state(_inner(module), state_dict, strict=strict)
+
+    def _module_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for module in self._live:
+            if not held.isdisjoint(parameters_of(module)):
+                return module
+        raise ConfigError(
+            f"{type(optimizer).__name__} holds no parameter of a module that was set up (rank {self.global_rank}). "
+            "Make it from the parameters of the model, and set that up."
+        )
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, ShardedModule) else module
+
+
+def _only_module(state: Mapping[str, Any], call: str) -> tuple[str, nn.Module]:
+    """Name of the sharded module in ``state``, and the module itself."""
+    found = {
+        name: _inner(value)
+        for name, value in state.items()
+        if isinstance(value, nn.Module) and is_sharded(_inner(value))
+    }
+    if len(found) != 1:
+        raise ConfigError(
+            f"fabric.{call}() needs one model that was set up in its state, and found {list(found) or 'none'}. Give "
+            f"each model a path of its own: fabric.{call}(path, {{'model': model, ...}})."
+        )
+    return next(iter(found.items()))
+
+
+def _converted(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
+
+
+def _take(state: dict[str, Any], name: str, saved: Any) -> None:
+    value = state[name]
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        value.load_state_dict(saved)
+    else:
+        state[name] = saved
+
+
+def _require_keys(path: str | Path, wanted: Any, saved: Mapping[str, Any], strict: bool) -> None:
+    missing = [name for name in wanted if name not in saved]
+    if strict and missing:
+        raise ConfigError(
+            f"The checkpoint {path} has no {', '.join(map(repr, missing))}. Leave it out of the state, or load with "
+            "strict=False."
+        )

@@ -1,0 +1,438 @@
+"""The strategy for ``lightning.Trainer``, and the callback that ends ``fit`` with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, Checkpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from polyshard.api import no_sync, register_forward_method
+from polyshard.checkpoint import load
+from polyshard.checkpoint.contents import require_saveable
+from polyshard.checkpoint.encoding import Encoder
+from polyshard.config import ShardConfig
+from polyshard.errors import ConfigError, UnsupportedError
+from polyshard.inspect import Initializer
+from polyshard.preemption import Preemption
+from torch import nn
+
+from ._private import TrainerLauncher
+from .checkpoints import (
+    has_optimizers,
+    is_folder,
+    load_whole_model_state,
+    load_whole_optimizer_state,
+    make_room,
+    random_states,
+    require_file,
+    require_names,
+    restore_random_state,
+    save_folder,
+    whole_model_state,
+    whole_optimizer_state,
+)
+from .common import StateDictType, Strategy, is_sharded, refuse_module, refuse_optimizer, with_precision
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+#: The entry of a checkpoint beside Lightning's own.
+_OWN = "polyshard"
+
+
+class _InFolder(dict[str, Any]):
+    """Stands in a checkpoint for state that is not in it, but in the files that each rank writes and reads."""
+
+
+class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
+    """Shards the ``LightningModule`` as ``polyshard.shard`` does: ``Trainer(strategy=PolyshardStrategy(config))``.
+
+    The module stays sharded after ``fit``, for the next call of this Trainer or of another one with an equal strategy.
+    ``polyshard.close(module)`` releases it.
+    """
+
+    def __init__(
+        self,
+        config: ShardConfig | None = None,
+        *,
+        state_dict_type: StateDictType | Literal["full", "sharded"] = StateDictType.FULL,
+        initializer: Initializer | None = None,
+        process_group_backend: str | None = None,
+    ) -> None:
+        """Settings; nothing is done before the Trainer runs.
+
+        Args:
+            config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
+                Lightning's own messages, too.
+            state_dict_type: What checkpoints are. ``"full"``: one file, as Lightning writes it without shards.
+                ``"sharded"``: a directory to which each rank writes its part.
+            initializer: Of modules on the meta device, as for ``polyshard.shard``.
+            process_group_backend: Of Lightning's own messages; by device where None.
+
+        Raises:
+            ConfigError: there is no such ``state_dict_type``.
+        """
+        Strategy.__init__(self, config, state_dict_type, initializer, process_group_backend)
+        ParallelStrategy.__init__(self)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives each rank its part of the data."""
+        return True
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's."""
+        return Precision() if self._precision_plugin is None else self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            self._precise = with_precision(self._config, plugin, _PRECISIONS)
+        self._precision_plugin = plugin
+
+    def _configure_launcher(self) -> None:
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = TrainerLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module, then let it make its optimizers.
+
+        Raises:
+            ConfigError, UnsupportedError, PolyshardError: as ``polyshard.shard``, before anything changes; an optimizer
+                holds other parameters; a callback copies the model, or would fail to save it.
+        """
+        module = self.lightning_module
+        fits = trainer.state.fn == TrainerFn.FITTING
+        _refuse_copies(trainer.callbacks)
+        refuse_module(module, self.global_rank)
+        self.accelerator.setup(trainer)
+        if not is_sharded(module):
+            if fits and self._layer_sync is not None:
+                module = self._layer_sync.apply(module)
+            module = self.precision_plugin.convert_module(module)
+        self.model = self._setup_model(module)
+        self.barrier()
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fits and not trainer.fast_dev_run:
+            self._require_saveable(trainer.callbacks)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        manual = isinstance(model, LightningModule) and not model.automatic_optimization
+        new = not is_sharded(model)
+        self.shard(model, calls_children=manual)
+        for name in _STEPS if new else ():
+            # Its optimizers step inside, where a forward around them would go on with parameters from before.
+            if not (manual and name == "training_step") and callable(getattr(model, name, None)):
+                register_forward_method(model, name)
+        return model
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the module's optimizers and schedulers.
+
+        Raises:
+            ConfigError: one holds a parameter that is not the module's.
+        """
+        ParallelStrategy.setup_optimizers(self, trainer)
+        for optimizer in self.optimizers:
+            refuse_optimizer(optimizer, [self.lightning_module], self._precise, self.global_rank)
+
+    def _require_saveable(self, callbacks: list[Callback]) -> None:
+        saving = [each for each in callbacks if isinstance(each, (Checkpoint, PreemptionCallback))]
+        if not saving:
+            return
+        whole = [each for each in saving if not getattr(each, "save_weights_only", False)]
+        require_saveable(
+            self.lightning_module,
+            self.optimizers if whole and self.optimizers else None,
+            "Checkpoints without optimizers are written by ModelCheckpoint(save_weights_only=True), none by "
+            "Trainer(enable_checkpointing=False).",
+            writes=self._saves_folders,
+            also=self._require_values if self._saves_folders else lambda: require_names(self.lightning_module),
+        )
+
+    def _require_values(self) -> None:
+        """Refuse what Lightning would add to a directory, and it could not hold."""
+        module = self.lightning_module
+        Encoder().encode(dict(module.hparams), "extra['hyper_parameters']")
+        for callback in module.trainer.callbacks:
+            Encoder().encode(callback.state_dict(), f"extra['callbacks'][{callback.state_key!r}]")
+
+    def model_to_device(self) -> None:
+        """Sharding does."""
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Where tensors of ``configure_model`` are made: in host memory, or on the meta device for ``empty_init``."""
+        return self._initializing(torch.device("meta") if empty_init else nullcontext())
+
+    @contextmanager
+    def _initializing(self, where: AbstractContextManager[Any]) -> Iterator[None]:
+        with where, self.precision_plugin.tensor_init_context():
+            yield
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """``tensor`` reduced over ranks."""
+        return self.reduced(tensor, group, reduce_op)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank, for the next one outside."""
+        with no_sync(self.lightning_module):
+            yield
+
+    def teardown(self) -> None:
+        """End what belongs to one call of the Trainer. The module stays sharded, and can be used and saved."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # Checkpoints.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Each rank takes its part, which it knows once the module is sharded."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's whole parameters and buffers on rank 0, nothing on others; what a file has."""
+        module = self.lightning_module
+        if not is_sharded(module):
+            state: dict[str, Any] = module.state_dict()
+            return state
+        if self._saves_folders:
+            return _InFolder()
+        return whole_model_state(module)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of the unsharded model's optimizer on rank 0, nothing on others."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self._saves_folders:
+            return _InFolder()
+        return whole_optimizer_state(self.lightning_module, optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a file, or a directory where ``state_dict_type`` says so; it replaces an earlier one.
+
+        Raises:
+            UnsupportedError: a directory is to be written with ``storage_options``, or a hook changed its tensors.
+            ConfigError: a file is to be written where there is a directory of something else.
+            PolyshardError, OSError: writing failed.
+        """
+        path = self.broadcast(filepath)
+        saves_optimizers = "optimizer_states" in checkpoint
+        if saves_optimizers:
+            checkpoint[_OWN] = {"random_states": random_states(self.root_device)}
+        if not self._saves_folders:
+            make_room(path, first=self.is_global_zero, agreed=self.broadcast)
+            ParallelStrategy.save_checkpoint(self, checkpoint, path, storage_options)
+            return
+        if storage_options is not None or type(self._checkpoint_io) not in (type(None), TorchCheckpointIO):
+            raise UnsupportedError(
+                "A sharded checkpoint is a directory that polyshard writes, without storage_options and without a "
+                "CheckpointIO. Leave them out, or set state_dict_type='full'."
+            )
+        state = checkpoint.pop("state_dict")
+        optimizer_states = checkpoint.pop("optimizer_states", [])
+        if not isinstance(state, _InFolder) or state or any(optimizer_states):
+            raise UnsupportedError(
+                "on_save_checkpoint changed state_dict or optimizer_states of a sharded checkpoint, whose tensors are "
+                "not in there. Set state_dict_type='full' to change them."
+            )
+        save_folder(
+            path,
+            checkpoint.get("global_step", 0),
+            self.lightning_module,
+            self.optimizers if saves_optimizers else (),
+            checkpoint,
+            first=self.is_global_zero,
+            barrier=self.barrier,
+        )
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """The saved checkpoint; tensors of a directory go into module and optimizers at once.
+
+        Raises:
+            ConfigError: there is neither a file nor such a directory, or it is of another model.
+            StateError: the directory is damaged.
+        """
+        path = self.broadcast(checkpoint_path)
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if is_folder(path):
+            loads_optimizers = fits and has_optimizers(path)
+            optimizers = self.optimizers if loads_optimizers else ()
+            extra = load(Path(path), self.lightning_module, list(optimizers) or None)
+            checkpoint = {**extra, "state_dict": _InFolder()}
+            if loads_optimizers:
+                checkpoint["optimizer_states"] = _InFolder()
+        else:
+            require_file(path)
+            checkpoint = dict(ParallelStrategy.load_checkpoint(self, path, weights_only))
+        own = checkpoint.pop(_OWN, None)
+        if own is not None and fits:
+            restore_random_state(own["random_states"], self.root_device)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Let each rank take its part of a file's whole tensors.
+
+        Raises:
+            ConfigError: they are another model's.
+        """
+        state = checkpoint["state_dict"]
+        if not isinstance(state, _InFolder):
+            load_whole_model_state(self.lightning_module, state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As ``load_model_state_dict``, of optimizers.
+
+        Raises:
+            ConfigError: they are other optimizers.
+        """
+        states = checkpoint["optimizer_states"]
+        if isinstance(states, _InFolder):
+            return
+        if len(states) != len(self.optimizers):
+            raise ConfigError(
+                f"The checkpoint has {len(states)} optimizers, and configure_optimizers made {len(self.optimizers)} "
+                f"(rank {self.global_rank}). Make them as they were when it was saved."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            load_whole_optimizer_state(self.lightning_module, optimizer, state)
+
+
+def _refuse_copies(callbacks: list[Callback]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise UnsupportedError(
+                f"{type(callback).__name__} averages a second, whole model beside the one that is trained, whose "
+                "parameters are pieces. Leave it out, and update polyshard.optim.AveragedWeights in a callback of your "
+                "own."
+            )
+
+
+class PreemptionCallback(Callback):  # type: ignore[misc]
+    """Lets a signal that one rank got alone end ``fit`` on all ranks, behind the same step, with a checkpoint::
+
+        trainer = Trainer(strategy=PolyshardStrategy(config), callbacks=[PreemptionCallback("checkpoints")])
+        trainer.fit(module, data, ckpt_path=PreemptionCallback.newest("checkpoints"))
+
+    ``fit`` writes ``preempted-step=<step>.ckpt`` and raises ``SystemExit(75)``: the process ends with that code where
+    nobody catches it. Validation runs before only where the step is the last of an epoch. From its first batch, of
+    training or of the validation ahead of it, to the end of ``fit`` this callback takes the signals in place of
+    Lightning, which broadcasts inside of its handler: where one rank alone was signalled, it would wait there for the
+    others. A second signal goes to who took them before ``fit``, and so ends the process where nobody did.
+    """
+
+    exit_code: ClassVar[int] = Preemption.exit_code
+    """Of a program that was ended so and can be taken up."""
+
+    def __init__(
+        self, folder: str | Path, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1
+    ) -> None:
+        """As ``polyshard.Preemption``.
+
+        Args:
+            folder: Where the checkpoint is written; made where missing, and seen by all ranks.
+            signals: What asks for an end.
+            every: Ranks exchange their requests at every so many steps of optimizers, 1 or more.
+        """
+        self._folder = Path(folder)
+        self._signals = tuple(signals)
+        self._every = every
+        self._running: Preemption | None = None
+        self._step = 0
+        # Of each signal, before Lightning has taken it.
+        self._former: dict[signal.Signals, Any] = {}
+
+    @staticmethod
+    def newest(folder: str | Path) -> str | None:
+        """The ``ckpt_path`` for ``fit``: the checkpoint of the latest step in ``folder``; None without one."""
+        found = sorted(Path(folder).glob("preempted-step=*.ckpt"))
+        return str(found[-1]) if found else None
+
+    def request(self) -> None:
+        """Ask for an end without a signal, while ``fit`` trains. One rank is enough."""
+        if self._running is not None:
+            self._running.request()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Look who takes the signals: Lightning does next."""
+        if stage == "fit":
+            self._former = {each: signal.getsignal(each) for each in self._signals}
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals; a request is followed behind the first step."""
+        self._enter(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals."""
+        self._step = trainer.global_step
+        self._enter(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write a checkpoint and raise, where a rank was told to end.
+
+        Raises:
+            SystemExit: on every rank, with ``exit_code``.
+        """
+        # A loader that goes on behind its last batch has none for the next epoch: Lightning would leave that one out.
+        if not trainer.is_last_batch:
+            self._end_if_requested(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As ``on_train_batch_end``, behind the last batch of an epoch.
+
+        Raises:
+            SystemExit: on every rank, with ``exit_code``.
+        """
+        self._end_if_requested(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put back who took the signals before."""
+        self._leave(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put back who took the signals before."""
+        self._leave(exception)
+
+    def _enter(self, module: LightningModule) -> None:
+        if self._running is not None:
+            return
+        preemption = Preemption(module, self._signals, every=self._every)
+        if threading.current_thread() is threading.main_thread():
+            # Else a second signal would go to Lightning. At the end of fit it puts back all that it found.
+            for number, former in self._former.items():
+                if former is not None:
+                    signal.signal(number, former)
+        self._running = preemption.__enter__()
+
+    def _end_if_requested(self, trainer: Trainer) -> None:
+        # Between batches whose gradients are accumulated there is nothing that a checkpoint could go on from.
+        if self._running is None or trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self._running.requested():
+            trainer.save_checkpoint(self._folder / f"preempted-step={self._step:08d}.ckpt")
+            raise SystemExit(self.exit_code)
+
+    def _leave(self, error: BaseException | None) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(None if error is None else type(error), error, None)

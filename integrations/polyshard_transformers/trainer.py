@@ -1,0 +1,383 @@
+"""``Trainer`` over a sharded model, its ``Accelerator``, and the callback that ends training with a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from accelerate import Accelerator
+from polyshard import checkpoint
+from polyshard.api import clip_grad_norm_, close, no_sync, placement, shard
+from polyshard.checkpoint.contents import require_saveable
+from polyshard.config import ShardConfig
+from polyshard.preemption import Preemption
+from polyshard_trainers.config import (
+    keeps_whole,
+    on_device,
+    refuse_engines,
+    refuse_other_ranks,
+    with_ranks,
+)
+from polyshard_trainers.models import is_sharded
+from torch import nn
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import SaveStrategy
+
+from ._private import TrainerHooks, plain_optimizer, prepared_optimizers, refuse_other_trainers
+from .checkpoints import SCHEDULER, STATE, export, require_exportable, require_state
+from .models import initializer_of, register_generate
+from .refusals import (
+    refuse_arguments,
+    refuse_dropped_layers,
+    refuse_model,
+    refuse_optimizer,
+    refuse_other_precision,
+    refuse_whole_optimizers,
+    with_precision,
+)
+
+
+class PolyshardMixin(TrainerHooks):
+    """Lets a ``Trainer`` behind it shard its model: ``class Mine(PolyshardMixin, SFTTrainer)``.
+
+    Before it trains or evaluates for the first time, the model is sharded in place, unit by unit, onto this rank's
+    device. ``trainer.model`` is the model that was given. Each ``train()`` asks a ``model_init`` for a new one, and
+    closes the one before.
+    """
+
+    def __init__(self, *args: Any, shard: ShardConfig | None = None, save_frozen: bool = True, **kwargs: Any) -> None:
+        """``shard``: how; ``ShardConfig(policy="transformers")`` where None. Not for a model that is sharded already,
+        which is taken as it is. Its precision follows ``TrainingArguments``: ``bf16=True`` takes the plugin ``bf16``,
+        ``fp16=True`` the plugin ``fp16`` with a gradient scaler. ``save_frozen``: whether the sharded state in
+        checkpoints has parameters that need no gradient; without, a run resumes with those of the model that the
+        trainer is given, and whether they are the same is not looked at. All else goes to the ``Trainer`` behind this
+        class, whichever it is.
+
+        Raises:
+            ConfigError: another engine is asked for or has wrapped the model, precision differs between the two
+                configurations, an optimizer was made over other parameters, or a setting needs whole parameters.
+            UnsupportedError: an optimizer that computes with whole parameters, or another ``Trainer`` than is known.
+            AlreadyShardedError: the model is sharded, and ``shard`` is given.
+        """
+        refuse_other_trainers(self)
+        self.shard_config = shard
+        self._save_frozen = save_frozen
+        self._prepared: nn.Module | None = None
+        self._whole_numel = 0
+        super().__init__(*args, **kwargs)
+        refuse_model(self.model, shard, self.args.process_index)
+        if is_sharded(self.model):
+            refuse_other_precision(self.model, self.args.mixed_precision)
+        refuse_optimizer(self.optimizer, self.model, self.args.process_index, whole=self._keeps_whole())
+        if not self._keeps_whole():
+            refuse_whole_optimizers(self.args.optim)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        refuse_arguments(self.args)
+        refuse_engines(os.environ, "PolyshardTrainer")
+        if self.shard_config is not None:
+            with_precision(self.shard_config, self.args.mixed_precision)
+            refuse_other_ranks(self.shard_config, "Trainer", self.args.world_size)
+            on_device(self.shard_config, self.args.device, "Trainer", self.args.process_index)
+        super().create_accelerator_and_postprocess()
+        ShardedAccelerator.adopt(self.accelerator, scales_loss=self.args.mixed_precision == "fp16")
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer``, and a callback puts signals back where training fails."""
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException as error:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, PreemptionCallback):
+                    callback.leave(error)
+            raise
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As ``Trainer``: six for each number of the main input and parameter, embeddings aside, of the whole model."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        # Trainers that generate their samples pass lists of them, which have no such entry.
+        if name not in inputs:
+            return 0
+        main: torch.Tensor = inputs[name]
+        return 6 * main.numel() * self._whole_numel
+
+    def end(self) -> None:
+        """As ``Trainer``, which ends the process group; the model, which holds it, is closed before."""
+        if self._prepared is not None:
+            close(self._prepared)
+        super().end()
+
+    def ensure_sharded(self, *, training: bool) -> None:
+        """Shard ``self.model``, unless it was prepared already. ``training``: whether that comes next."""
+        model = self.model
+        if training:
+            refuse_dropped_layers(model)
+        if model is self._prepared:
+            return
+        if self._prepared is not None:
+            # A model_init made another one.
+            close(self._prepared)
+            self._prepared = None
+        if not is_sharded(model):
+            refuse_model(model, self.shard_config, self.args.process_index)
+            with self._seeded_alike(model):
+                shard(model, self._config(), initializer=initializer_of(model))
+        if hasattr(model, "generate") and "generate" not in model.__dict__:
+            register_generate(model)
+        self._whole_numel = _numel_without_embeddings(model)
+        self._prepared = model
+
+    @contextmanager
+    def _seeded_alike(self, model: nn.Module) -> Iterator[None]:
+        """Random numbers of the run's seed, where parameters have no values yet: each rank makes whole units."""
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            yield
+            return
+        device = self.args.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(self.args.seed)
+            yield
+
+    def _keeps_whole(self) -> bool:
+        """Whether each rank holds whole parameters."""
+        return keeps_whole(self.shard_config or ShardConfig(), self.args.world_size)
+
+    def _config(self) -> ShardConfig:
+        config = self.shard_config or ShardConfig(policy="transformers")
+        config = with_precision(config, self.args.mixed_precision)
+        return with_ranks(on_device(config, self.args.device, "Trainer", self.args.process_index))
+
+    def require_saveable(self) -> None:
+        """Raise where the first checkpoint would fail.
+
+        Raises:
+            ConfigError, UnsupportedError, RankMismatchError: as ``polyshard.checkpoint.save`` and
+                ``polyshard_huggingface.save``, before a step.
+        """
+        preempted = any(isinstance(each, PreemptionCallback) for each in self.callback_handler.callbacks)
+        if self.args.save_strategy == SaveStrategy.NO and not preempted:
+            return
+        require_saveable(
+            self.model,
+            None if self.args.save_only_model else plain_optimizer(self.optimizer),
+            "Checkpoints without optimizer are written with TrainingArguments(save_only_model=True), none with "
+            "save_strategy='no'.",
+            frozen=self._save_frozen,
+            writes=not self.args.save_only_model,
+            also=lambda: require_exportable(self.model, one_folder=not self.args.save_on_each_node),
+        )
+
+    def save_whole(self, folder: Path) -> bool:
+        """Write the model for ``from_pretrained``, tokenizer and arguments; False where it is not sharded."""
+        if not is_sharded(self.model):
+            return False
+        export(self.model, folder, writes=self.args.should_save, one_folder=not self.args.save_on_each_node)
+        if self.args.should_save:
+            beside = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if beside is not None:
+                beside.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        return True
+
+    def save_training(self, folder: Path) -> None:
+        """Write model, optimizer and schedule into a checkpoint's folder."""
+        if self.is_world_process_zero():
+            # Left by an earlier run at the same step: ``Trainer`` writes over its other files, too. No rank writes
+            # before this one has come to the save.
+            shutil.rmtree(folder / STATE, ignore_errors=True)
+        optimizer = plain_optimizer(self.optimizer)
+        checkpoint.save(folder / STATE, self.state.global_step, self.model, optimizer, frozen=self._save_frozen)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+
+    def require_checkpoint(self, folder: Path) -> None:
+        """Raise ``ConfigError`` if ``folder`` has nothing to resume from."""
+        require_state(folder)
+
+    def load_training(self, folder: Path) -> None:
+        """Read model, optimizer and schedule from a checkpoint's folder."""
+        checkpoint.load(require_state(folder), self.model, plain_optimizer(self.optimizer), frozen=self._save_frozen)
+        # Plain numbers: nothing in it needs code to be read.
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+
+    def load_best(self, folder: Path) -> None:
+        """Read the model alone."""
+        checkpoint.load(require_state(folder), self.model, frozen=self._save_frozen)
+
+
+def _numel_without_embeddings(model: nn.Module) -> int:
+    """Elements of all whole parameters but those of embeddings."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(math.prod(placement(each).shape) for each in model.parameters() if each not in embeddings)
+
+
+class PolyshardTrainer(PolyshardMixin, transformers.Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` over a sharded model: ``PolyshardTrainer(model=..., args=..., shard=ShardConfig())``."""
+
+
+class PolyshardSeq2SeqTrainer(PolyshardMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """``transformers.Seq2SeqTrainer`` over a sharded model."""
+
+
+class PreemptionCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Lets a signal that one rank got alone end training on all ranks, behind the same step, with a checkpoint::
+
+        preemption = PreemptionCallback()
+        trainer = PolyshardTrainer(..., callbacks=[preemption])
+        trainer.train()
+        if preemption.preempted:
+            sys.exit(preemption.exit_code)
+
+    The checkpoint is the trainer's own, ``checkpoint-<step>`` in ``args.output_dir``, whatever ``save_strategy`` is:
+    ``train(resume_from_checkpoint=True)`` goes on from it. Signals are taken from the first step of training to the end
+    of ``train``, as ``polyshard.Preemption`` takes them.
+
+    An evaluation that is due behind the same step runs before: the run that goes on has its result, and does not repeat
+    it. None runs because of the end, and no best model is loaded.
+    """
+
+    exit_code: ClassVar[int] = Preemption.exit_code
+    """The exit code for a program that was ended so and can be taken up."""
+
+    def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1) -> None:
+        """As ``polyshard.Preemption``: the signals, and at every how many steps ranks exchange their requests.
+
+        Raises:
+            ConfigError: ``every`` is below 1; when training begins.
+        """
+        self._signals = tuple(signals)
+        self._every = every
+        self._running: Preemption | None = None
+        self._saved = -1
+        self._best: str | None = None
+        self.preempted = False
+        """Whether the last ``train`` was ended so."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        """Take the signals."""
+        self.preempted = False
+        self._saved = -1
+        self._best = None
+        self._running = Preemption(model, self._signals, every=self._every).__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Ask for a checkpoint and the end, where a rank was asked to end."""
+        if self._running is not None and self._running.requested():
+            self.preempted = True
+            control.should_training_stop = True
+            # Behind an epoch there may be an evaluation, whose random numbers and result belong into the checkpoint.
+            control.should_save = not _ends_epoch(state)
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Ask for a checkpoint where none was written; inside of an epoch, for nothing that belongs to its end."""
+        if not self.preempted:
+            return control
+        if not _ends_epoch(state):
+            control.should_evaluate = False
+        elif control.should_evaluate and args.save_strategy == SaveStrategy.BEST:
+            # The evaluation decides whether there is a checkpoint. Behind the next step one can be had.
+            self.preempted = False
+            control.should_training_stop = state.global_step >= state.max_steps
+            return control
+        # Once: a second one would be written over the first, and for a while there would be none.
+        control.should_save = self._saved != state.global_step
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the checkpoint that the end is behind."""
+        self._saved = state.global_step
+        if self.preempted and state.best_model_checkpoint is not None:
+            # At its end Trainer loads the best model, and with save_total_limit=1 removes all checkpoints but the best
+            # one: right for a run that is over, and not for one that goes on from its last.
+            self._best, state.best_model_checkpoint = state.best_model_checkpoint, None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put back who took the signals before."""
+        if self._best is not None:
+            state.best_model_checkpoint = self._best
+        self.leave(None)
+
+    def request(self) -> None:
+        """Ask for an end without a signal, between the begin and the end of ``train``. One rank is enough."""
+        if self._running is not None:
+            self._running.request()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Put back who took the signals before. ``error``: what ended training, where it did not end by itself."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(None if error is None else type(error), error, None)
+
+
+def _ends_epoch(state: Any) -> bool:
+    """Whether the step was the last of an epoch."""
+    return float(state.epoch).is_integer()
+
+
+class ShardedAccelerator(Accelerator):  # type: ignore[misc]
+    """Prepares data and optimizers as ever; of models it knows one, which is sharded.
+
+    Never made: ``Trainer`` makes an ``Accelerator``, which then becomes one of these (``adopt``).
+    """
+
+    #: The model; None until it is prepared.
+    sharded: nn.Module | None = None
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, *, scales_loss: bool) -> None:
+        """Let ``accelerator`` be one of these. ``scales_loss``: gradients may underflow, so the loss is scaled."""
+        accelerator.__class__ = cls
+        if scales_loss:
+            accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """``model`` itself: neither wrapped for data parallelism, nor moved, nor under autocast.
+
+        One that is not sharded, such as a reference that a trainer compares with, is theirs to place.
+        """
+        if not is_sharded(model):
+            placed: nn.Module = super().prepare_model(model, *args, **kwargs)
+            return placed
+        self.sharded = model
+        return model
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As ``polyshard.no_sync``."""
+        with no_sync(model):
+            yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Scale ``loss`` where that is asked for, in fp32: a scaled fp16 number would be infinite."""
+        super().backward(loss if self.scaler is None else loss.float(), **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the loss's scale, of all optimizers that were prepared where none is given."""
+        if self.scaler is None:
+            return
+        for each in prepared_optimizers(self) if optimizer is None else [optimizer]:
+            self.scaler.unscale_(each)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """The norm over all ranks, which is what ``torch.nn.utils.clip_grad_norm_`` computes of sharded parameters."""
+        self.unscale_gradients()
+        given = list(parameters)
+        if self.sharded is not None and _same(given, self.sharded.parameters()):
+            return clip_grad_norm_(self.sharded, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+
+def _same(given: Iterable[nn.Parameter], own: Iterable[nn.Parameter]) -> bool:
+    return all(each is other for each, other in zip_longest(given, own))

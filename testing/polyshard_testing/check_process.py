@@ -1,0 +1,149 @@
+"""The process in which ``polyshard plugins check`` runs a suite: ``python -m`` this, with a folder.
+
+Outcomes of tests are written down as they happen, so that those before a crash are known.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+from polyshard.errors import DeviceError
+
+from .installed import InstalledPlugin
+
+
+class Stage(enum.StrEnum):
+    """How far a test has come."""
+
+    BEGUN = "begun"
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A line of the record: one test has come to a stage."""
+
+    where: str
+    """Class of the test."""
+    rule: str
+    """Name of its method, or ``MADE``."""
+    case: str
+    """Its parameters, as pytest writes them; empty where there are none."""
+    stage: Stage
+    message: str = ""
+    """Why it failed or was skipped."""
+
+
+#: The rule of outcomes about the construction of the plugin.
+MADE = "made"
+#: In the folder: the tests, and their outcomes.
+TESTS, RECORD = "test_installed.py", "outcomes.jsonl"
+
+
+class Record:
+    """A file of outcomes, one line of JSON each."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def add(self, outcome: Outcome) -> None:
+        """Append ``outcome``."""
+        with self._file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(asdict(outcome)) + "\n")
+
+    def __iter__(self) -> Iterator[Outcome]:
+        """The outcomes of the file, which may not be there yet."""
+        if not self._file.exists():
+            return
+        for line in self._file.read_text(encoding="utf-8").splitlines():
+            fields = json.loads(line)
+            yield Outcome(**(fields | {"stage": Stage(fields["stage"])}))
+
+
+class OutcomeReporter:
+    """A plugin of pytest that keeps a ``Record``."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._add(nodeid, Stage.BEGUN)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._add(report.nodeid, Stage.FAILED, _message(report))
+        elif report.skipped:
+            self._add(report.nodeid, Stage.SKIPPED, _message(report))
+        elif report.when == "call":
+            self._add(report.nodeid, Stage.PASSED)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._record.add(Outcome("", MADE, "", Stage.FAILED, _message(report)))
+
+    def _add(self, nodeid: str, stage: Stage, message: str = "") -> None:
+        _, where, test = nodeid.split("::", 2)
+        rule, _, case = test.partition("[")
+        self._record.add(Outcome(where, rule, case.removesuffix("]"), stage, message))
+
+
+def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
+    longrepr = report.longrepr
+    crash = getattr(longrepr, "reprcrash", None)
+    if crash is not None:
+        return str(crash.message)
+    return str(longrepr[2] if isinstance(longrepr, tuple) else longrepr)
+
+
+def main(folder: Path) -> int:
+    """Run the tests of ``folder``, without the user's own settings for pytest."""
+    record = Record(folder / RECORD)
+    tests = [f"{folder / TESTS}::{name}" for name in _makeable(folder / TESTS, record)]
+    if not tests:
+        return 0
+    arguments = [
+        *("-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--noconftest"),
+        *("-p", "no:cacheprovider", "-q", "--tb=short", "--import-mode=importlib"),
+        *tests,
+    ]
+    return int(pytest.main(arguments, plugins=[OutcomeReporter(record)]))
+
+
+def _makeable(file: Path, record: Record) -> Iterator[str]:
+    """The classes of tests whose plugin can be constructed, which is tried here: otherwise every test would fail."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where ranks are processes, they are sent what this module defines by its name.
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    for name, tests in vars(module).items():
+        if not (name.startswith("Test") and issubclass(tests, InstalledPlugin)):
+            continue
+        record.add(Outcome(name, MADE, "", Stage.BEGUN))
+        try:
+            tests().try_making()
+        except DeviceError as error:
+            record.add(Outcome(name, MADE, "", Stage.SKIPPED, str(error)))
+        except KeyboardInterrupt:
+            raise
+        # SystemExit of a factory, too.
+        except BaseException as error:
+            record.add(Outcome(name, MADE, "", Stage.FAILED, f"{type(error).__name__}: {error}"))
+        else:
+            record.add(Outcome(name, MADE, "", Stage.PASSED))
+            yield name
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

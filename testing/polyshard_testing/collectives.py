@@ -1,0 +1,246 @@
+"""The conformance suite for collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar
+
+import pytest
+import torch
+from polyshard.interfaces import Collectives, CollectivesCapabilities, Group, ReduceOp
+
+from . import collectives_checks as checks
+from .plugin import PluginSuite, fingerprint_of
+from .ranks import KeptProcesses, Rank, run_in, run_ranks
+
+T = TypeVar("T")
+
+
+class CollectivesSuite(PluginSuite):
+    """Subclass it, name the class ``Test…``, and override ``make``, or, for ranks of another kind, ``run_ranks``.
+
+    Every test runs for each of ``world_sizes``. Operations that the backend's capabilities rule out are not tested. A
+    backend without ``can_communicate`` must answer as if all ranks sent the same.
+    """
+
+    group = Group.COLLECTIVES
+
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3)
+    """Numbers of ranks to test with."""
+    ranks: ClassVar[Literal["threads", "processes"]] = "threads"
+    """Ranks are threads of this process, or processes in which ``torch.distributed`` is initialised."""
+    device_type: ClassVar[Literal["cpu", "cuda"]] = "cpu"
+    """Where ranks that are processes compute; with ``"cuda"`` each has a device of its own."""
+    timeout_s: ClassVar[float] = 60.0
+    """Seconds after which a run counts as hanging."""
+    impatience_s: ClassVar[float] = 1.0
+    """The timeout that ``make_impatient`` is given, in seconds: enough for ranks that do come."""
+
+    _processes: ClassVar[KeptProcesses | None] = None
+
+    def make(self, rank: Rank) -> Collectives:
+        """A newly constructed backend, on the rank that it is to serve.
+
+        ``rank.collectives`` are collectives that work between the ranks, for a backend made of others.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override make(rank), or run_ranks(world_size, fn)")
+
+    def make_impatient(self, rank: Rank, timeout: timedelta) -> Collectives | None:
+        """As ``make``, with a context of this ``timeout``: to test that a wait ends by then.
+
+        None, the default, leaves that untested.
+        """
+        return None
+
+    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
+        """Run ``fn`` on a newly constructed backend on every rank; return the results in rank order.
+
+        ``fn`` can be pickled. An exception on a rank must be raised here, and a hang must end in an error.
+        """
+        return self._in_kept_ranks(world_size, partial(_on_rank, self.make, fn))
+
+    def start_ranks(self, world_size: int, fn: Callable[[Rank], T]) -> list[T]:
+        """Run ``fn`` on new ranks of the kind that ``make`` is for; return the results in rank order."""
+        return run_ranks(world_size, fn, backend=self.ranks, timeout_s=self.timeout_s, device_type=self.device_type)
+
+    def _in_kept_ranks(self, world_size: int, fn: Callable[[Rank], T]) -> list[T]:
+        if self._processes is not None and self.ranks == "processes":
+            return run_in(self._processes.of(world_size), fn, timeout_s=self.timeout_s)
+        return self.start_ranks(world_size, fn)
+
+    def factory(self) -> Callable[..., Any]:
+        """The object that the entry point names: the backend's class. Override it where it is a function."""
+        made: type = self.run_ranks(self.world_sizes[0], type)[0]
+        return made
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _keep_processes(cls) -> Iterator[None]:
+        # Started once for all tests of the class: a start takes longer than a test.
+        cls._processes = kept = KeptProcesses(device_type=cls.device_type)
+        yield
+        cls._processes = None
+        kept.close()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "world_size" in metafunc.fixturenames:
+            metafunc.parametrize("world_size", self.world_sizes)
+
+    def test_fingerprint_is_text_that_every_rank_has(self) -> None:
+        texts = self.run_ranks(max(self.world_sizes), fingerprint_of)
+        assert isinstance(texts[0], str | None), f"fingerprint() is {texts[0]!r}"
+        assert len(set(texts)) == 1, f"fingerprint() differs between ranks: {texts}"
+
+    def test_ranks_know_their_place(self, world_size: int) -> None:
+        ranks = self.run_ranks(world_size, partial(checks.check_identity, world_size=world_size))
+        assert ranks == list(range(world_size))
+
+    def test_capabilities_are_of_the_contracts_types_and_do_not_change(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_capabilities)
+
+    def test_capabilities_are_alike_on_every_rank(self, world_size: int) -> None:
+        assert len(set(self.run_ranks(world_size, _capabilities))) == 1
+
+    def test_process_group_is_one_of_torch_with_the_same_ranks(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_process_group)
+
+    def test_construction_does_not_communicate(self, world_size: int) -> None:
+        self._only_with_make()
+        # The others never construct theirs: speaking to them would wait until the run is ended.
+        self._in_kept_ranks(world_size, partial(_construct_on_first, self.make))
+
+    def test_a_rank_that_never_comes_is_an_error_in_time(self, world_size: int) -> None:
+        self._only_with_make()
+        if world_size > 1:
+            # In ranks of its own: after a timeout these may be of no use any more.
+            timeout = timedelta(seconds=self.impatience_s)
+            self.start_ranks(world_size, partial(_wait_in_vain, self.make_impatient, timeout=timeout))
+
+    @pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "apart"])
+    def test_all_gather_carries_every_dtype(self, world_size: int, in_place: bool) -> None:
+        each = [partial(checks.check_all_gather, dtype=dtype, in_place=in_place) for dtype in checks.GATHER_DTYPES]
+        self._run_each(world_size, each)
+
+    def test_many_gathers_at_once(self, world_size: int) -> None:
+        for dtypes in (checks.GATHER_DTYPES, (torch.bfloat16,)):
+            self.run_ranks(world_size, partial(checks.check_all_gather_many, dtypes=dtypes))
+
+    @pytest.mark.parametrize("op", list(ReduceOp))
+    def test_reduce_scatter_follows_the_formula(self, world_size: int, op: ReduceOp) -> None:
+        dtypes = self._floats(world_size, op)
+        self._run_each(world_size, [partial(checks.check_reduce_scatter, dtype=dtype, op=op) for dtype in dtypes])
+
+    @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+    def test_many_reductions_at_once(self, world_size: int, op: ReduceOp) -> None:
+        widening = self._capabilities(world_size).widening
+        self._run_each(
+            world_size,
+            [
+                partial(checks.check_reduce_scatter_many, wire=wire, wide=wide, op=op)
+                for wire in self._floats(world_size, op)
+                if wire in (torch.float32, torch.bfloat16)
+                for wide in ({wire, torch.float32} if widening else {wire})
+            ],
+        )
+
+    @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+    def test_widening_accumulates_in_the_output_dtype(self, world_size: int, op: ReduceOp) -> None:
+        if self._capabilities(world_size).widening:
+            narrow = [dtype for dtype in self._floats(world_size, op) if dtype.itemsize == 2]
+            each = [partial(checks.check_widening, wire=wire, wide=torch.float32, op=op) for wire in narrow]
+            self._run_each(world_size, each)
+
+    @pytest.mark.parametrize("op", list(ReduceOp))
+    def test_all_reduce_follows_the_formula(self, world_size: int, op: ReduceOp) -> None:
+        dtypes = self._floats(world_size, op)
+        self._run_each(world_size, [partial(checks.check_all_reduce, dtype=dtype, op=op) for dtype in dtypes])
+
+    def test_integers_are_summed_exactly(self, world_size: int) -> None:
+        dtypes = sorted(self._capabilities(world_size).dtypes & {torch.int64, torch.int32}, key=str)
+        self._run_each(world_size, [partial(checks.check_integers, dtype=dtype) for dtype in dtypes])
+
+    def test_broadcast_reaches_every_rank(self, world_size: int) -> None:
+        self._run_each(world_size, [partial(checks.check_broadcast, dtype=dtype) for dtype in checks.GATHER_DTYPES])
+
+    def test_all_to_all_carries_every_dtype(self, world_size: int) -> None:
+        if self._capabilities(world_size).exchanges:
+            self._run_each(
+                world_size, [partial(checks.check_all_to_all, dtype=dtype) for dtype in checks.GATHER_DTYPES]
+            )
+
+    def test_all_to_all_refuses_blocks_that_do_not_fit(self, world_size: int) -> None:
+        if self._capabilities(world_size).exchanges:
+            self.run_ranks(world_size, checks.check_bad_blocks)
+
+    def test_objects_arrive_in_rank_order(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_objects)
+
+    def test_announcements_that_differ_reach_every_rank(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_announcements)
+
+    def test_barrier_waits_for_every_rank_and_keeps_order(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_barrier)
+
+    def test_partition_into_interleaved_parts(self, world_size: int) -> None:
+        self.run_ranks(world_size, partial(checks.check_partition, rank_lists=checks.interleaved(world_size)))
+
+    def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
+        self.run_ranks(world_size, partial(checks.check_partition, rank_lists=[list(reversed(range(world_size)))]))
+
+    def test_partition_refuses_lists_that_do_not_cover(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_bad_partition)
+
+    @pytest.mark.parametrize("wait_order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
+    def test_operations_overlap(self, world_size: int, wait_order: tuple[int, ...]) -> None:
+        self.run_ranks(world_size, partial(checks.check_overlap, wait_order=wait_order))
+
+    def test_waiting_orders_streams(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_streams)
+
+    def test_closing_a_part_leaves_the_others(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_close_of_parts)
+
+    def test_close_twice(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_close)
+
+    def _capabilities(self, world_size: int) -> CollectivesCapabilities:
+        return self.run_ranks(world_size, _capabilities)[0]
+
+    def _floats(self, world_size: int, op: ReduceOp) -> list[torch.dtype]:
+        """Floating-point dtypes that it reduces by ``op``."""
+        capabilities = self._capabilities(world_size)
+        dtypes = capabilities.dtypes if op in capabilities.reduce_ops else frozenset()
+        return sorted((dtype for dtype in dtypes if dtype.is_floating_point), key=str)
+
+    def _run_each(self, world_size: int, each: Sequence[Callable[[Collectives], None]]) -> None:
+        if each:
+            self.run_ranks(world_size, partial(checks.check_each, checks=each))
+
+    def _only_with_make(self) -> None:
+        if type(self).make is CollectivesSuite.make:
+            pytest.skip("a suite that overrides run_ranks alone does not say how one rank constructs its backend")
+
+
+def _construct_on_first(make: Callable[[Rank], Collectives], rank: Rank) -> None:
+    if rank.rank == 0:
+        make(rank)
+
+
+def _wait_in_vain(make: Callable[[Rank, timedelta], Collectives | None], rank: Rank, timeout: timedelta) -> None:
+    collectives = make(rank, timeout)
+    if collectives is not None:
+        checks.check_in_time(collectives)
+
+
+def _capabilities(collectives: Collectives) -> CollectivesCapabilities:
+    return collectives.capabilities
+
+
+def _on_rank(make: Callable[[Rank], Collectives], fn: Callable[[Collectives], T], rank: Rank) -> T:
+    collectives = make(rank)
+    result = fn(collectives)
+    # Not where fn raised: closing may be a meeting, to which no other rank comes.
+    collectives.close()
+    return result

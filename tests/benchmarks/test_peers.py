@@ -1,0 +1,231 @@
+"""The benchmark beside other sharders: its arithmetic, its model's size, its tables, and one run on two gloo ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_script
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def row(peer: str, number: int, ms: float, **others: Any) -> dict[str, Any]:
+    """A finished row of workload ``tiny``."""
+    spread = {"median": ms, "q1": ms, "q3": ms, "min": ms - 1, "max": ms + 1}
+    filled: dict[str, Any] = {"workload": "tiny", "peer": peer, "round": number, "ms": spread, "host_ms": spread}
+    filled |= {"tokens_per_s": 1000 / ms, "wrap_s": 0.5, "first_step_s": 1.0, "alloc_retries": 0}
+    filled |= {"peak_gib": 2.0, "peak_reserved_gib": 3.0, "losses": [4.0, 3.0]}
+    return filled | others
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        row("local", 0, 50.0),
+        row("fsdp2", 0, 100.0),
+        row("polyshard", 0, 80.0, peak_gib=1.5, losses=[4.0, 3.3]),
+        row("fsdp2", 1, 120.0),
+        row("polyshard", 1, 60.0, peak_gib=1.5),
+        {"workload": "tiny", "peer": "local", "round": 1, "error": "out of memory"},
+        row("fsdp2", 2, 90.0),
+        row("polyshard", 2, 90.0, peak_gib=1.5),
+        {"workload": "tiny", "peer": "ddp", "round": 0, "error": "it does not fit"},
+        row("fsdp2+compile", 0, 40.0),
+        row("polyshard+compile", 0, 20.0),
+    ]
+
+
+def report() -> dict[str, Any]:
+    from summary import summarise
+
+    environment = {
+        "command": "torchrun benchmarks/peers.py",
+        "commit": "0123456789abcdef",
+        "uncommitted_changes": False,
+        "date": "2026-01-02",
+        "python": "3.12.3",
+        "torch": "2.11.0",
+        "world_size": 2,
+        "device": "Some GPU",
+        "nccl": "2.28.9",
+    }
+    skipped = [{"workload": "tiny", "round": 2, "peers": ["local"], "reason": "the deadline of 6 s was near"}]
+    settings = {"work": {"tiny": "tiny: 3 blocks"}, "rounds": 3}
+    return {"environment": environment, "settings": settings, "skipped": skipped, "summary": summarise(rows())}
+
+
+def test_ratios_are_taken_within_rounds_and_then_their_median() -> None:
+    figures = report()["summary"]["tiny"]["polyshard"]
+    assert figures["ms"]["median"] == 80.0
+    assert figures["ms_steps"] == {"min": 59.0, "max": 91.0}
+    # 100/80, 120/60, 90/90; the ratio of the medians would be 100/80 as well, that of the means 310/230.
+    assert (figures["speed_to_fsdp2"]["median"], figures["speed_to_fsdp2"]["max"]) == (1.25, 2.0)
+    # Only round 0 has a local row.
+    assert figures["speed_to_local"]["median"] == 50 / 80
+    assert figures["peak_gib_to_fsdp2"] == 0.75
+    assert figures["peak_reserved_gib_to_fsdp2"] == 1.0
+
+
+def test_a_loss_that_differs_in_any_step_of_any_round_shows() -> None:
+    assert report()["summary"]["tiny"]["polyshard"]["loss_difference"] == pytest.approx(0.1)
+    assert report()["summary"]["tiny"]["fsdp2"]["loss_difference"] == 0.0
+
+
+def test_a_peer_that_failed_keeps_its_reason_and_the_others_their_rows() -> None:
+    from summary import table
+
+    peers = report()["summary"]["tiny"]
+    assert peers["ddp"] == {"error": "it does not fit"}
+    assert (peers["local"]["rounds"], peers["local"]["errors"]) == (1, ["out of memory"])
+    text = table({"tiny": peers})
+    assert "ddp: it does not fit" in text
+    assert "1.250 (1.000..2.000)" in text
+
+
+@pytest.mark.parametrize("name", ["tiny", "host", "300m", "1b", "8b"])
+def test_the_models_have_the_parameters_that_their_sizes_say(name: str) -> None:
+    from workloads import WORKLOADS, LanguageModel
+
+    with torch.device("meta"):
+        model = LanguageModel(WORKLOADS[name])
+    assert sum(parameter.numel() for parameter in model.parameters()) == WORKLOADS[name].parameter_count
+
+
+def test_first_values_and_batches_follow_from_names_and_numbers_alone() -> None:
+    from workloads import WORKLOADS, Batches, initial_value
+
+    cpu = torch.device("cpu")
+    one = initial_value("blocks.0.up.weight", (8, 4), cpu)
+    torch.manual_seed(1)
+    assert torch.equal(one, initial_value("blocks.0.up.weight", (8, 4), cpu))
+    assert not torch.equal(one, initial_value("blocks.1.up.weight", (8, 4), cpu))
+    tiny = WORKLOADS["tiny"]
+    tokens, targets = Batches(tiny, 0, cpu).batch(3)
+    assert torch.equal(tokens, Batches(tiny, 0, cpu).batch(3)[0])
+    assert not torch.equal(tokens, Batches(tiny, 1, cpu).batch(3)[0])
+    assert tokens.shape == targets.shape == (tiny.batch, tiny.seq)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < tiny.vocab
+
+
+def test_peers_are_named_by_what_they_are(tmp_path: Path) -> None:
+    from contenders import contender
+
+    compiled = contender("polyshard:forward_prefetch=2+compile")
+    assert (compiled.name, compiled.compiled) == ("polyshard:forward_prefetch=2+compile", True)
+    assert contender("fsdp2", compiled=True).name == "fsdp2+compile"
+    engine = tmp_path / "other.py"
+    engine.write_text("def build(model, units):\n    return model, list(model.parameters())\n")
+    captured = contender(f"module-captured:{engine}")
+    assert (captured.name, captured.captured) == ("module-captured:other", True)
+    for wrong in ("fsdp3", "polyshard:prefetch", f"module:{tmp_path / 'none.py'}", "ddp+compile"):
+        with pytest.raises(ValueError, match=r"peer"):
+            contender(wrong)
+
+
+def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
+    from figures import BEGIN, END, OLD, main
+
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "peers.json").write_text(json.dumps(report()))
+    page, archive, chart = tmp_path / "page.md", tmp_path / "archive.md", tmp_path / "chart.svg"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    earlier = report()
+    earlier["environment"]["commit"] = "f" * 40
+    (results / "peers2.json").write_text(json.dumps(earlier))
+    archive.write_text("{}\n{}\n".format(*OLD))
+    arguments = ["--results", str(results), "--page", str(page), "--archive", str(archive), "--chart", str(chart)]
+    assert main(arguments) == 0
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| polyshard | 80.0 |" in text
+    assert "ddp: it does not fit." in text
+    assert "2 x Some GPU" in text
+    assert "commit 0123456789" in text
+    assert "commit ffffffffff" not in text
+    assert "commit ffffffffff" in archive.read_text()
+    picture = chart.read_bytes()
+    assert b"<svg" in picture
+    # Again: nothing changes.
+    assert main(arguments) == 0
+    assert page.read_text() == text
+    assert chart.read_bytes() == picture
+
+
+def output_on_ranks(ranks: int, script: str, *arguments: str) -> str:
+    """What ``script`` of the benchmarks prints when so many CPU ranks run it."""
+    done = run_script(ranks, BENCHMARKS / script, ["--device", "cpu", *arguments])
+    assert done.codes == [0] * ranks, done.errors[-3000:]
+    return done.output
+
+
+@pytest.mark.slow
+def test_peers_train_alike_on_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "peers.json"
+    peers = "local,fsdp1,fsdp2,polyshard,polyshard-keep,polyshard:strategi=x"
+    measured = ["--work", "tiny", "--rounds", "1", "--steps", "2", "--peers", peers, "--out", str(out)]
+    said = output_on_ranks(2, "peers.py", *measured)
+    found = json.loads(out.read_text())
+    peers = found["summary"]["tiny"]
+    assert "CUDA" in peers["fsdp1"]["error"]
+    assert "POLYSHARD_STRATEGY" in peers["polyshard:strategi=x"]["error"]
+    for peer in ("fsdp2", "polyshard", "polyshard-keep"):
+        assert peers[peer]["loss_difference"] < 1e-3
+        assert peers[peer]["loss"]["last"] < peers[peer]["loss"]["first"]
+    assert found["environment"]["world_size"] == 2
+    assert "polyshard-keep" in said
+
+
+@pytest.mark.nightly
+def test_peers_that_take_turns_at_each_step_train_alike(tmp_path: Path) -> None:
+    out = tmp_path / "peers.json"
+    peers = "local,fsdp1,fsdp2,polyshard,polyshard-no-shard"
+    measured = ["--by-step", "--work", "tiny", "--rounds", "2", "--steps", "2", "--peers", peers, "--out", str(out)]
+    output_on_ranks(2, "peers.py", *measured)
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) == 2 * 5
+    assert all(len(row["ms"]["steps"]) == 2 for row in found["rows"] if row["peer"] != "fsdp1")
+    summary = found["summary"]["tiny"]
+    assert "CUDA" in summary["fsdp1"]["error"]
+    for peer in ("polyshard", "polyshard-no-shard"):
+        assert summary[peer]["rounds"] == 2
+        # Of another peer's losses, which ranks that disagree about the order would mix in, these are 3e-4 off.
+        assert summary[peer]["loss_difference"] < 1e-4
+
+
+@pytest.mark.nightly
+def test_hybrid_peers_train_alike_on_two_by_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "peers.json"
+    measured = ["--work", "tiny", "--rounds", "1", "--steps", "2", "--peers", "fsdp2,fsdp2-hybrid,polyshard-hybrid"]
+    output_on_ranks(4, "peers.py", *measured, "--out", str(out))
+    peers = json.loads(out.read_text())["summary"]["tiny"]
+    for peer in ("fsdp2-hybrid", "polyshard-hybrid"):
+        assert peers[peer]["loss_difference"] < 1e-3
+        assert peers[peer]["loss"]["last"] < peers[peer]["loss"]["first"]
+
+
+@pytest.mark.slow
+def test_bandwidth_is_what_each_rank_receives_in_a_second(tmp_path: Path) -> None:
+    out = tmp_path / "gathers.json"
+    output_on_ranks(3, "gathers.py", "--sizes", "1", "--rounds", "1", "--out", str(out))
+    found = json.loads(out.read_text())
+    assert not found["problems"]
+    assert {(row["operation"], row["world_size"]) for row in found["rows"]} == {
+        (operation, world) for operation in ("gather", "reduce") for world in (2, 3)
+    }
+    for row in found["rows"]:
+        world = row["world_size"]
+        received = row["nbytes"] * (world - 1) / world
+        # Rounded to hundredths.
+        assert row["gb_s"] == pytest.approx(received / row["ms"]["median"] / 1e6, abs=0.006)
+
+
+@pytest.mark.slow
+def test_gathers_are_compared_with_what_the_ranks_sent() -> None:
+    assert "gathers of gloo are right with (2, 3) ranks" in output_on_ranks(3, "gathers.py", "--check")

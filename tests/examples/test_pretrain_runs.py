@@ -1,0 +1,206 @@
+"""Whole runs of the second example on processes: against a plain model, taken up again, and exported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from checkpoints import tensors_in
+from processes import Finished, importing_from, run_script
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "pretrain"
+STEPS = 6
+#: A model and a run of seconds, with all that may change numbers.
+TINY = {
+    "model.hidden_size": 32,
+    "model.intermediate_size": 48,
+    "model.num_hidden_layers": 3,
+    "model.num_attention_heads": 4,
+    "model.num_key_value_heads": 2,
+    "data.files": f"{ROOT}/*.md",
+    "data.vocabulary": 300,
+    "training.steps": STEPS,
+    "training.context": 16,
+    "training.batch": 8,
+    "training.microbatch": 2,
+    "optimizer.lr": 0.01,
+    "optimizer.clip": 0.5,
+    "schedule.warmup": 2,
+    "activation_checkpointing.mode": "selective",
+    "activation_checkpointing.every": 2,
+    "evaluation.every": 3,
+    "evaluation.batches": 1000,
+    "checkpoint.every": 3,
+}
+
+pytestmark = pytest.mark.slow
+
+
+def arguments(folder: Path) -> list[str]:
+    """The command line of a run in ``folder``."""
+    texts = {"data.held_out": f"{folder.parent}/held_out.txt", "data.cache": f"{folder.parent}/tokens"}
+    settings = {**TINY, **texts, "output.folder": f"{folder}"}
+    changes = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    return ["--config", str(EXAMPLE / "llama_toy.toml"), *changes]
+
+
+def start(ranks: int, words: Sequence[str]) -> Finished:
+    """Run the script on ``ranks`` CPU processes."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYSHARD_")}
+    environ = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return run_script(ranks, EXAMPLE / "train.py", words, environ, 100.0)
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    """What TensorBoard shows of the run in ``folder``, by step."""
+    # Here, since it takes long and most runs of the tests do without.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    return {event.step: event.value for event in board.Scalars(name)}
+
+
+class Run(NamedTuple):
+    """A run of two ranks that never stopped."""
+
+    folder: Path
+    ended: Finished
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All steps, with checkpoints after the third and the sixth."""
+    folder = tmp_path_factory.mktemp("pretrain") / "whole"
+    # Batches of four sequences on two ranks, and a last one that leaves the second rank with nothing.
+    (folder.parent / "held_out.txt").write_text((ROOT / "README.md").read_text()[:600])
+    ended = start(2, arguments(folder))
+    assert ended.codes == [0, 0], ended
+    return Run(folder, ended)
+
+
+@pytest.fixture
+def example() -> Iterator[None]:
+    with importing_from(EXAMPLE):
+        yield
+
+
+def stopped(whole: Run, name: str) -> Path:
+    """What was left of the run, had it been killed behind its third step."""
+    folder = whole.folder.parent / name
+    shutil.copytree(whole.folder, folder)
+    shutil.rmtree(folder / "model")
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")
+    return folder
+
+
+@pytest.mark.usefixtures("example")
+def test_two_ranks_train_as_one_process_with_plain_torch_does(whole: Run) -> None:
+    from loader import Share
+    from model import Initializer, llama_config
+    from settings import load_settings
+    from tokens import Tokens
+    from transformers import LlamaForCausalLM
+
+    words = [f"{name}={value}" for name, value in TINY.items()]
+    settings = load_settings(EXAMPLE / "llama_toy.toml", words, environ={})
+    (cache,) = (whole.folder.parent / "tokens").iterdir()
+    tokens = Tokens.read(cache)
+    model = LlamaForCausalLM(llama_config(settings, 300, tokens.end_of_text))
+    initialise = Initializer(model, 0)
+    for module in model.modules():
+        initialise(module)
+
+    def rows(text: list[int]) -> torch.Tensor:
+        return torch.tensor([text[at : at + 17] for at in range(0, len(text) - 16, 16)])
+
+    train, held_out = rows(tokens.train.map().tolist()), rows(tokens.held_out.map().tolist())
+    assert len(held_out) % 4 in (1, 2)
+    groups = [
+        {"params": [each for each in model.parameters() if each.ndim == 2], "weight_decay": 0.1},
+        {"params": [each for each in model.parameters() if each.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    batches = iter(Share(len(train), 8, 0, 1, seed=0))
+    losses, norms, evaluated = [], [], []
+    for step, rate in enumerate((0.005, 0.01, 0.01, 0.00868198, 0.0055, 0.00231802)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batch = train[next(batches)]
+        # Transformers' own loss, which shifts the targets by itself.
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step in (2, 5):
+            with torch.no_grad():
+                evaluated.append(model(input_ids=held_out, labels=held_out, use_cache=False).loss.item())
+
+    found = scalars(whole.folder, "loss/train")
+    assert list(found) == [1, 2, 3, 4, 5, 6]
+    assert list(found.values()) == pytest.approx(losses, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.3
+    assert min(norms) > 0.5, "every gradient was clipped"
+    assert list(scalars(whole.folder, "gradient_norm").values()) == pytest.approx(norms, rel=1e-4)
+    assert scalars(whole.folder, "loss/held_out") == pytest.approx(dict(zip((3, 6), evaluated, strict=True)), abs=1e-5)
+    exported = load_file(whole.folder / "model" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert (exported[name] - parameter).abs().max() < 1e-3, name
+
+
+def test_what_is_exported_is_the_last_checkpoint_to_transformers(whole: Run) -> None:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    loaded = LlamaForCausalLM.from_pretrained(whole.folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(whole.folder / "model")
+    saved = tensors_in(whole.folder / "checkpoints" / "step-00000006")
+    assert loaded.config.vocab_size == len(tokenizer) == 300
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, saved[f"model.{name}"]), name
+    # The same logits from the same numbers in a model that was never a file.
+    plain = LlamaForCausalLM(loaded.config)
+    plain.load_state_dict({name: saved[f"model.{name}"] for name in plain.state_dict()})
+    inputs = tokenizer("Gradients are averaged over ranks", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs).logits, plain(inputs).logits)
+    assert tokenizer.decode(inputs[0]) == "Gradients are averaged over ranks"
+
+
+def test_a_run_that_is_started_again_is_the_run_that_never_stopped(whole: Run) -> None:
+    folder = stopped(whole, "again")
+    ended = start(2, arguments(folder))
+    assert ended.codes == [0, 0], ended
+    assert f"going on from {folder}/checkpoints/step-00000003" in ended.output
+    assert "step      4/6" in ended.output
+    assert scalars(folder, "loss/train") == scalars(whole.folder, "loss/train")
+    expected, found = (tensors_in(each / "checkpoints" / "step-00000006") for each in (whole.folder, folder))
+    assert expected.keys() == found.keys()
+    assert len(expected) > 3 * 25
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    one, other = ((each / "model" / "model.safetensors").read_bytes() for each in (whole.folder, folder))
+    assert one == other
+
+
+@pytest.mark.nightly
+def test_another_number_of_ranks_and_compiled_blocks_see_the_same_text(whole: Run) -> None:
+    folder = stopped(whole, "alone")
+    # Compiled without generating code, which would take longest; what is traced is the same.
+    compiled = ("compile.blocks=true", "compile.loss=true", "compile.backend=aot_eager", "shard.strategy=no_shard")
+    words = [word for each in compiled for word in ("--set", each)]
+    ended = start(1, [*arguments(folder), *words, "--accept-changes"])
+    assert ended.codes == [0], ended
+    assert "accepted: there were 2 ranks and are 1" in ended.output
+    assert "random numbers begin anew: states are of 2 rank(s), of 1" in ended.output
+    expected, found = scalars(whole.folder, "loss/train"), scalars(folder, "loss/train")
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert "tokens/s  memory" in ended.output

@@ -1,0 +1,278 @@
+"""Safetensors files that are wrong, damaged or cannot be written: what is said, and that nothing changed."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import polyshard_huggingface
+import pytest
+import torch
+from parity import one_core
+from polyshard import ShardConfig
+from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
+from polyshard_huggingface.loading import load_through
+from polyshard_huggingface.saving import save_through
+from safetensors.torch import load_file, save_file
+from saved_net import Counted, Net, Values, net, on_ranks, same, state, whole
+
+
+@pytest.fixture(autouse=True, scope="module")
+def taking_turns() -> Iterator[None]:
+    with one_core():
+        yield
+
+
+def test_everything_that_does_not_fit_is_named_and_nothing_changed(tmp_path: Path) -> None:
+    wrong = state()
+    wrong["extra.weight"] = torch.zeros(2)
+    wrong["blocks.1.up.weight"] = torch.zeros(6, 13)
+    wrong["frozen"] = torch.zeros(3, dtype=torch.int32)
+    for name in ("embed.weight", "blocks.0.down.weight", "blocks.2.down.weight", "norm.running_var"):
+        del wrong[name]
+    save_file(wrong, tmp_path / "wrong.safetensors")
+    save_file(state(), tmp_path / "right.safetensors")
+
+    def read(model: Net, rank: int) -> tuple[str, Values, Values]:
+        with pytest.raises(ConfigError) as refused:
+            polyshard_huggingface.load(model, tmp_path / "wrong.safetensors")
+        before = whole(model)
+        polyshard_huggingface.load(model, tmp_path / "right.safetensors")
+        return str(refused.value), before, whole(model)
+
+    for text, before, after in on_ranks(2, read):
+        assert same(before, net().state_dict())
+        assert same(after, state())
+        missing = "4 missing from the files: 'embed.weight', 'blocks.0.down.weight', 'blocks.2.down.weight', "
+        assert missing.split(": ")[0] in text
+        for name in ("embed.weight", "norm.running_var"):
+            assert f"'{name}'" in text
+        assert "'blocks.{0,2}.down.weight'" in text
+        assert "1 in the files and not in the model: 'extra.weight'" in text
+        assert "1 of shape (6, 13) in the files and (13, 6) in the model: 'blocks.1.up.weight'" in text
+        assert "1 of torch.int32 in the files and torch.float32 in the model, which cannot be cast: 'frozen'" in text
+
+
+def test_what_was_named_may_be_missing_or_left_out(tmp_path: Path) -> None:
+    some = state()
+    some["extra.weight"] = torch.zeros(2)
+    del some["frozen"], some["blocks.1.up.weight"]
+    save_file(some, tmp_path / "model.safetensors")
+
+    def read(reads: Any) -> Callable[[Net, int], Values]:
+        def body(model: Net, rank: int) -> Values:
+            polyshard_huggingface.load(
+                model, tmp_path, missing=["frozen", "blocks.*.up.weight"], unexpected=["extra.*"], ranks=reads
+            )
+            return whole(model)
+
+        return body
+
+    kept = {name: net().state_dict()[name] for name in ("frozen", "blocks.1.up.weight")}
+    del some["extra.weight"]
+    for reads in ("all", "first"):
+        for values in on_ranks(2, read(reads)):
+            assert same(values, some)
+            assert same(values, kept)
+
+
+@pytest.mark.parametrize("reads", ["all", "first"])
+def test_tied_tensors_that_differ_in_the_file_are_refused(reads: Any, tmp_path: Path) -> None:
+    both = {**state(), "head.weight": state()["embed.weight"].clone()}
+    # One element, which one rank alone sees.
+    both["head.weight"][6, 5] += 1
+    save_file(both, tmp_path / "model.safetensors")
+
+    def read(model: Net, rank: int) -> Values:
+        with pytest.raises(ConfigError, match=r"ties 'embed.weight' and 'head.weight', but .* has different values"):
+            polyshard_huggingface.load(model, tmp_path, ranks=reads)
+        return whole(model)
+
+    assert all(same(values, net().state_dict()) for values in on_ranks(3, read))
+
+
+def _cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def _another_kind(path: Path) -> None:
+    path.write_bytes(b"PK\x03\x04 not safetensors at all")
+
+
+def _bad_header(path: Path) -> None:
+    path.write_bytes(struct.pack("<Q", 12) + b'{"a": [1, 2]' + b"\0" * 100)
+
+
+def _unknown_dtype(path: Path) -> None:
+    text = json.dumps({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut_off, "is damaged or was cut off"),
+        (_another_kind, "is no safetensors file"),
+        (_bad_header, "cannot be read"),
+        (_unknown_dtype, "dtype F4"),
+    ],
+)
+def test_damage_is_told_from_the_wrong_checkpoint(damage: Callable[[Path], None], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(state(), path)
+    damage(path)
+
+    def read(model: Net, rank: int) -> Values:
+        with pytest.raises(StateError, match=words):
+            polyshard_huggingface.load(model, path)
+        return whole(model)
+
+    assert all(same(values, net().state_dict()) for values in on_ranks(2, read))
+
+
+def test_an_index_whose_files_are_not_there(tmp_path: Path) -> None:
+    on_ranks(1, lambda model, rank: polyshard_huggingface.save(model, tmp_path, max_shard_size=700))
+    first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(StateError, match=r"says that model-00002-of-\d+.safetensors holds .* which it does not"):
+        on_ranks(1, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
+    second.unlink()
+    with pytest.raises(StateError, match=r"names files that are not there: model-00002"):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(StateError, match="is no index"):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
+
+
+def test_no_checkpoint_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"There is no checkpoint at .*snapshot_download"):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match=r"holds neither 'model.safetensors' nor"):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
+    with pytest.raises(ConfigError, match="ranks must be 'all' or 'first', not 'one'"):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path, ranks="one"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="missing must be several patterns"):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path, missing="head"))
+    with pytest.raises(StateError, match="needs a sharded module"):
+        polyshard_huggingface.load(net(), tmp_path)
+
+
+def test_ranks_that_were_told_different_things(tmp_path: Path) -> None:
+    save_file(state(), tmp_path / "one.safetensors")
+    save_file({**state(), "extra": torch.zeros(1)}, tmp_path / "other.safetensors")
+    names = ["one.safetensors", "other.safetensors"]
+    with pytest.raises(
+        RankMismatchError, match=r"different checkpoints: .*\.safetensors on rank \d, .*\.safetensors on rank \d"
+    ):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path / names[rank]))
+    kinds: list[Any] = ["all", "first"]
+    with pytest.raises(RankMismatchError, match=r"'ranks' is '\w+' on rank \d, and '\w+' on rank \d"):
+        on_ranks(
+            2, lambda model, rank: polyshard_huggingface.load(model, tmp_path / "one.safetensors", ranks=kinds[rank])
+        )
+    with pytest.raises((ConfigError, RankMismatchError), match=r"save\(\) was given ranks='all' on rank 0 and 'first'"):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / "out", ranks=kinds[rank]))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("writes", ["all", "first"])
+def test_a_rank_that_cannot_write_leaves_what_was_there(writes: Any, tmp_path: Path) -> None:
+    save_file(state(), tmp_path / "model.safetensors")
+
+    def out(model: Net, rank: int) -> str:
+        with pytest.raises((OSError, RankMismatchError)) as failed:
+            save_through(Counted(2 if rank == 0 else None), model, tmp_path, ranks=writes, max_shard_size=700)
+        # The model still trains, and saves elsewhere.
+        model(torch.arange(7)).sum().backward()
+        polyshard_huggingface.save(model, tmp_path / "elsewhere")
+        return str(failed.value)
+
+    first, second = on_ranks(2, out)
+    assert "No space left on device" in first
+    assert "No space left on device" in second
+    assert "rank 0: OSError" in second
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "model.safetensors"]
+    assert same(load_file(tmp_path / "model.safetensors"), state())
+    assert same(load_file(tmp_path / "elsewhere" / "model.safetensors"), {"frozen": net().frozen.detach()})
+
+
+def test_reading_that_fails_is_told_on_every_rank(tmp_path: Path) -> None:
+    save_file(state(), tmp_path / "model.safetensors")
+
+    def read(reads: Any) -> Callable[[Net, int], str]:
+        def body(model: Net, rank: int) -> str:
+            with pytest.raises((OSError, RankMismatchError)) as failed:
+                load_through(Counted(2 if rank == 0 else None), model, tmp_path, ranks=reads)
+            return str(failed.value)
+
+        return body
+
+    for reads in ("all", "first"):
+        assert all("No space left" in text for text in on_ranks(2, read(reads)))
+
+
+def test_ranks_with_file_systems_of_their_own_are_told(tmp_path: Path) -> None:
+    with pytest.raises(PolyshardError, match=r"Rank 1 does not see .* Pass ranks='first'"):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / str(rank) / "deep"))
+    assert not (tmp_path / "0").exists()
+    on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / str(rank), ranks="first"))
+    assert same(load_file(tmp_path / "0" / "model.safetensors"), {"frozen": net().frozen.detach()})
+
+
+def test_settings_of_a_save_that_cannot_be(tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"max_shard_size": "5 apples"}, "max_shard_size must be bytes"),
+        ({"max_shard_size": 0}, "max_shard_size must be bytes"),
+        ({"dtype": torch.int8}, "dtype must be float64"),
+        ({"ranks": "one"}, "ranks must be"),
+        ({"convert": lambda tensors: {}}, "returns no tensors"),
+        ({"convert": lambda tensors: {"frozen": tensors["frozen"]}}, r"leaves out 'conv.weight'.*'blocks.\{0-2\}.up"),
+        ({"convert": lambda tensors: {**tensors, "frozen": tensors["frozen"][1:]}}, "leaves out 'frozen'"),
+    ]
+
+    def out(model: Net, rank: int) -> None:
+        for options, words in wrong:
+            with pytest.raises(ConfigError, match=words):
+                polyshard_huggingface.save(model, tmp_path / "out", **options)
+        with pytest.raises(UnsupportedError, match="does more than to put tensors together"):
+            polyshard_huggingface.save(model, tmp_path / "out", convert=lambda tensors: {"x": tensors["frozen"] * 2})
+        polyshard_huggingface.save(model, tmp_path / "right")
+
+    on_ranks(2, out)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    # The rank that makes the folder raises the one, the other rank the other.
+    with pytest.raises((ConfigError, RankMismatchError), match="is in the way"):
+        on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / "file"))
+
+
+def test_one_rank_of_a_pretended_world_reads_its_part_and_saves_nothing(tmp_path: Path) -> None:
+    expected = state()
+    save_file(expected, tmp_path / "model.safetensors")
+    model = net()
+    config = ShardConfig(collectives={"name": "fake", "world_size": 4, "rank": 1}, device="cpu")
+    polyshard.shard(model, config, ignored_modules=[model.ignored])
+    load_through(reader := Counted(), model, tmp_path)
+    assert 0 < reader.nbytes < sum(each.nbytes for each in expected.values()) / 2
+    place = polyshard.placement(model.blocks[1].up.weight)
+    wanted = expected["blocks.1.up.weight"].reshape(-1)[place.start : place.stop]
+    assert torch.equal(model.blocks[1].up.weight.detach(), wanted)
+    with pytest.raises(UnsupportedError, match="pretended world of 4"):
+        polyshard_huggingface.save(model, tmp_path / "out")
+
+
+def test_not_inside_a_step_or_of_a_part(tmp_path: Path) -> None:
+    save_file(state(), tmp_path / "model.safetensors")
+
+    def inside(model: Net, rank: int) -> None:
+        with polyshard.unsharded(model), pytest.raises(StateError):
+            polyshard_huggingface.load(model, tmp_path)
+        with pytest.raises(StateError, match="needs the outermost"):
+            polyshard_huggingface.save(model.blocks[0], tmp_path)
+        polyshard_huggingface.load(model, tmp_path)
+
+    on_ranks(2, inside)

@@ -1,0 +1,300 @@
+"""Models of Transformers through its own files: read as ``from_pretrained`` does, written so that it reads them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import polyshard
+import polyshard_huggingface
+import pytest
+import torch
+from parity import one_core, seed_all
+from polyshard import ShardConfig
+from polyshard.errors import ConfigError
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+# Importing Transformers takes most of the first one's time.
+pytestmark = pytest.mark.slow
+
+Values = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[ModuleType]:
+    """Imported late: every process collects this file, and one of them runs it."""
+    with warnings.catch_warnings(action="ignore"):
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        with one_core():
+            yield transformers
+
+
+_LLAMA = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_ENCODER = {
+    key: _LLAMA[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
+
+#: Model, configuration and layers, by what is special about each.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA, "LlamaDecoderLayer"),
+    "tied llama": ("LlamaForCausalLM", "LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}, "LlamaDecoderLayer"),
+    "gpt2, tied and with Conv1D": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
+        "GPT2Block",
+    ),
+    "t5, one embedding for three": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        "T5Block",
+    ),
+    "vit, renamed": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        {**_ENCODER, "image_size": 8, "patch_size": 4},
+        "ViTLayer",
+    ),
+    "mixtral, experts in one tensor": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        # More than ten: their order is not that of their names.
+        {**_LLAMA, "num_local_experts": 11},
+        "MixtralDecoderLayer",
+    ),
+}
+
+
+def built(transformers: ModuleType, family: str, **settings: Any) -> Any:
+    model, config, options, _ = FAMILIES[family]
+    return getattr(transformers, model)(getattr(transformers, config)(**{**options, **settings}))
+
+
+def saved(model: Any, folder: Path, **options: Any) -> Path:
+    """``model`` with values that nobody could mistake for initial ones, as ``save_pretrained`` writes it."""
+    seed_all(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def sharded(model: Any, world: ThreadedWorld, rank: int, family: str, fresh: tuple[str, ...] = ()) -> Any:
+    layers = {type(module) for module in model.modules() if type(module).__name__ == FAMILIES[family][3]}
+    config = ShardConfig(
+        collectives={"name": "threaded", "world": world, "rank": rank},
+        device="cpu",
+        policy={"name": "transformer", "layers": list(layers)},
+    )
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # one rank shards nothing
+        return polyshard.shard(model, config, initializer=polyshard_huggingface.to_be_loaded(model, fresh=fresh))
+
+
+def on_meta(make: Callable[[], Any], world: ThreadedWorld) -> Any:
+    with world.lock, torch.device("meta"):
+        return make()
+
+
+def whole(model: nn.Module) -> Values:
+    with polyshard.unsharded(model):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_go_in_and_out_unchanged(family: str, transformers: ModuleType, tmp_path: Path) -> None:
+    given = saved(built(transformers, family), tmp_path / "given", max_shard_size="20KB")
+    reference = type(built(transformers, family)).from_pretrained(given)
+    expected, buffers = reference.state_dict(), dict(reference.named_buffers())
+    for ranks in (1, 2, 3):
+        written = tmp_path / f"written by {ranks}"
+
+        def in_and_out(rank: int, world: ThreadedWorld, written: Path = written) -> Values:
+            model = sharded(on_meta(lambda: built(transformers, family), world), world, rank, family)
+            polyshard_huggingface.load(model, given)
+            for name, buffer in model.named_buffers():
+                assert torch.equal(buffer, buffers[name]), name
+            polyshard_huggingface.save(model, written, max_shard_size="20KB")
+            return whole(model)
+
+        for values in ThreadedWorld(ranks).run(in_and_out):
+            assert values.keys() == expected.keys()
+            assert all(torch.equal(values[name], expected[name]) for name in expected)
+        again, told = type(reference).from_pretrained(written, output_loading_info=True)
+        assert not any(told.values())
+        assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+        # The names are those that Transformers writes, not those that the model has.
+        indices = [json.loads((each / "model.safetensors.index.json").read_text()) for each in (given, written)]
+        assert indices[0]["weight_map"].keys() == indices[1]["weight_map"].keys()
+        assert indices[0]["metadata"] == indices[1]["metadata"]
+
+
+def test_the_first_step_is_that_of_the_model_that_from_pretrained_makes(
+    transformers: ModuleType, tmp_path: Path
+) -> None:
+    given = saved(built(transformers, "llama"), tmp_path / "given")
+    tokens = torch.arange(24).view(2, 12)
+    expected = transformers.LlamaForCausalLM.from_pretrained(given)(input_ids=tokens, labels=tokens).loss
+
+    def loss(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        model = sharded(on_meta(lambda: built(transformers, "llama"), world), world, rank, "llama")
+        polyshard_huggingface.load(model, given)
+        model.eval()
+        found: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        found.backward()
+        return found.detach()
+
+    for found in ThreadedWorld(2).run(loss):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+
+
+def test_one_rank_reads_for_all(transformers: ModuleType, tmp_path: Path) -> None:
+    family = "mixtral, experts in one tensor"
+    given = saved(built(transformers, family), tmp_path / "given")
+    expected = type(built(transformers, family)).from_pretrained(given).state_dict()
+
+    def read(rank: int, world: ThreadedWorld) -> Values:
+        model = sharded(on_meta(lambda: built(transformers, family), world), world, rank, family)
+        polyshard_huggingface.load(model, given if rank == 0 else tmp_path / "not here", ranks="first")
+        polyshard_huggingface.save(model, tmp_path / "written", ranks="first")
+        return whole(model)
+
+    for values in ThreadedWorld(3).run(read):
+        assert all(torch.equal(values[name], expected[name]) for name in expected)
+    again = type(built(transformers, family)).from_pretrained(tmp_path / "written").state_dict()
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+def test_a_base_model_is_read_into_one_with_a_head(transformers: ModuleType, tmp_path: Path) -> None:
+    base = transformers.LlamaModel(transformers.LlamaConfig(**_LLAMA))
+    given = saved(base, tmp_path / "given")
+
+    def read(rank: int, world: ThreadedWorld) -> Values:
+        def make() -> Any:
+            return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**_LLAMA, num_labels=3))
+
+        model = on_meta(make, world)
+        with world.lock:  # threads share one random state
+            seed_all(1)
+        sharded(model, world, rank, "llama", fresh=("score.*",))
+        polyshard_huggingface.load(model, given, missing=["score.*"])
+        return whole(model)
+
+    for values in ThreadedWorld(2).run(read):
+        head = values.pop("score.weight")
+        # Transformers draws it with a deviation of 0.02.
+        assert 0.01 < head.std() < 0.03
+        assert {name.removeprefix("model.") for name in values} == base.state_dict().keys()
+        assert all(torch.equal(value, base.state_dict()[name.removeprefix("model.")]) for name, value in values.items())
+
+
+def test_a_model_with_a_head_is_read_into_its_base(transformers: ModuleType, tmp_path: Path) -> None:
+    given = saved(built(transformers, "llama"), tmp_path / "given")
+    expected = transformers.LlamaModel.from_pretrained(given).state_dict()
+
+    def read(rank: int, world: ThreadedWorld) -> Values:
+        config = transformers.LlamaConfig(**_LLAMA)
+        model = sharded(on_meta(lambda: transformers.LlamaModel(config), world), world, rank, "llama")
+        with pytest.raises(ConfigError, match=r"1 in the files and not in the model: 'lm_head.weight'"):
+            polyshard_huggingface.load(model, given)
+        polyshard_huggingface.load(model, given, unexpected=["lm_head.*"])
+        return whole(model)
+
+    for values in ThreadedWorld(2).run(read):
+        assert all(torch.equal(values[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_names(transformers: ModuleType, tmp_path: Path) -> None:
+    other = saved(built(transformers, "llama", num_hidden_layers=4, intermediate_size=64), tmp_path / "other")
+    given = saved(built(transformers, "llama"), tmp_path / "given")
+
+    def read(rank: int, world: ThreadedWorld) -> tuple[str, bool]:
+        model = sharded(on_meta(lambda: built(transformers, "llama"), world), world, rank, "llama")
+        with pytest.raises(ConfigError) as refused:
+            polyshard_huggingface.load(model, other)
+        # Nothing was read, and the right checkpoint still can be.
+        untouched = all(bool(parameter.isnan().all()) for parameter in model.parameters())
+        polyshard_huggingface.load(model, given)
+        return str(refused.value), untouched
+
+    for text, untouched in ThreadedWorld(2).run(read):
+        assert untouched
+        assert "is not a checkpoint of this LlamaForCausalLM" in text
+        assert "18 in the files and not in the model: " in text
+        assert "'model.layers.{2-3}.mlp.up_proj.weight'" in text
+        assert (
+            "4 of shape (64, 32) in the files and (48, 32) in the model: 'model.layers.{0-1}.mlp.gate_proj.weight', "
+            "'model.layers.{0-1}.mlp.up_proj.weight'"
+        ) in text
+        assert (
+            "2 of shape (32, 64) in the files and (32, 48) in the model: 'model.layers.{0-1}.mlp.down_proj.weight'"
+        ) in text
+
+
+def test_dtypes_are_cast_on_both_ways(transformers: ModuleType, tmp_path: Path) -> None:
+    given = saved(built(transformers, "llama").to(torch.bfloat16), tmp_path / "given")
+    expected = transformers.LlamaForCausalLM.from_pretrained(given, dtype=torch.bfloat16).state_dict()
+
+    def read(rank: int, world: ThreadedWorld) -> Values:
+        model = sharded(on_meta(lambda: built(transformers, "llama"), world), world, rank, "llama")
+        polyshard_huggingface.load(model, given)
+        polyshard_huggingface.save(model, tmp_path / "written", dtype=torch.bfloat16)
+        return whole(model)
+
+    for values in ThreadedWorld(2).run(read):
+        assert all(value.dtype == torch.float32 for value in values.values())
+        assert all(torch.equal(values[name], expected[name].float()) for name in expected)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "written")
+    assert again.dtype == torch.bfloat16
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+
+
+def test_an_untied_checkpoint_is_not_read_into_a_tied_model(transformers: ModuleType, tmp_path: Path) -> None:
+    given = saved(built(transformers, "llama"), tmp_path / "given")
+
+    def read(rank: int, world: ThreadedWorld) -> None:
+        model = sharded(on_meta(lambda: built(transformers, "tied llama"), world), world, rank, "tied llama")
+        polyshard_huggingface.load(model, given)
+
+    with pytest.raises(ConfigError, match=r"ties 'model.embed_tokens.weight' and 'lm_head.weight', but .* different"):
+        ThreadedWorld(2).run(read)
+
+
+def test_what_transformers_reorders_inside_of_rows_is_refused_by_name(transformers: ModuleType, tmp_path: Path) -> None:
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.core_model_loading import Interleave, WeightConverter
+
+    class Interleaved(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
+        pass
+
+    if get_checkpoint_conversion_mapping("Interleaved") is None:
+        converter = WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", operations=[Interleave(dim=0)])
+        register_checkpoint_conversion_mapping("Interleaved", [converter])
+    given = saved(built(transformers, "llama"), tmp_path / "given")
+
+    def read(rank: int, world: ThreadedWorld) -> None:
+        config = transformers.LlamaConfig(**_LLAMA)
+        model = sharded(on_meta(lambda: Interleaved(config), world), world, rank, "llama")
+        polyshard_huggingface.load(model, given)
+
+    with pytest.raises(polyshard.errors.UnsupportedError, match=r"'model.layers.\{0-1\}.mlp.up_proj.weight' cannot be"):
+        ThreadedWorld(2).run(read)

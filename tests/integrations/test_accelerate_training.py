@@ -1,0 +1,409 @@
+"""Training by polyshard_accelerate on gloo processes, against the unsharded model in plain torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    find_executable_batch_size,
+)
+from accelerate_ranks import Critic, loader_of, on_ranks, pair_loss, pairs, same, whole, whole_gradients
+from parity import Block, Net, seeded, units_of
+from polyshard import ShardConfig
+from polyshard.errors import ConfigError, StateError, UnsupportedError
+from polyshard_accelerate import Accelerator
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import LambdaLR
+
+BLOCKS = ShardConfig(policy=units_of(Block))
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+
+
+# Twenty steps.
+
+
+def train_twenty_steps(rank: int, split_batches: bool, strategy: str) -> None:
+    loaders = DataLoaderConfiguration(split_batches=split_batches)
+    config = ShardConfig(policy=units_of(Block), strategy=strategy)
+    accelerator = Accelerator(shard=config, cpu=True, gradient_accumulation_steps=2, dataloader_config=loaders)
+    model, reference = seeded(Net), seeded(Net)
+    parameters = list(model.parameters())
+    optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, reference))
+    schedulers = [LambdaLR(each, lambda step: 1 / (1 + step)) for each in (optimizer, plain)]
+    # 7 batches of 6 or 12 an epoch: the last one of an epoch is a step of its own.
+    size = 6 * (dist.get_world_size() if split_batches else 1)
+    loader = loader_of(pairs(7 * 6 * dist.get_world_size()), size, shuffle=True)
+    scheduler, loader, optimizer, model = accelerator.prepare(schedulers[0], loader, optimizer, model)
+    assert all(own is first for own, first in zip(model.parameters(), parameters, strict=True))
+    steps = 0
+    while steps < 20:
+        for index, (x, y) in enumerate(loader):
+            synchronises = index % 2 == 1 or index == 6
+            with accelerator.accumulate(model):
+                loss = mse_loss(model(x), y)
+                accelerator.backward(loss)
+                assert accelerator.sync_gradients == synchronises
+                if synchronises:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            all_x, all_y = accelerator.gather((x, y))
+            expected = mse_loss(reference(all_x), all_y)
+            (expected / 2).backward()
+            torch.testing.assert_close(accelerator.gather(loss.detach()).mean(), expected.detach(), **EXACT)
+            if synchronises:
+                plain_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+                torch.testing.assert_close(norm, plain_norm, **EXACT)
+                plain.step()
+                plain.zero_grad()
+                for _ in range(1 if split_batches else dist.get_world_size()):
+                    schedulers[1].step()
+                steps += 1
+            assert scheduler.get_last_lr() == schedulers[1].get_last_lr()
+    same(model, reference)
+    accelerator.free_memory()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "split_batches", "strategy"),
+    [
+        (2, True, "full_shard"),
+        (2, False, "no_shard"),
+        pytest.param(3, False, "shard_grad_op", marks=pytest.mark.nightly),
+    ],
+)
+def test_twenty_steps_are_those_of_the_unsharded_model(world_size: int, split_batches: bool, strategy: str) -> None:
+    on_ranks(world_size, train_twenty_steps, split_batches, strategy)
+
+
+def keep_a_share(rank: int) -> None:
+    accelerator = Accelerator(shard=BLOCKS, cpu=True)
+    model = seeded(Net)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(pairs()))
+    x, y = next(iter(loader))
+    accelerator.backward(mse_loss(model(x), y))
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    kept = sum(value.numel() for value in states)
+    assert kept <= 2 * (total / dist.get_world_size() + 8 * 5)
+    everyone = torch.tensor(float(kept))
+    dist.all_reduce(everyone)
+    assert everyone == 2 * total
+    assert polyshard.report(model).master_nbytes <= 8 * (total / dist.get_world_size() + 8 * 5)
+    accelerator.free_memory()
+
+
+def test_each_rank_keeps_its_share_of_parameters_and_optimizer_state() -> None:
+    on_ranks(2, keep_a_share)
+
+
+# Accumulation.
+
+
+def withhold(rank: int) -> None:
+    accelerator = Accelerator(shard=BLOCKS, cpu=True)
+    model, reference = seeded(Net), seeded(Net)
+    model, loader = accelerator.prepare(model, loader_of(pairs()))
+    x, y = next(iter(loader))
+    all_x, all_y = accelerator.gather((x, y))
+    for turn in range(3):
+        mse_loss(reference(all_x), all_y).backward()
+        if turn % 2 == 0:
+            with accelerator.no_sync(model):
+                accelerator.backward(mse_loss(model(x), y))
+            continue
+        accelerator.backward(mse_loss(model(x), y))
+        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
+    accelerator.backward(mse_loss(model(x), y))
+    mse_loss(reference(all_x), all_y).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
+
+    # Several forwards, then their backwards, of which the last reduces.
+    model.zero_grad()
+    reference.zero_grad()
+    losses = [mse_loss(model(x), y) for _ in range(3)]
+    with accelerator.no_sync(model):
+        for number, loss in enumerate(reversed(losses)):
+            mse_loss(reference(all_x), all_y).backward()
+            if number < 2:
+                accelerator.backward(loss)
+                assert all(parameter.grad is None for parameter in model.parameters())
+                continue
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(loss)
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
+    accelerator.free_memory()
+
+
+def test_gradients_wait_inside_no_sync() -> None:
+    on_ranks(2, withhold)
+
+
+def accumulate(rank: int, sync_each_batch: bool) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
+    accelerator = Accelerator(shard=BLOCKS, cpu=True, gradient_accumulation_plugin=plugin)
+    model, reference = seeded(Net), seeded(Net)
+    # 5 batches a rank: the last one is reduced by itself.
+    model, loader = accelerator.prepare(model, loader_of(pairs(40)))
+    for index, (x, y) in enumerate(loader):
+        all_x, all_y = accelerator.gather((x, y))
+        (mse_loss(reference(all_x), all_y) / 2).backward()
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(x), y))
+        complete = index % 2 == 1 or index == 4
+        assert accelerator.sync_gradients == complete
+        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        if complete or sync_each_batch:
+            torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
+        else:
+            assert any((found - expected[name]).abs().max() > 1e-3 for name, found in whole_gradients(model).items())
+        if complete:
+            model.zero_grad()
+            reference.zero_grad()
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+def test_accumulation_reduces_with_the_last_batch(sync_each_batch: bool) -> None:
+    on_ranks(2, accumulate, sync_each_batch)
+
+
+# Clipping.
+
+
+def clip(rank: int) -> None:
+    accelerator = Accelerator(shard=BLOCKS, cpu=True, gradient_accumulation_steps=2)
+    model, reference = seeded(Net), seeded(Net)
+    model, loader = accelerator.prepare(model, loader_of(pairs()))
+    batches = iter(loader)
+    x, y = next(batches)
+    with accelerator.accumulate(model):
+        accelerator.backward(mse_loss(model(x), y))
+        for call in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+            with pytest.raises(StateError, match="wait for the last backward of an accumulation"):
+                call(model.parameters(), 0.1)
+    (mse_loss(reference(accelerator.gather(x)), accelerator.gather(y)) / 2).backward()
+    x, y = next(batches)
+    with accelerator.accumulate(model):
+        accelerator.backward(mse_loss(model(x), y))
+        accelerator.clip_grad_value_(model.parameters(), 0.02)
+    (mse_loss(reference(accelerator.gather(x)), accelerator.gather(y)) / 2).backward()
+    nn.utils.clip_grad_value_(reference.parameters(), 0.02)
+    for order in (2.0, 1.0, math.inf):
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.01, norm_type=order)
+        expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type=order)
+        torch.testing.assert_close(norm, expected_norm, **EXACT)
+    # A part of the model, which one rank may hold nothing of.
+    norm = accelerator.clip_grad_norm_(model.last.parameters(), 0.001)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.last.parameters(), 0.001), **EXACT)
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
+    accelerator.free_memory()
+
+
+def test_clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait() -> None:
+    on_ranks(2, clip)
+
+
+def flatten(rank: int) -> None:
+    accelerator = Accelerator(shard=BLOCKS, cpu=True)
+    reference = seeded(Net)
+    model, loader = accelerator.prepare(seeded(Net), loader_of(pairs()))
+    flat = polyshard.flat_parameters(model)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    optimizer = accelerator.prepare(torch.optim.AdamW(flat, lr=1e-2))
+    for x, y in loader:
+        accelerator.backward(mse_loss(model(x), y))
+        mse_loss(reference(accelerator.gather(x)), accelerator.gather(y)).backward()
+        with pytest.raises(StateError, match=r"flat parameter.*polyshard\.flat_parameters"):
+            accelerator.clip_grad_value_(model.parameters(), 0.02)
+        accelerator.clip_grad_value_(flat, 0.02)
+        nn.utils.clip_grad_value_(reference.parameters(), 0.02)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.05)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.05), **EXACT)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    same(model, reference)
+    accelerator.free_memory()
+
+
+def test_an_optimizer_over_flat_parameters() -> None:
+    on_ranks(2, flatten)
+
+
+# Several models, several calls.
+
+
+def train_a_pair(rank: int) -> None:
+    accelerator = Accelerator(shard=BLOCKS, cpu=True)
+    models = [seeded(Net), seeded(Critic)]
+    references = copy.deepcopy(models)
+    optimizers, plain = (
+        [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in both] for both in (models, references)
+    )
+    # One after the other, then together, then again.
+    net = accelerator.prepare(models[0])
+    critic, loader, of_critic, of_net = accelerator.prepare(models[1], loader_of(pairs()), *reversed(optimizers))
+    assert accelerator.prepare(net, of_net) == (net, of_net)
+    assert accelerator.unwrap_model(net) is models[0]
+    for x, y in loader:
+        all_x, all_y = accelerator.gather((x, y))
+        for step in range(2):
+            accelerator.backward(pair_loss(net, critic, x, y, step))
+            pair_loss(*references, all_x, all_y, step).backward()
+            for mine, theirs in ((of_net, plain[0]), (of_critic, plain[1]))[step : step + 1]:
+                mine.step()
+                theirs.step()
+            for each in (of_net, of_critic, *plain):
+                each.zero_grad()
+    same(net, references[0])
+    same(critic, references[1])
+    accelerator.free_memory()
+
+
+@pytest.mark.slow
+def test_two_models_with_optimizers_of_their_own() -> None:
+    on_ranks(2, train_a_pair)
+
+
+def refuse_a_used_optimizer(rank: int) -> None:
+    accelerator = Accelerator(shard=BLOCKS, cpu=True)
+    model = seeded(Net)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3).double()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"AdamW has taken steps: it has state of the whole 'first\.weight'"):
+        accelerator.prepare(model, optimizer)
+    assert model.first.weight.shape == (5, 3)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(2, 3).double()).sum())
+    optimizer.step()
+    # It may come again once it is over pieces.
+    assert accelerator.prepare(optimizer) is optimizer
+    accelerator.free_memory()
+
+
+def test_an_optimizer_that_took_steps_with_the_whole_model() -> None:
+    on_ranks(2, refuse_a_used_optimizer)
+
+
+def evaluate(rank: int) -> None:
+    accelerator = Accelerator(shard=BLOCKS, cpu=True)
+    reference = seeded(Net)
+    left_whole = accelerator.prepare_model(seeded(Net), evaluation_mode=True)
+    if rank == 0:
+        # Nobody else takes part.
+        torch.testing.assert_close(left_whole(torch.ones(2, 3).double()), reference(torch.ones(2, 3).double()))
+    assert left_whole.first.weight.shape == (5, 3)
+    # 22 examples: the last batch is filled up with the first ones.
+    data = pairs(22)
+    model, loader = accelerator.prepare(seeded(Net), loader_of(data))
+    model.eval()
+    gathered = []
+    with torch.no_grad():
+        for x, y in loader:
+            gathered.append(accelerator.gather_for_metrics((model(x), y)))
+    outputs, targets = (torch.cat(each) for each in zip(*gathered, strict=True))
+    with torch.no_grad():
+        torch.testing.assert_close(outputs, reference(data.tensors[0]), **EXACT)
+    assert torch.equal(targets, data.tensors[1])
+    with (
+        pytest.raises(UnsupportedError, match="every rank must run a sharded model equally often"),
+        accelerator.join_uneven_inputs([model], even_batches=False),
+    ):
+        pass
+    with accelerator.join_uneven_inputs([model]):
+        model(torch.ones(1, 3).double())
+    accelerator.free_memory()
+
+
+def test_evaluation_only() -> None:
+    on_ranks(2, evaluate)
+
+
+def start_again(rank: int) -> None:
+    accelerator = Accelerator(shard=BLOCKS, cpu=True)
+    sizes, models = [], []
+
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda: 4)
+    def train(batch_size: int) -> torch.Tensor:
+        sizes.append(batch_size)
+        accelerator.free_memory()
+        for former in models:
+            with pytest.raises(StateError, match=r"came after polyshard\.close"):
+                former(torch.ones(1, 3).double())
+        model = seeded(Net)
+        models.append(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(pairs(), batch_size))
+        for x, y in loader:
+            output = model(x)
+            if batch_size > 4:
+                output.register_hook(out_of_memory)
+            accelerator.backward(mse_loss(output, y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return next(iter(whole(model).values()))
+
+    train()
+    assert sizes == [8, 4]
+    with pytest.raises(StateError, match=r"prepare\(\) came after polyshard\.close"):
+        accelerator.prepare(models[0])
+    accelerator.clear()
+
+
+def out_of_memory(_: torch.Tensor) -> None:
+    raise RuntimeError("CUDA out of memory.")
+
+
+def test_a_smaller_batch_starts_with_a_new_model() -> None:
+    on_ranks(2, start_again)
+
+
+def compile_it(rank: int) -> None:
+    with warnings.catch_warnings():
+        # Dynamo looks at them in what it traces.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        accelerator = Accelerator(shard=BLOCKS, cpu=True, dynamo_backend="eager")
+        model, reference = seeded(Net), seeded(Net)
+        optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, reference))
+        compiled, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(pairs()))
+        assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+        for index, (x, y) in enumerate(loader):
+            if index % 2 == 0:
+                with accelerator.no_sync(compiled):
+                    accelerator.backward(mse_loss(compiled(x), y))
+                    assert all(parameter.grad is None for parameter in model.parameters())
+            else:
+                accelerator.backward(mse_loss(compiled(x), y))
+            mse_loss(reference(accelerator.gather(x)), accelerator.gather(y)).backward()
+            if index % 2 == 1:
+                for each in (optimizer, plain):
+                    each.step()
+                    each.zero_grad()
+        same(model, reference)
+        accelerator.free_memory()
+
+
+@pytest.mark.slow
+def test_a_compiled_model() -> None:
+    on_ranks(2, compile_it)

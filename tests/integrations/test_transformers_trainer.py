@@ -1,0 +1,724 @@
+"""``PolyshardTrainer`` on two ranks beside Transformers' own ``Trainer`` on the whole batch, in one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blockwise_states import BlockwiseMomentum
+from polyshard.errors import ConfigError
+from processes import KeptRanks
+from torch import nn
+from transformers_runs import (
+    STEPS,
+    arguments,
+    curve,
+    launched,
+    make_model,
+    outcome,
+    parameters,
+    plain_trainer,
+    quiet,
+    samples,
+    shard_config,
+    sharded_trainer,
+)
+
+#: Two ranks import Transformers.
+pytestmark = pytest.mark.slow
+
+#: Of losses and norms in fp32 over 20 steps.
+CLOSE = {"rel": 2e-5, "abs": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[KeptRanks]:
+    kept = KeptRanks()
+    yield kept
+    kept.close()
+
+
+# Training
+
+
+def train_both(rank: int, folder: str, family: str, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A sharded run; on rank 0, the plain one, too."""
+    quiet()
+    own = settings.pop("own_optimizer", False)
+
+    def given(model: Any) -> dict[str, Any]:
+        optimizers = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
+        return {"model": model, **settings, **({"optimizers": optimizers} if own else {})}
+
+    with launched(rank, 2):
+        trainer = sharded_trainer(**given(make_model(family)), folder=folder, family=family)
+        trainer.train()
+        ours = outcome(trainer)
+        trainer.save_model(f"{folder}/exported")
+    if rank:
+        return ours, {}
+    ours["read"] = parameters(type(trainer.model).from_pretrained(f"{folder}/exported"))
+    trainer = plain_trainer(**given(make_model(family)), folder=f"{folder}-plain", family=family)
+    trainer.train()
+    return ours, outcome(trainer)
+
+
+def require_alike(
+    results: list[tuple[dict[str, Any], dict[str, Any]]], rel: float = CLOSE["rel"], abs: float = CLOSE["abs"]
+) -> None:
+    """Every rank came to what the plain run came to."""
+    plain = results[0][1]
+    assert len(plain["curve"]) == STEPS
+    for ours, _ in results:
+        for step, (mine, theirs) in enumerate(zip(ours["curve"], plain["curve"], strict=True)):
+            assert mine == pytest.approx(theirs, rel=rel, abs=abs), f"step {step}: {mine}, {theirs}"
+        assert ours["evaluated"] == pytest.approx(plain["evaluated"], rel=rel)
+        assert ours["flos"] == plain["flos"]
+        torch.testing.assert_close(ours["predicted"], plain["predicted"], rtol=10 * rel, atol=10 * abs)
+        assert_equal(ours.get("read", ours["parameters"]), ours["parameters"])
+        for name, whole in plain["parameters"].items():
+            torch.testing.assert_close(ours["parameters"][name], whole, rtol=10 * rel, atol=10 * abs, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("qwen", {"gradient_accumulation_steps": 2}),
+        ("mixtral", {"activation_checkpointing": True}),
+        pytest.param("gpt2", {"own_optimizer": True}, marks=pytest.mark.nightly),
+        # T5 computes a mean that Trainer takes for a share of all ranks' tokens.
+        ("t5", {"average_tokens_across_devices": False, "predict_with_generate": True, "generation_max_length": 7}),
+        ("vit", {"max_grad_norm": 0.0}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "-".join(given),
+)
+def test_trains_as_the_plain_trainer_does(
+    ranks: KeptRanks, tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    require_alike(ranks.run(2, train_both, str(tmp_path), family, settings))
+
+
+# Checkpoints
+
+
+def stop_and_resume(rank: int, folder: str) -> dict[str, Any]:
+    """Eight steps with dropout, and the last four again from the checkpoint between; what both came to."""
+    quiet()
+    from transformers import GPT2LMHeadModel
+
+    saving = {
+        "max_steps": 8, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "save_total_limit": 3,
+    }  # fmt: skip
+    with launched(rank, 2):
+        straight = sharded_trainer(make_model("gpt2", dropout=0.2), folder, "gpt2", **saving)
+        straight.train()
+        kept = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+        stopped = f"{folder}/checkpoint-4"
+        again = sharded_trainer(make_model("gpt2", dropout=0.2), f"{folder}-again", "gpt2", **saving)
+        again.train(resume_from_checkpoint=stopped)
+        read = GPT2LMHeadModel.from_pretrained(f"{folder}/checkpoint-8")
+        best = sharded_trainer(
+            make_model("gpt2"), f"{folder}-best", "gpt2", **saving,
+            load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+        )  # fmt: skip
+        best.train()
+        best_path = best.state.best_model_checkpoint
+        return {
+            "kept": kept,
+            "straight": curve(straight),
+            "again": curve(again),
+            "parameters": parameters(straight.model),
+            "parameters again": parameters(again.model),
+            "read": parameters(read),
+            "best": Path(best_path).name,
+            "parameters best": parameters(best.model),
+            "read best": parameters(GPT2LMHeadModel.from_pretrained(best_path)),
+            "state": sorted(path.name for path in Path(stopped).iterdir()),
+        }
+
+
+def test_a_resumed_run_is_the_one_that_never_stopped(ranks: KeptRanks, tmp_path: Path) -> None:
+    for found in ranks.run(2, stop_and_resume, str(tmp_path / "run")):
+        assert found["kept"] == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+        assert len(found["straight"]) == 8
+        assert found["again"] == found["straight"]
+        assert_equal(found["parameters again"], found["parameters"])
+        # The folder is a pretrained model's as well.
+        assert_equal(found["read"], found["parameters"])
+        assert "model.safetensors" in found["state"]
+        assert "optimizer.pt" not in found["state"]
+        # Worse with each step: the best is not the last.
+        assert found["best"] != "checkpoint-8"
+        assert_equal(found["parameters best"], found["read best"])
+
+
+def preempt_and_resume(rank: int, folder: str) -> dict[str, Any]:
+    """Eight steps with dropout; and again, where rank 1 alone is signalled in the third, and from there to the end."""
+    quiet()
+    from polyshard_transformers import PreemptionCallback
+    from transformers import TrainerCallback
+
+    class Signalled(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Fails(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ArithmeticError("a callback's own")
+
+    def model() -> Any:
+        return make_model("gpt2", dropout=0.2)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with launched(rank, 2):
+        straight = sharded_trainer(model(), folder, "gpt2", max_steps=8)
+        straight.train()
+        preemption = PreemptionCallback()
+        stopped = sharded_trainer(model(), folder, "gpt2", max_steps=8, callbacks=[Signalled(), preemption])
+        stopped.train()
+        found = {
+            "stopped": (preemption.preempted, preemption.exit_code, stopped.state.global_step),
+            "saved": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
+        }
+        again = sharded_trainer(model(), folder, "gpt2", max_steps=8, callbacks=[preemption])
+        again.train(resume_from_checkpoint=True)
+        found |= {
+            "straight": curve(straight),
+            "again": curve(again),
+            "parameters": parameters(straight.model),
+            "parameters again": parameters(again.model),
+            "preempted again": preemption.preempted,
+        }
+        fails = sharded_trainer(model(), folder, "gpt2", max_steps=8, callbacks=[preemption, Fails()])
+        with pytest.raises(ArithmeticError):
+            fails.train()
+        with pytest.raises(ConfigError, match="enable_jit_checkpoint saves on each rank behind its own signal"):
+            sharded_trainer(model(), folder, "gpt2", max_steps=8, enable_jit_checkpoint=True)
+    found["handler put back"] = signal.getsignal(signal.SIGTERM) == before
+    return found
+
+
+def test_a_signal_of_one_rank_ends_all_with_a_checkpoint_to_go_on_from(ranks: KeptRanks, tmp_path: Path) -> None:
+    for found in ranks.run(2, preempt_and_resume, str(tmp_path / "run")):
+        assert found["stopped"] == (True, 75, 4)
+        assert found["saved"] == ["checkpoint-4"]
+        assert len(found["straight"]) == 8
+        assert found["again"] == found["straight"]
+        assert_equal(found["parameters again"], found["parameters"])
+        assert not found["preempted again"]
+        assert found["handler put back"]
+
+
+#: Losses fall with each epoch: the best model is the first that is evaluated.
+_FIRST_IS_BEST = {"metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
+_BY_EPOCH = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch"}
+_BY_STEPS = {"max_steps": 18, "eval_strategy": "steps", "eval_steps": 4}
+
+
+def preempt_among_evaluations(rank: int, folder: str, told: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Three epochs of six steps; and again, where rank 1 alone is signalled, and from there to the end."""
+    quiet()
+    from polyshard_transformers import PreemptionCallback
+    from transformers import TrainerCallback
+
+    class Signalled(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if (rank, state.global_step) == (1, told):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Follows(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.saved: list[int] = []
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.saved.append(state.global_step)
+
+    def run(to: str, callbacks: list[Any], resumes: bool) -> dict[str, Any]:
+        follows = Follows()
+        trainer = sharded_trainer(
+            make_model("gpt2", dropout=0.2), f"{folder}-{to}", "gpt2", samples=24, callbacks=[follows, *callbacks],
+            **settings,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resumes)
+        best = trainer.state.best_model_checkpoint
+        return {
+            "curve": curve(trainer),
+            "evaluations": [
+                (entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry
+            ],
+            "parameters": parameters(trainer.model),
+            "best": best and Path(best).name,
+            "saved": follows.saved,
+        }
+
+    with launched(rank, 2):
+        preemption = PreemptionCallback()
+        return {
+            "straight": run("straight", [], False),
+            "stopped": run("stopped", [Signalled(), preemption], False),
+            "preempted": preemption.preempted,
+            "left": sorted(path.name for path in Path(f"{folder}-stopped").glob("checkpoint-*")),
+            "again": run("stopped", [preemption], True),
+        }
+
+
+@pytest.mark.parametrize(
+    ("told", "settings", "ends", "evaluated"),
+    [
+        # Inside of an epoch, behind which there would be an evaluation and a checkpoint.
+        (8, {**_BY_EPOCH, "save_strategy": "epoch", "load_best_model_at_end": True}, 9, [6]),
+        # Behind the last step of an epoch: the evaluation comes first.
+        (11, {**_BY_EPOCH, "save_strategy": "epoch"}, 12, [6, 12]),
+        # It alone would decide on the checkpoint.
+        pytest.param(11, {**_BY_EPOCH, "save_strategy": "best"}, 13, [6, 12], marks=pytest.mark.nightly),
+        (7, {**_BY_STEPS, "save_strategy": "best", "load_best_model_at_end": True}, 8, [4, 8]),
+    ],
+    ids=["epoch", "end of epoch", "best of epochs", "best"],
+)
+def test_an_end_that_was_asked_for_saves_once_and_evaluates_what_was_due(
+    ranks: KeptRanks, tmp_path: Path, told: int, settings: dict[str, Any], ends: int, evaluated: list[int]
+) -> None:
+    settings = {**_FIRST_IS_BEST, **settings}
+    for found in ranks.run(2, preempt_among_evaluations, str(tmp_path / "run"), told, settings):
+        straight, stopped, again = found["straight"], found["stopped"], found["again"]
+        assert found["preempted"]
+        assert stopped["saved"].count(ends) == 1
+        assert stopped["saved"][-1] == ends
+        # The best one is kept beside it, as ever.
+        assert f"checkpoint-{ends}" in found["left"]
+        assert [step for step, _ in stopped["evaluations"]] == evaluated
+        assert stopped["best"] == straight["best"]
+        for key in ("curve", "evaluations", "best"):
+            assert again[key] == straight[key], key
+        assert_equal(again["parameters"], straight["parameters"])
+
+
+def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(mine[name], value), name
+
+
+# Precision
+
+
+def train_mixed(rank: int, folder: str, dtype: str) -> dict[str, Any]:
+    quiet()
+    settings = {dtype: True, "max_steps": 6}
+    with launched(rank, 2):
+        trainer = sharded_trainer(make_model("llama"), folder, "llama", **settings)
+        trainer.train()
+        found = {"ours": curve(trainer), "dtypes": {each.dtype for each in trainer.model.parameters()}}
+        found["scaled"] = trainer.accelerator.scaler is not None
+    if not rank:
+        plain = plain_trainer(make_model("llama"), folder, "llama", max_steps=6)
+        plain.train()
+        found["plain"] = curve(plain)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_trains_in_the_dtype_of_the_arguments(ranks: KeptRanks, tmp_path: Path, dtype: str) -> None:
+    results = ranks.run(2, train_mixed, str(tmp_path), dtype)
+    for found in results:
+        assert found["dtypes"] == {torch.float32}
+        assert found["scaled"] is (dtype == "fp16")
+        for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
+            assert mine == pytest.approx(plain, rel=0.02)
+        assert [loss for loss, _, _ in found["ours"]] != [loss for loss, _, _ in results[0]["plain"]]
+
+
+# Adapters
+
+
+def train_adapters(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    import peft
+    import polyshard
+    from polyshard import checkpoint
+    from polyshard.checkpoint import latest
+    from transformers import AutoModelForCausalLM
+
+    base = f"{folder}/base"
+    if rank == 0:
+        make_model("llama").save_pretrained(base)
+    torch.distributed.barrier()
+
+    def adapted() -> Any:
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(1)
+        return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+
+    saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "activation_checkpointing": True}
+    with launched(rank, 2):
+        trainer = sharded_trainer(adapted(), f"{folder}/run", "llama", **saving, save_frozen=False)
+        trainer.train()
+        again = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving, save_frozen=False)
+        again.train(resume_from_checkpoint=f"{folder}/run/checkpoint-4")
+        whole = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving)
+        with pytest.raises(ConfigError, match=r"has no .*base_layer.* need no gradient.*frozen=False"):
+            whole.train(resume_from_checkpoint=f"{folder}/run/checkpoint-4")
+        read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"{folder}/run/checkpoint-8")
+        found = {
+            "ours": curve(trainer),
+            "again": curve(again),
+            "parameters": parameters(trainer.model),
+            "read": parameters(read),
+            "units": polyshard.report(trainer.model).units,
+            "written": sorted(checkpoint.read(latest(Path(f"{folder}/run/checkpoint-8/polyshard")))["model"]),
+            "files": sorted(path.name for path in Path(f"{folder}/run/checkpoint-8").iterdir()),
+        }
+    if not rank:
+        plain = plain_trainer(adapted(), f"{folder}/plain", "llama", max_steps=8)
+        plain.train()
+        found["plain"] = curve(plain)
+    return found
+
+
+def test_adapters_train_and_come_back_bit_equal(ranks: KeptRanks, tmp_path: Path) -> None:
+    results = ranks.run(2, train_adapters, str(tmp_path))
+    for found in results:
+        for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
+            assert mine == pytest.approx(plain, **CLOSE)
+        assert found["again"] == found["ours"]
+        assert_equal(found["read"], found["parameters"])
+        assert "adapter_model.safetensors" in found["files"]
+        assert len(found["written"]) == 12
+        assert all("lora_" in name for name in found["written"])
+        assert "model.safetensors" not in found["files"]
+        # Of each block one that is frozen and one that is trained, and the frozen root.
+        assert found["units"] == 7
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "trained whole": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "magnitudes": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "use_dora": True}),
+    "tokens": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
+    "computed prompt": (
+        "PrefixTuningConfig",
+        {"num_virtual_tokens": 4, "prefix_projection": True, "encoder_hidden_size": 16},
+    ),
+    "recurrent prompt": (
+        "PromptEncoderConfig",
+        {"num_virtual_tokens": 4, "encoder_hidden_size": 16, "encoder_reparameterization_type": "LSTM"},
+    ),
+}
+
+
+def save_adapters(rank: int, folder: str, kind: str) -> dict[str, Any]:
+    quiet()
+    import peft
+    from safetensors.torch import load_file
+
+    config, settings = ADAPTERS[kind]
+    saving = {"max_steps": 3, "warmup_steps": 0, "save_strategy": "steps", "save_steps": 3, "dataloader_num_workers": 0}
+
+    def adapted() -> Any:
+        model = make_model("llama")
+        return peft.get_peft_model(model, getattr(peft, config)(task_type="CAUSAL_LM", **settings))
+
+    def written(where: str) -> dict[str, torch.Tensor]:
+        return load_file(f"{folder}/{where}/checkpoint-3/adapter_model.safetensors")
+
+    with launched(rank, 2):
+        trainer = sharded_trainer(adapted(), f"{folder}/ours", "llama", **saving)
+        trainer.train()
+        found = {"ours": curve(trainer), "written": written("ours")}
+    if not rank:
+        plain = plain_trainer(adapted(), f"{folder}/plain", "llama", **saving)
+        plain.train()
+        found |= {"plain": curve(plain), "expected": written("plain")}
+    return found
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_every_kind_are_written_as_the_plain_trainer_does(
+    ranks: KeptRanks, tmp_path: Path, kind: str
+) -> None:
+    results = ranks.run(2, save_adapters, str(tmp_path), kind)
+    plain, expected = results[0]["plain"], results[0]["expected"]
+    for found in results:
+        for mine, theirs in zip(found["ours"], plain, strict=True):
+            assert mine == pytest.approx(theirs, **CLOSE)
+        torch.testing.assert_close(found["written"], expected, rtol=1e-3, atol=1e-4)
+
+
+def fail_to_write(rank: int, folder: str) -> str:
+    quiet()
+    import peft
+
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with launched(rank, 2):
+        trainer = sharded_trainer(peft.get_peft_model(make_model("llama"), settings), folder, "llama", **saving)
+        if not rank:
+            # As a full disk: one rank alone writes what PEFT reads.
+            Path(f"{folder}/checkpoint-1/adapter_model.safetensors").mkdir(parents=True)
+        with pytest.raises(Exception, match=r"adapter_model|Is a directory") as caught:
+            trainer.train()
+        return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_adapters_ends_all(ranks: KeptRanks, tmp_path: Path) -> None:
+    _, told = ranks.run(2, fail_to_write, str(tmp_path))
+    assert re.match(r"Writing PeftModelForCausalLM to .*checkpoint-1 failed on other ranks.*rank 1", told)
+
+
+class Generating:
+    """Before a ``Trainer``: batches are lists of samples, as of one that generates what it learns from."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(inputs, list)
+        rows = torch.stack([sample["input_ids"] for sample in inputs])
+        return model(input_ids=rows, labels=rows).loss
+
+
+def train_on_lists(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    from polyshard_transformers import PolyshardTrainer
+    from transformers import Trainer
+
+    found: dict[str, Any] = {}
+    for name, kind, size in (("ours", PolyshardTrainer, 2), ("plain", Trainer, 4)):
+        if rank and name == "plain":
+            continue
+        sharding = {"shard": shard_config()} if name == "ours" else {}
+        extra = {"ddp_backend": "gloo"} if name == "ours" else {}
+        with launched(rank, 2) if name == "ours" else nullcontext():
+            trainer = type("Lists", (Generating, kind), {})(
+                model=make_model("llama"),
+                args=arguments(folder, max_steps=3, per_device_train_batch_size=size, **extra),
+                train_dataset=samples("llama", equal=True),
+                data_collator=list,
+                **sharding,
+            )
+            trainer.train()
+            found[name] = curve(trainer)
+            found[f"{name} flos"] = trainer.state.total_flos
+            # A model beside the one that is trained, whole on every rank.
+            reference = trainer.accelerator.prepare_model(make_model("llama"), evaluation_mode=True)
+            for parameter in reference.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            found[f"{name} norm"] = float(trainer.accelerator.clip_grad_norm_(reference.parameters(), 1.0))
+    return found
+
+
+def test_batches_that_are_lists_are_trained_on(ranks: KeptRanks, tmp_path: Path) -> None:
+    results = ranks.run(2, train_on_lists, str(tmp_path))
+    for found in results:
+        for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
+            assert mine == pytest.approx(plain, **CLOSE)
+        assert found["ours flos"] == results[0]["plain flos"] == 0
+        assert found["ours norm"] == pytest.approx(results[0]["plain norm"])
+
+
+# Generation
+
+
+def generate(rank: int, family: str) -> dict[str, Any]:
+    quiet()
+    import polyshard
+    from polyshard.interfaces import Listener, Observer, UnitSpec
+    from polyshard_transformers import register_generate
+
+    plain = make_model(family).eval()
+    prompt = torch.arange(3, 3 + 4 * (rank + 1)).view(2, -1) if family != "vit" else None
+    settings = {"max_new_tokens": 4 + 5 * rank, "do_sample": False, "min_new_tokens": 4 + 5 * rank}
+    wanted = plain.generate(prompt, **settings)
+    gathers: list[str] = []
+
+    class Gathers(Listener):
+        api_version = 1
+
+        @polyshard.hookimpl
+        def make_observer(self, unit: UnitSpec) -> Observer:
+            return _Counting(gathers)
+
+    model = polyshard.shard(make_model(family).eval(), shard_config(listeners=[Gathers()]))
+    register_generate(model)
+    got = model.generate(prompt, **settings)
+    counted = len(gathers)
+    # A step afterwards releases and gathers as ever.
+    model(input_ids=prompt, labels=prompt).loss.backward()
+    return {"got": got, "wanted": wanted, "gathers": counted, "units": polyshard.report(model).units}
+
+
+class _Counting:
+    def __init__(self, gathers: list[str]) -> None:
+        self._gathers = gathers
+
+    def unshard(self, unit: Any) -> None:
+        self._gathers.append(unit.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_generate_gathers_each_unit_once_whatever_the_lengths(ranks: KeptRanks, family: str) -> None:
+    for found in ranks.run(2, generate, family):
+        assert torch.equal(found["got"], found["wanted"])
+        assert found["gathers"] == found["units"]
+
+
+# Models without values
+
+
+def begin_from_meta(rank: int, folder: str) -> dict[str, Any]:
+    """T5, which chooses first values of a layer by the module around it, on meta; and rank 0's values for all."""
+    quiet()
+    plain = make_model("t5")
+
+    def without_values() -> Any:
+        with torch.device("meta"):
+            return type(plain)(plain.config)
+
+    with launched(rank, 2):
+        made = sharded_trainer(without_values(), folder, "t5")
+        torch.manual_seed(rank)
+        made.evaluate()
+        one_has_them = make_model("t5") if rank == 0 else without_values()
+        sent = sharded_trainer(one_has_them, folder, "t5", shard=shard_config(sync_module_states=True))
+        sent.evaluate()
+        return {"plain": parameters(plain), "made": parameters(made.model), "sent": parameters(sent.model)}
+
+
+def test_models_on_meta_begin_as_their_class_says(ranks: KeptRanks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, begin_from_meta, str(tmp_path))
+    assert_equal(first["made"], second["made"])
+    for name, value in first["plain"].items():
+        assert first["made"][name].std().item() == pytest.approx(value.std().item(), rel=0.2, abs=1e-6), name
+        assert torch.equal(second["sent"][name], value), name
+
+
+# Wrong uses
+
+
+def misuse(rank: int, folder: str) -> dict[str, str]:
+    """What each wrong use is told, by name; at the end a model that was refused trains."""
+    quiet()
+    import polyshard
+    import polyshard_fsdp2
+    from polyshard_transformers import PolyshardMixin, PreemptionCallback
+    from torch.distributed.fsdp import fully_shard
+
+    told: dict[str, str] = {}
+
+    def told_by(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except polyshard.errors.PolyshardError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+        else:
+            told[name] = "nothing"
+
+    def train(model: Any, **settings: Any) -> Any:
+        resume = settings.pop("resume", None)
+        settings.setdefault("shard", shard_config())
+        trainer = sharded_trainer(model, f"{folder}/run", "llama", **{"max_steps": 2, **settings})
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    def train_blockwise(strategy: str, **settings: Any) -> None:
+        model = make_model("llama")
+        optimizer = BlockwiseMomentum(model.parameters())
+        try:
+            train(model, optimizers=(optimizer, None), save_strategy=strategy, **settings)
+        except polyshard.errors.PolyshardError:
+            # Before a step, with nothing changed.
+            assert not optimizer.state
+            raise
+        assert optimizer.state
+
+    with launched(rank, 2):
+        other = [nn.Parameter(torch.ones(3, 4))]
+        stolen = torch.optim.AdamW([*make_model("llama").parameters(), *other])
+        told_by("optimizer", lambda: train(make_model("llama"), optimizers=(stolen, None)))
+        early = make_model("llama")
+        stepped = torch.optim.SGD(early.parameters(), lr=0.1, momentum=0.9)
+        early(input_ids=torch.ones(1, 2, dtype=torch.int64)).logits.sum().backward()
+        stepped.step()
+        told_by("stepped", lambda: train(early, optimizers=(stepped, None)))
+        told_by("fsdp2", lambda: train(fully_shard(make_model("llama"))))
+        told_by("drop-in", lambda: train(polyshard_fsdp2.fully_shard(make_model("llama")), shard=None))
+        told_by("device", lambda: train(make_model("llama"), shard=shard_config(device="meta")))
+        told_by("ddp", lambda: train(nn.parallel.DistributedDataParallel(make_model("llama"))))
+        told_by("arguments", lambda: train(make_model("llama"), fsdp=True))
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+        told_by("environment", lambda: train(make_model("llama")))
+        del os.environ["ACCELERATE_USE_FSDP"]
+        told_by("precision", lambda: train(make_model("llama"), bf16=True, shard=shard_config(precision="fp32")))
+        told_by("no precision", lambda: train(make_model("llama"), shard=shard_config(precision="fp16")))
+        told_by("sharded", lambda: train(polyshard.shard(make_model("llama"), shard_config())))
+        bf16 = shard_config(precision="bf16")
+        told_by("sharded bf16", lambda: train(polyshard.shard(make_model("llama"), bf16), shard=None))
+        told_by("optim", lambda: train(make_model("llama"), optim="adafactor"))
+        told_by("unsaveable", lambda: train_blockwise("steps"))
+        told_by("not saved", lambda: train_blockwise("no"))
+        told_by("saved without", lambda: train_blockwise("steps", save_only_model=True))
+        told_by("unsaveable at an end", lambda: train_blockwise("no", callbacks=[PreemptionCallback()]))
+        odd = make_model("llama")
+        odd.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+        told_by("unwritable", lambda: train(odd, save_strategy="steps"))
+        told_by("trainer", lambda: type("Odd", (PolyshardMixin,), {})(model=make_model("llama")))
+        told_by("compile", lambda: train(make_model("llama"), torch_compile=True))
+        dropping = make_model("llama")
+        dropping.config.layerdrop = 0.1
+        told_by("layerdrop", lambda: train(dropping))
+        group = torch.distributed.new_group([rank], use_local_synchronization=True)
+        told_by("group", lambda: train(make_model("llama"), shard=shard_config(collectives=group)))
+        train(make_model("qwen"), save_strategy="steps", save_steps=2)
+        model = make_model("llama")
+        told_by("another model", lambda: train(model, resume=f"{folder}/run/checkpoint-2"))
+        told_by("no state", lambda: train(make_model("llama"), resume=f"{folder}/plain/checkpoint-2"))
+        # Sharded by then, and as it was.
+        told["afterwards"] = str(len(curve(train(model, shard=None))))
+    return told
+
+
+REFUSED = {
+    "optimizer": r"ConfigError: Parameter 0 of group 0 of AdamW, .* not among the parameters of LlamaForCausalLM",
+    "stepped": "ConfigError: SGD has taken steps: it has state of the whole 'model.embed_tokens.weight'",
+    "drop-in": "AlreadyShardedError: .* is wrapped already, by polyshard's drop-in polyshard_fsdp2",
+    "device": r"ConfigError: ShardConfig\(device='meta'\) is not the device that Trainer chose, 'cpu'",
+    "fsdp2": r"AlreadyShardedError: '\(root\)' of FSDPLlamaForCausalLM is wrapped already, by torch's fully_shard",
+    "ddp": r"AlreadyShardedError: '\(root\)' .* is wrapped already, by DistributedDataParallel",
+    "arguments": "ConfigError: TrainingArguments.fsdp is set, and PolyshardTrainer shards the model itself",
+    "environment": r"ConfigError: The environment asks Accelerate for FSDP \(ACCELERATE_USE_FSDP=true\)",
+    "precision": "ConfigError: The ShardConfig's precision='fp32' computes in fp32, but .* have bf16=True",
+    "no precision": "ConfigError: The ShardConfig's precision='fp16' computes in fp16, but .* neither bf16 nor fp16",
+    "sharded": "AlreadyShardedError: This LlamaForCausalLM is sharded already, and shard= was given",
+    "sharded bf16": "ConfigError: This LlamaForCausalLM was sharded to compute in bf16, but .* mixed precision 'no'",
+    "trainer": "UnsupportedError: Odd has no _build_accelerator_args, .* of its own to override",
+    "optim": "UnsupportedError: TrainingArguments.optim='adafactor' computes with whole parameters",
+    "unsaveable": r"ConfigError: Checkpoints of this run would fail\. The optimizer's state 'scales' of .* has "
+    r"shape .*save_only_model=True\), none with save_strategy='no'",
+    "not saved": "nothing",
+    "saved without": "nothing",
+    "unsaveable at an end": "ConfigError: Checkpoints of this run would fail. The optimizer's state 'scales'",
+    "unwritable": r"UnsupportedError: Checkpoints of this run would fail\. Safetensors files cannot hold .*'phases'",
+    "compile": "ConfigError: TrainingArguments.torch_compile is set",
+    "layerdrop": r"UnsupportedError: LlamaConfig\.layerdrop=0\.1 lets each rank drop other layers",
+    "group": "ConfigError: The ShardConfig's collectives is of 1 ranks, but Trainer divides its data between 2",
+    "another model": r"ConfigError: The checkpoint .*polyshard/step-00000002 has .*bias.*, which the model lacks",
+    "no state": "ConfigError: .*plain/checkpoint-2 has no state of PolyshardTrainer to resume from",
+    "afterwards": "2",
+}
+
+
+def test_wrong_uses_are_refused_by_name(ranks: KeptRanks, tmp_path: Path) -> None:
+    for told in ranks.run(2, misuse, str(tmp_path)):
+        assert told.keys() == REFUSED.keys()
+        for name, words in REFUSED.items():
+            assert re.match(words, told[name]), f"{name}: {told[name]}"

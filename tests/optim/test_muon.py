@@ -1,0 +1,100 @@
+"""Muon over shards does what Muon does on whole matrices: every strategy, every layout, two to four ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from matrices import Divided, FormulaMuon, Zoo, distance, exact, most_apart, reference_zoo, together, train_zoo
+from parity import MakeOptimizer, seeded
+from polyshard.optim import Muon
+from torch import nn
+
+TURNS = 20
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
+LAYOUTS: dict[str, Any] = {
+    "flat": "flat",
+    "rows": "rows",
+    "blocks": {"name": "blocks", "size": 4, "smallest": 1},
+    "large-blocks": {"name": "blocks", "size": 64, "smallest": 1},
+    "tiles": {"name": "blocks", "size": [2, 3], "smallest": 1},
+    "divided": Divided(),
+}
+#: Ranks in a group of a hybrid strategy. Of one there are no shards, of all of them no replicas.
+SHARD_SIZES = {2: 1, 3: 3, 4: 2}
+
+
+def _cases() -> list[Any]:
+    found = []
+    for (row, strategy), (column, layout), ranks in itertools.product(
+        enumerate(STRATEGIES), enumerate(LAYOUTS), SHARD_SIZES
+    ):
+        # Every strategy with every layout and number of ranks, every layout with every number.
+        quick = (row + column) % 3 + 2 == ranks
+        found.append(pytest.param(strategy, layout, ranks, marks=() if quick else pytest.mark.nightly))
+    return found
+
+
+def settings_of(strategy: str, layout: str, ranks: int) -> dict[str, Any]:
+    """What the strategy asks for beside its name."""
+    sizes = {"shard_size": SHARD_SIZES[ranks]} if strategy.startswith("hybrid") else {}
+    return {"strategy": strategy, "layout": LAYOUTS[layout], **sizes}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[int, dict[str, torch.Tensor]]:
+    """The unsharded model, trained by the formula, by number of ranks."""
+    return {ranks: reference_zoo(ranks, exact) for ranks in SHARD_SIZES}
+
+
+@pytest.mark.parametrize(("strategy", "layout", "ranks"), _cases())
+def test_twenty_steps_in_fp64_equal_the_formula(
+    strategy: str, layout: str, ranks: int, references: dict[int, dict[str, torch.Tensor]]
+) -> None:
+    trained = train_zoo(ranks, exact, **settings_of(strategy, layout, ranks))
+    moved = {name for name, value in seeded(Zoo).named_parameters() if not torch.equal(value, trained[name])}
+    # torch's optimizers skip what has no gradient, decay included.
+    assert trained.keys() - moved == {"frozen.weight", "frozen.bias", "unused.weight", "unused.bias"}
+    assert most_apart(trained, references[ranks]) < 1e-11
+
+
+def muon(kind: type[torch.optim.Optimizer]) -> MakeOptimizer:
+    """``kind`` for matrices and AdamW for the others."""
+
+    def made(matrices: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
+        return kind(matrices, **options)
+
+    return lambda model: together(model, made)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "ranks"),
+    [("full_shard", "flat", 3), ("full_shard", "rows", 2), ("hybrid_shard", "tiles", 4), ("no_shard", "divided", 2)],
+)
+def test_twenty_steps_in_bf16_are_those_of_torchs_muon(strategy: str, layout: str, ranks: int) -> None:
+    """To within what rounding to bf16 makes.
+
+    Newton-Schulz amplifies the rounding of what is small in a matrix by up to 3.4 a step, so that bounds from the
+    arithmetic say nothing. The distance of torch's own from the formula in fp64 is what rounding makes in these steps.
+    """
+    expected = reference_zoo(ranks, muon(torch.optim.Muon))
+    trained = train_zoo(ranks, muon(Muon), **settings_of(strategy, layout, ranks))
+    rounding = distance(reference_zoo(ranks, muon(FormulaMuon)), expected)
+    assert 0 < rounding < 0.05 * distance(dict(seeded(Zoo).named_parameters()), expected)
+    assert distance(trained, expected) < 1.5 * rounding
+
+
+@pytest.mark.slow
+def test_dtype_says_what_travels_and_is_computed_with() -> None:
+    expected = reference_zoo(2, exact)
+    lost = [
+        most_apart(train_zoo(2, lambda model, dtype=dtype: exact(model, dtype=dtype)), expected)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    ]
+    assert lost[0] < 1e-11
+    assert 1e-9 < lost[1] < 1e-4
+    assert 1e-4 < lost[2] < 0.2

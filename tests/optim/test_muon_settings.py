@@ -1,0 +1,435 @@
+"""What users set, and how they step: Muon over shards follows the unsharded model all the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import polyshard
+import pytest
+import torch
+from matrices import (
+    Both,
+    Cell,
+    FormulaMuon,
+    Zoo,
+    exact,
+    most_apart,
+    reference_zoo,
+    together,
+    train_zoo,
+    whole_parameters,
+    zoo_step,
+)
+from parity import MakeOptimizer, draw, is_sharded, on_ranks, seeded, sharded_copy, threaded, units_of
+from polyshard.optim import Muon, for_matrices
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+BLOCKS = {"policy": units_of(Cell)}
+ROWS_AND_REPLICAS = [
+    ({"layout": "rows"}, 3),
+    pytest.param(
+        {"layout": {"name": "blocks", "size": 4, "smallest": 1}, "strategy": "hybrid_shard", "shard_size": 2},
+        4,
+        marks=pytest.mark.nightly,
+    ),
+]
+
+
+def muon_of(model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    """Muon in fp64 for a sharded model, and the formula for any other."""
+    if is_sharded(model):
+        return lambda params, **settings: Muon(params, **settings, dtype=torch.float64)
+    return FormulaMuon
+
+
+def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Matrices of one shape in groups of which every setting differs."""
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": 0.01, "momentum": 0.5, "nesterov": False},
+        {"params": [], "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+        {"params": [], "lr": 0.005, "ns_coefficients": (2.0, -1.5, 0.5), "adjust_lr_fn": "original", "eps": 1e-3},
+        {"params": [], "ns_steps": 0},
+    ]
+
+    def muon(matrices: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        for index, parameter in enumerate(matrices):
+            groups[index % 4]["params"].append(parameter)
+        return muon_of(model)(groups, lr=0.02, momentum=0.9)
+
+    return together(model, muon)
+
+
+def without_decay(model: nn.Module) -> torch.optim.Optimizer:
+    return exact(model, weight_decay=0.0, momentum=0.0, nesterov=False)
+
+
+def with_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
+    return exact(model, lr=torch.tensor(0.02, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("optimizer", [in_groups, without_decay, with_a_tensor])
+@pytest.mark.parametrize(("settings", "ranks"), ROWS_AND_REPLICAS)
+def test_settings(optimizer: MakeOptimizer, settings: dict[str, Any], ranks: int) -> None:
+    assert most_apart(train_zoo(ranks, optimizer, **settings), reference_zoo(ranks, optimizer)) < 1e-11
+
+
+def accumulating_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    """Three microbatches, of which a sharded model reduces with the last alone."""
+    for part in range(3):
+        loss = model(draw(4, 3, turn=3 * turn + part, rank=rank), turn, rank).square().mean()
+        if part < 2 and is_sharded(model):
+            with polyshard.no_sync(model):
+                loss.backward()
+        else:
+            loss.backward()
+    return []
+
+
+@pytest.mark.parametrize(("settings", "ranks"), ROWS_AND_REPLICAS)
+def test_microbatches_under_no_sync(settings: dict[str, Any], ranks: int) -> None:
+    trained = train_zoo(ranks, exact, step=accumulating_step, **settings)
+    assert most_apart(trained, reference_zoo(ranks, exact, step=accumulating_step)) < 1e-11
+
+
+class Clipping:
+    """Clips what ``optimizer`` is about to step with, to a norm that all of these steps exceed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._optimizer = model, exact(model)
+        self.zero_grad = self._optimizer.zero_grad
+
+    def step(self) -> None:
+        if is_sharded(self._model):
+            norm = polyshard.clip_grad_norm_(self._model, 0.01)
+        else:
+            norm = nn.utils.clip_grad_norm_(self._model.parameters(), 0.01)
+        assert norm > 0.01
+        self._optimizer.step()
+
+
+def clipping(model: nn.Module) -> torch.optim.Optimizer:
+    return cast("torch.optim.Optimizer", Clipping(model))
+
+
+@pytest.mark.parametrize(("settings", "ranks"), ROWS_AND_REPLICAS)
+def test_clipped_gradients(settings: dict[str, Any], ranks: int) -> None:
+    assert most_apart(train_zoo(ranks, clipping, **settings), reference_zoo(ranks, clipping)) < 1e-11
+
+
+class Scheduled:
+    """A learning rate that falls to nearly nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._both = cast("Both", exact(model))
+        self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._both.optimizers[0], 20)
+        self.zero_grad = self._both.zero_grad
+
+    def step(self) -> None:
+        self._both.step()
+        self._schedule.step()
+
+
+def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+    return cast("torch.optim.Optimizer", Scheduled(model))
+
+
+@pytest.mark.slow
+def test_a_schedule_of_the_learning_rate() -> None:
+    assert most_apart(train_zoo(3, scheduled), reference_zoo(3, scheduled)) < 1e-11
+
+
+@pytest.mark.slow
+def test_parked_shards() -> None:
+    assert most_apart(train_zoo(3, exact, offload="cpu", layout="rows"), reference_zoo(3, exact)) < 1e-11
+
+
+def closed(model: nn.Module, optimizer: torch.optim.Optimizer, turn: int, rank: int) -> float:
+    """A step whose forward and backward are the optimizer's to call."""
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        model.zero_grad()
+        return zoo_step(model, turn, rank)[0].item()
+
+    loss = optimizer.step(closure)
+    assert loss is not None
+    return loss
+
+
+def test_a_closure() -> None:
+    model = seeded(Zoo)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[float], dict[str, torch.Tensor]]:
+        mine = sharded_copy(model, rank, world, **BLOCKS)
+        muon = Muon(for_matrices(mine).matrices, lr=0.02, dtype=torch.float64)
+        # The same batch on both ranks: their mean is the gradient of either.
+        return [closed(mine, muon, turn, 0) for turn in range(5)], whole_parameters(mine)
+
+    ranks = on_ranks(2, on_rank)
+    muon = FormulaMuon(for_matrices(model).matrices, lr=0.02)
+    losses = [closed(model, muon, turn, 0) for turn in range(5)]
+    for got, parameters in ranks:
+        assert got == pytest.approx(losses, rel=1e-12)
+        assert most_apart(parameters, whole_parameters(model)) < 1e-12
+
+
+def test_bf16_gradients_reach_fp32_masters() -> None:
+    def muon(model: nn.Module) -> torch.optim.Optimizer:
+        return exact(model, dtype=torch.float32)
+
+    start = seeded(Zoo).float()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(start, rank, world, precision="bf16", layout="rows", **BLOCKS)
+        optimizer = muon(mine)
+        for turn in range(5):
+            zoo_step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_parameters(mine)
+
+    trained, _ = on_ranks(2, on_rank)
+    master, optimizer = start, muon(start)
+    for turn in range(5):
+        copies = [copy.deepcopy(master).bfloat16() for _ in range(2)]
+        for rank, each in enumerate(copies):
+            each(draw(4, 3, turn=turn, rank=rank).bfloat16(), turn, rank).square().mean().backward()
+        for name, parameter in master.named_parameters():
+            there = [p.grad.float() for p in (each.get_parameter(name) for each in copies) if p.grad is not None]
+            parameter.grad = sum(there, torch.zeros_like(parameter)) / 2 if there else None
+        optimizer.step()
+    assert all(value.dtype is torch.float32 for value in trained.values())
+    assert most_apart(trained, dict(master.named_parameters())) < 1e-3
+
+
+@pytest.mark.slow
+def test_a_model_built_on_the_meta_device() -> None:
+    start = seeded(Zoo)
+    values = {name: value.clone() for name, value in start.state_dict().items()}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        with world.lock, torch.device("meta"):
+            model = Zoo().double()
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        assert len(frozen) == 2
+        polyshard.shard(model, threaded(world, rank, device="cpu", layout="rows", **BLOCKS))
+        optimizer = exact(model)
+        model.load_state_dict(values)
+        for turn in range(20):
+            zoo_step(model, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_parameters(model)
+
+    expected = reference_zoo(2, exact)
+    for trained in on_ranks(2, on_rank):
+        assert most_apart(trained, expected) < 1e-11
+
+
+def trained_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    for turn in range(20):
+        zoo_step(model, turn, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_parameters(model)
+
+
+def test_a_model_that_is_not_sharded() -> None:
+    model = seeded(Zoo)
+    split = for_matrices(model)
+    muon = Muon(split.matrices, lr=0.02, momentum=0.9, weight_decay=0.05, dtype=torch.float64)
+    both = Both(muon, torch.optim.AdamW(split.others, lr=1e-2))
+    assert most_apart(trained_alone(model, cast("torch.optim.Optimizer", both)), reference_zoo(1, exact)) < 1e-11
+    assert muon.state[model.wide.weight]["momentum_buffer"].shape == (6, 18)
+    assert not muon.keeps_at_owners
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+def test_a_world_of_one_rank(strategy: str) -> None:
+    model = seeded(Zoo)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*NO_SHARD.*")
+        polyshard.shard(model, threaded(ThreadedWorld(1), 0, strategy=strategy, **BLOCKS))
+    assert most_apart(trained_alone(model, exact(model)), reference_zoo(1, exact)) < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_an_optimizer_made_before_sharding(layout: str) -> None:
+    start = seeded(Zoo)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        with world.lock:
+            model = copy.deepcopy(start)
+        split = for_matrices(model)
+        muon = Muon(split.matrices, lr=0.02, momentum=0.9, weight_decay=0.05, dtype=torch.float64)
+        both = Both(muon, torch.optim.AdamW(split.others, lr=1e-2))
+        polyshard.shard(model, threaded(world, rank, layout=layout, **BLOCKS))
+        assert [len(each) for each in for_matrices(model)] == [len(each) for each in split]
+        for turn in range(20):
+            zoo_step(model, turn, rank)
+            both.step()
+            both.zero_grad()
+        return whole_parameters(model)
+
+    expected = reference_zoo(3, exact)
+    for trained in on_ranks(3, on_rank):
+        assert most_apart(trained, expected) < 1e-11
+
+
+def growing(model: nn.Module, steps: Callable[[int], Any]) -> None:
+    """A group is added after ten steps."""
+    matrices = for_matrices(model).matrices
+    muon = muon_of(model)(matrices[::2], lr=0.02)
+    for turn in range(20):
+        if turn == 10:
+            muon.add_param_group({"params": matrices[1::2], "lr": 0.01, "nesterov": False})
+        steps(turn)
+        muon.step()
+        model.zero_grad()
+
+
+def test_a_group_that_is_added_after_steps() -> None:
+    start = seeded(Zoo)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(start, rank, world, **BLOCKS)
+        growing(model, lambda turn: zoo_step(model, turn, 0))
+        return whole_parameters(model)
+
+    ranks = on_ranks(2, on_rank)
+    growing(start, lambda turn: zoo_step(start, turn, 0))
+    for trained in ranks:
+        assert most_apart(trained, whole_parameters(start)) < 1e-11
+
+
+def ten_steps(models: Sequence[nn.Module], optimizer: torch.optim.Optimizer, rank: int) -> None:
+    for turn in range(10):
+        for number, model in enumerate(models):
+            zoo_step(model, turn + number, rank)
+        optimizer.step()
+        for model in models:
+            model.zero_grad()
+
+
+def test_one_optimizer_of_two_sharded_models_and_one_that_is_not() -> None:
+    starts = [seeded(Zoo, seed) for seed in range(3)]
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[dict[str, torch.Tensor]]:
+        settings: list[dict[str, Any]] = [{"layout": "rows"}, {"strategy": "no_shard"}]
+        models = [sharded_copy(start, rank, world, **BLOCKS, **each) for start, each in zip(starts, settings)]  # noqa: B905
+        with world.lock:
+            models.append(copy.deepcopy(starts[2]))
+        matrices = [parameter for model in models for parameter in for_matrices(model).matrices]
+        ten_steps(models, Muon(matrices, lr=0.02, dtype=torch.float64), 0)
+        return [whole_parameters(model) for model in models]
+
+    ranks = on_ranks(2, on_rank)
+    matrices = [parameter for model in starts for parameter in for_matrices(model).matrices]
+    ten_steps(starts, FormulaMuon(matrices, lr=0.02), 0)
+    for trained in ranks:
+        for got, model in zip(trained, starts, strict=True):
+            assert most_apart(got, whole_parameters(model)) < 1e-11
+
+
+class Slight(nn.Module):
+    """Matrices of one element, of none, and one a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4, bias=False)
+        self.single = nn.Linear(1, 1, bias=False)
+        self.none = nn.Parameter(torch.empty(0, 4))
+        self.last = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.single(self.last(x)) + self.none.sum() + (self.none @ x.T).sum()
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_matrices_of_one_element_and_of_none(layout: str, ranks: int) -> None:
+    start = seeded(Slight)
+
+    def train(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+        optimizer = muon_of(model)([p for n, p in model.named_parameters() if is_sharded(model) or n != "none"])
+        for turn in range(5):
+            model(draw(4, 3, turn=turn)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+        return whole_parameters(model)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*NO_SHARD.*")
+            model = sharded_copy(start, rank, world, layout=layout)
+        return train(model, rank)
+
+    results = on_ranks(ranks, on_rank)
+    expected = train(start, 0)
+    for trained in results:
+        assert trained.pop("none").shape == (0, 4)
+        assert most_apart(trained, {name: expected[name] for name in trained}) < 1e-12
+
+
+def test_parameters_that_are_sharded_between_steps() -> None:
+    start, other = seeded(Zoo), seeded(Zoo, 1)
+
+    def stepped(model: nn.Module, muon: torch.optim.Optimizer, turns: range) -> None:
+        for turn in turns:
+            zoo_step(model, turn, 0)
+            muon.step()
+            model.zero_grad()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        with world.lock:
+            model = copy.deepcopy(start)
+        muon = Muon(for_matrices(model).matrices, lr=0.02, momentum=0.0, dtype=torch.float64)
+        stepped(model, muon, range(3))
+        # What it knows of whole parameters means nothing to pieces.
+        muon.state.clear()
+        polyshard.shard(model, threaded(world, rank, **BLOCKS))
+        stepped(model, muon, range(3, 6))
+        # Another model changes nothing, whichever rank sees it first.
+        sharded_copy(other, rank, world)
+        stepped(model, muon, range(6, 9))
+        return whole_parameters(model)
+
+    ranks = on_ranks(3, on_rank)
+    stepped(start, FormulaMuon(for_matrices(start).matrices, lr=0.02, momentum=0.0), range(9))
+    for trained in ranks:
+        assert most_apart(trained, whole_parameters(start)) < 1e-11
+
+
+def test_models_in_another_order_on_each_rank() -> None:
+    starts = [seeded(Zoo, seed) for seed in range(2)]
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[dict[str, torch.Tensor]]:
+        models = [sharded_copy(start, rank, world, **BLOCKS) for start in starts]
+        matrices = [for_matrices(model).matrices for model in (models if rank else models[::-1])]
+        ten_steps(models, Muon([*matrices[0], *matrices[1]], lr=0.02, dtype=torch.float64), 0)
+        return [whole_parameters(model) for model in models]
+
+    ranks = on_ranks(2, on_rank)
+    ten_steps(starts, FormulaMuon([p for model in starts for p in for_matrices(model).matrices], lr=0.02), 0)
+    for trained in ranks:
+        for got, model in zip(trained, starts, strict=True):
+            assert most_apart(got, whole_parameters(model)) < 1e-11
+
+
+def test_a_copy_of_an_optimizer_goes_on_as_the_optimizer() -> None:
+    model = seeded(Zoo)
+    muon = Muon(for_matrices(model).matrices, lr=0.02, dtype=torch.float64)
+    zoo_step(model, 0, 0)
+    muon.step()
+    copied_model, copied = copy.deepcopy((model, muon))
+    for each, optimizer in ((model, muon), (copied_model, copied)):
+        each.zero_grad()
+        zoo_step(each, 1, 0)
+        optimizer.step()
+    assert most_apart(whole_parameters(model), whole_parameters(copied_model)) == 0

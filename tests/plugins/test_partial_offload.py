@@ -1,0 +1,603 @@
+"""``partial``: which units are parked, and that training, clipping and state are those of the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import (
+    Block,
+    Net,
+    accumulating_step,
+    adam,
+    assert_all_close,
+    assert_parity,
+    draw,
+    mean_square,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    square_step,
+    stepping,
+    threaded,
+    units_of,
+    whole,
+)
+from polyshard import ShardConfig, checkpoint
+from polyshard.errors import ConfigError, PluginContractError, RankMismatchError
+from polyshard.interfaces import OffloadManager, UnitSpec
+from polyshard_backends.threaded import ThreadedWorld
+from polyshard_plugins.offload import ByBudget, CpuOffload, PartialOffload
+from polyshard_testing import OffloadSuite, plugin_context
+from torch import nn
+
+CPU = torch.device("cpu")
+BLOCKS = {"policy": units_of(Block)}
+#: Of ``Net`` over two ranks: the units that ``units_of(Block)`` makes.
+UNITS = ("(root)", "blocks.0", "blocks.1", "blocks.2")
+
+
+CONTEXT = plugin_context("partial")
+
+
+def partial(**options: Any) -> PartialOffload:
+    return PartialOffload(CONTEXT, **options)
+
+
+class Recorded(CpuOffload):
+    """Notes what the engine asks of it."""
+
+    def __init__(self) -> None:
+        super().__init__(CONTEXT)
+        self.calls: list[tuple[str, str]] = []
+
+    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
+        self.calls.append(("place", unit.label))
+        return super().place(unit, shard)
+
+    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        self.calls.append(("fetch", unit.label))
+        super().fetch(unit, master, own_slice)
+
+    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        self.calls.append(("store_grad", unit.label))
+        return super().store_grad(unit, grad, into)
+
+
+def each_with_its_own(**options: Any) -> Callable[[nn.Module, polyshard.ShardConfig], nn.Module]:
+    """Shards with a manager for each rank, which keep nothing of each other's."""
+
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        return polyshard.shard(model, dataclasses.replace(config, offload=partial(**options)))
+
+    return wrap
+
+
+class TestByPattern(OffloadSuite):
+    def make(self) -> OffloadManager:
+        return partial(units=["*.[0-1]"])
+
+
+class TestByBudgetThatKeeps(OffloadSuite):
+    def make(self) -> OffloadManager:
+        return partial(device_bytes="100 B", keep="compute")
+
+
+# --- which units ---
+
+
+@pytest.mark.parametrize(
+    ("options", "parked"),
+    [
+        ({"units": "blocks.0"}, UNITS[1:2]),
+        ({"units": ["blocks.[02]", "(root)"]}, (UNITS[0], UNITS[1], UNITS[3])),
+        ({"units": ["*"]}, UNITS),
+        # A block: 5 * 7 + 7 + 7 * 5 = 77 parameters, 80 with padding, half of them here, in fp64, in four tensors: 1280
+        # bytes. The root's 5 * 3 + 5 + 2 * 5 + 2 = 32 come first, 34 with padding: 17 * 8 * 4 = 544.
+        ({"device_bytes": 543}, UNITS),
+        ({"device_bytes": 544}, UNITS[1:]),
+        ({"device_bytes": "1.79 KiB"}, UNITS[2:]),
+        ({"device_bytes": 0}, UNITS),
+        ({"device_bytes": "1 GB"}, ()),
+        # Without state, two tensors: 272 + 2 * 640.
+        ({"device_bytes": 1552, "state_factor": 0}, UNITS[3:]),
+    ],
+    ids=str,
+)
+def test_units_are_parked_by_pattern_or_budget(options: dict[str, Any], parked: tuple[str, ...]) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[tuple[str, ...], list[str], int]:
+        inner = Recorded()
+        model = sharded_copy(seeded(Net), rank, world, offload=partial(**options, inner=inner), **BLOCKS)
+        report = polyshard.report(model)
+        return report.parked, [label for call, label in inner.calls if call == "place"], report.parked_nbytes
+
+    sizes = {"(root)": 17 * 8} | dict.fromkeys(UNITS[1:], 40 * 8)
+    for reported, placed, nbytes in on_ranks(2, on_rank):
+        assert reported == parked
+        assert tuple(placed) == parked
+        assert nbytes == sum(sizes[name] for name in parked)
+
+
+def spec(numel: int, trained: bool, index: int) -> UnitSpec:
+    return UnitSpec(f"layers.{index}", nn.Linear, (), numel, numel, torch.float32, CPU, False, trained=trained)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=8), st.integers(0, 2000), st.sampled_from([0, 1, 2])
+)
+def test_what_stays_fits_the_budget_and_what_is_parked_would_not(
+    sizes: list[tuple[int, bool]], nbytes: int, states: int
+) -> None:
+    units = [spec(numel, trained, index) for index, (numel, trained) in enumerate(sizes)]
+    parked = ByBudget(nbytes, states).parked(units)
+    taken = 0
+    for unit in units:
+        # fp32: master, gradient, states; a frozen unit has a master alone.
+        own = 4 * unit.shard_numel * (2 + states if unit.trained else 1)
+        assert (unit in parked) == (taken + own > nbytes)
+        taken += 0 if unit in parked else own
+    assert taken <= nbytes
+
+
+class Adapted(nn.Module):
+    """A frozen matrix and what is trained beside it: two units of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.adapter = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+class AdaptedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Adapted(), Adapted()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
+    step = stepping(mean_square, 3, 4, grad=False)
+
+    def labels(rank: int, world: ThreadedWorld) -> tuple[str, ...]:
+        # A frozen unit of 16 elements in fp64 takes 64 bytes of a rank, a trained one, the first of its module, 256.
+        model = sharded_copy(
+            seeded(AdaptedNet), rank, world, policy=units_of(Adapted), offload=partial(device_bytes=128)
+        )
+        return polyshard.report(model).parked
+
+    assert on_ranks(2, labels) == [("blocks.0", "blocks.1")] * 2
+    assert_parity(
+        seeded(AdaptedNet),
+        step,
+        2,
+        settings={"policy": units_of(Adapted)},
+        wrap=each_with_its_own(device_bytes=128, keep="compute"),
+    )
+
+
+def test_a_model_without_values_is_parked_in_part() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
+        with torch.device("meta"):
+            empty = Net().double()
+        torch.manual_seed(rank)
+        model = polyshard.shard(
+            empty,
+            threaded(world, rank, offload=partial(units="blocks.1"), **BLOCKS),
+            initializer=lambda module: [nn.init.ones_(each) for each in module.parameters(recurse=False)],
+        )
+        return polyshard.report(model).parked, whole(model)
+
+    for parked, parameters in on_ranks(2, on_rank):
+        assert parked == ("blocks.1",)
+        assert all(value.eq(1).all() for value in parameters.values())
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "keep"),
+    [
+        (3, {"strategy": "full_shard"}, "nothing"),
+        (3, {"strategy": "full_shard"}, "compute"),
+        (2, {"strategy": "shard_grad_op"}, "compute"),
+        (2, {"strategy": "no_shard"}, "nothing"),
+        (4, {"strategy": "hybrid_shard", "shard_size": 2}, "compute"),
+    ],
+    ids=str,
+)
+def test_training_equals_the_unsharded_model(world_size: int, settings: dict[str, Any], keep: str) -> None:
+    assert_parity(
+        seeded(Net),
+        square_step,
+        world_size,
+        optimizer=adam,
+        settings={**BLOCKS, **settings},
+        wrap=each_with_its_own(units=["blocks.[02]"], keep=keep),
+    )
+
+
+@pytest.mark.parametrize("keep", ["nothing", "compute"])
+def test_accumulation_with_and_without_no_sync_equals_the_unsharded_model(keep: str) -> None:
+    def reducing_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        losses = []
+        for part in range(2):
+            loss = model(draw(4, 3, turn=2 * turn + part, rank=rank)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    for step in (accumulating_step, reducing_step):
+        wrap = each_with_its_own(units=["(root)", "blocks.1"], keep=keep)
+        assert_parity(seeded(Net), step, 2, optimizer=adam, settings=BLOCKS, wrap=wrap)
+
+
+def test_units_that_stay_are_never_asked_for_and_kept_slices_cross_once() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> list[list[tuple[str, str]]]:
+        steps = []
+        for keep in ("nothing", "compute"):
+            inner = Recorded()
+            offload = partial(units="blocks.[01]", keep=keep, inner=inner)
+            model = sharded_copy(seeded(Net), rank, world, offload=offload, **BLOCKS)
+            for turn in range(2):
+                inner.calls.clear()
+                square_step(model, turn, rank)
+            steps.append(sorted(inner.calls))
+        return steps
+
+    stored = [("store_grad", "blocks.0"), ("store_grad", "blocks.1")]
+    once = [("fetch", "blocks.0"), ("fetch", "blocks.1")]
+    for plain, keeping in on_ranks(2, on_rank):
+        # Both are released after forward, and gathered again for backward.
+        assert plain == sorted([*once, *once, *stored])
+        assert keeping == sorted([*once, *stored])
+
+
+def _by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def _by_numpy(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.detach().numpy()[...] *= 0.5
+
+
+def _by_copy(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:polyshard is switching to use `NO_SHARD`")
+def test_what_no_sync_left_is_delivered_by_a_backward_that_reaches_no_parked_unit() -> None:
+    """On one rank, whose other parameters need no help in backward."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.parked = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))
+
+        def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+            x = self.first(x)
+            return x if skips else self.parked(x)
+
+    torch.manual_seed(0)
+    whole = Skipping().double()
+    sharded = copy.deepcopy(whole)
+    offload = {"name": "partial", "units": "parked"}
+    config = ShardConfig(collectives="fake", offload=offload, policy=units_of(nn.Sequential), split_root=False)
+    polyshard.shard(sharded, config)
+    x = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
+    for model, waiting in ((whole, nullcontext()), (sharded, polyshard.no_sync(sharded))):
+        with waiting:
+            model(x, False).square().sum().backward()
+        model(x, True).square().sum().backward()
+    for (name, wanted), found in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        assert found.grad is not None, name
+        torch.testing.assert_close(found.grad.view_as(wanted), wanted.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", [_by_data, _by_numpy, _by_copy])
+@pytest.mark.parametrize("train", [True, False], ids=["after a step", "after an evaluation"])
+def test_kept_slices_follow_every_way_of_writing_to_masters(change: Callable[[nn.Module], None], train: bool) -> None:
+    whole = seeded(Net)
+    x = draw(4, 3)
+    for parameter in whole.parameters():
+        parameter.data.mul_(0.5)
+    expected = whole(x)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        model = sharded_copy(seeded(Net), rank, world, offload=partial(units="*", keep="compute"), **BLOCKS)
+        if train:
+            model(x).sum().backward()
+        else:
+            with torch.no_grad():
+                model(x)
+        change(model)
+        return model(x).detach()
+
+    assert_all_close(on_ranks(2, on_rank), expected)
+
+
+def test_kept_slices_follow_an_optimizer_that_moves_no_version() -> None:
+    def fused(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    wrap = each_with_its_own(units="*", keep="compute")
+    assert_parity(seeded(Net), square_step, 2, optimizer=fused, settings=BLOCKS, wrap=wrap, tolerance=1e-10)
+
+
+def test_two_models_that_share_a_manager_keep_slices_apart() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        offload, gradients = partial(units="*", keep="compute"), []
+        models = [sharded_copy(seeded(Net, seed), rank, world, offload=offload, **BLOCKS) for seed in (0, 1)]
+        inputs = [draw(4, 3, requires_grad=True) for _ in models]
+        losses = [model(x).square().mean() for model, x in zip(models, inputs, strict=True)]
+        for loss, x in zip(losses, inputs, strict=True):
+            # The first backward comes behind the second model's forward.
+            loss.backward()
+            assert x.grad is not None
+            gradients.append(x.grad)
+        return gradients
+
+    wanted = []
+    for seed in (0, 1):
+        x = draw(4, 3, requires_grad=True)
+        seeded(Net, seed)(x).square().mean().backward()
+        assert x.grad is not None
+        wanted.append(x.grad)
+    for got in on_ranks(2, on_rank):
+        for mine, expected in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_kept_slices_are_of_the_dtype_that_computes() -> None:
+    precision = {"name": "mixed", "param": "bf16", "full_precision_in_eval": True}
+
+    def outputs(offload: Any) -> list[torch.Tensor]:
+        def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+            whole = seeded(Net).float()
+            model = sharded_copy(whole, rank, world, offload=offload(), precision=precision, **BLOCKS)
+            x, seen = draw(4, 3).float(), []
+            for training in (True, False, True):
+                model.train(training)
+                seen.append(model(x).detach().float())
+                if training:
+                    model(x).float().sum().backward()
+            return torch.stack(seen)
+
+        return on_ranks(2, on_rank)
+
+    for got, wanted in zip(outputs(lambda: partial(units="*", keep="compute")), outputs(lambda: "none"), strict=True):
+        assert torch.equal(got, wanted)
+        # What is evaluated is not what was trained with.
+        assert not torch.equal(got[0], got[1])
+
+
+def test_clipping_counts_units_here_and_on_the_host() -> None:
+    whole = seeded(Net)
+    whole(draw(4, 3)).square().mean().backward()
+    gradients = torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, offload=partial(units="blocks.1"), **BLOCKS)
+        model(draw(4, 3)).square().mean().backward()
+        first = polyshard.clip_grad_norm_(model, 0.01)
+        again = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return first, again, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    results = on_ranks(2, on_rank)
+    norm = gradients.square().sum().sqrt()
+    assert norm > 0.02
+    for first, again, _ in results:
+        torch.testing.assert_close(first, norm, rtol=1e-12, atol=0)
+        torch.testing.assert_close(again, torch.tensor(0.01, dtype=torch.float64), rtol=1e-3, atol=0)
+    clipped = torch.cat([part for _, _, part in results]).square().sum().sqrt()
+    torch.testing.assert_close(clipped, again, rtol=1e-12, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_on_the_host_skips_the_step_of_all() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[bool, float]:
+        whole = seeded(Net).float()
+        model = sharded_copy(whole, rank, world, offload=partial(units="blocks.1"), **BLOCKS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(model(draw(4, 3).float()).sum()).backward()
+        parked = model.blocks[1].up.weight
+        if rank == 0:
+            assert parked.grad is not None
+            parked.grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        return same, scaler.get_scale()
+
+    assert on_ranks(2, on_rank) == [(True, 2.0)] * 2
+
+
+# --- state ---
+
+
+def test_a_checkpoint_goes_from_one_choice_of_units_to_another(tmp_path: Path) -> None:
+    def trained(model: nn.Module, rank: int, turns: range) -> torch.optim.Optimizer:
+        optimizer = adam(model)
+        for turn in turns:
+            square_step(model, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    def saving(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, offload=partial(units="blocks.1", keep="compute"), **BLOCKS)
+        optimizer = trained(model, rank, range(2))
+        checkpoint.save(tmp_path, 2, model, optimizer)
+        square_step(model, 2, rank)
+        optimizer.step()
+        return whole(model)
+
+    def loading(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(seeded(Net, 1), rank, world, offload=partial(units="(root)", keep="compute"), **BLOCKS)
+        optimizer = trained(model, rank, range(5, 6))
+        checkpoint.load(tmp_path / "step-00000002", model, optimizer)
+        square_step(model, 2, rank)
+        optimizer.step()
+        return whole(model)
+
+    for saved, loaded in zip(on_ranks(2, saving), on_ranks(2, loading), strict=True):
+        for name, value in saved.items():
+            torch.testing.assert_close(loaded[name], value, rtol=0, atol=0)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ["'partial'", "units = ['blocks.*']", "device_bytes"]),
+        ({"units": ["a"], "device_bytes": 4}, ["both units and device_bytes"]),
+        ({"units": []}, ["does not say what is parked"]),
+        ({"units": 3}, ["patterns of names", "3"]),
+        ({"units": ["a", ""]}, ["patterns of names"]),
+        ({"device_bytes": -1}, ["device_bytes", "-1", "0 or more"]),
+        ({"device_bytes": "4 GiBs"}, ["'4 GiBs'", "'4 GiB'"]),
+        ({"device_bytes": True}, ["device_bytes", "True"]),
+        ({"device_bytes": 1, "state_factor": -1}, ["state_factor", "2 for AdamW"]),
+        ({"device_bytes": 1, "state_factor": float("nan")}, ["state_factor", "nan"]),
+        ({"units": "a", "state_factor": 2}, ["state_factor", "changes nothing"]),
+        ({"units": "a", "keep": "all"}, ["'all'", "nothing, compute"]),
+        ({"units": "a", "inner": "none"}, ["'none'", "parks nothing"]),
+    ],
+    ids=str,
+)
+def test_options_that_say_nothing_or_two_things(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        partial(**options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_pattern_that_matches_no_unit_is_refused_by_name_and_the_model_stays_whole() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        with world.lock:
+            model = copy.deepcopy(seeded(Net))
+        config = threaded(world, rank, offload=partial(units=["blocks.1", "block.2"]), **BLOCKS)
+        with pytest.raises(ConfigError) as caught:
+            polyshard.shard(model, config)
+        assert model.first.weight.shape == (5, 3)
+        polyshard.shard(model, dataclasses.replace(config, offload=partial(units="blocks.2")))
+        assert polyshard.report(model).parked == ("blocks.2",)
+        square_step(model, 0, rank)
+        return str(caught.value)
+
+    for text in on_ranks(2, on_rank):
+        for word in ("'partial'", "'block.2'", "Did you mean 'blocks.2'?", "(root), blocks.0, blocks.1, blocks.2"):
+            assert word in text
+
+
+class Answering(CpuOffload):
+    """Says of its units what it was made with."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        super().__init__(CONTEXT)
+        self._answer = answer
+
+    def units_to_park(self, units: Any) -> Any:
+        return self._answer(units)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda units: True, ["returned True", "no collection"]),
+        (lambda units: None, ["returned None"]),
+        (lambda units: "blocks.0", ["'blocks.0'", "no collection"]),
+        (lambda units: ["blocks.0"], ["'blocks.0'", "none of the units"]),
+        (lambda units: [dataclasses.replace(units[0], name="elsewhere")], ["elsewhere", "none of the units"]),
+    ],
+    ids=["bool", "None", "text", "names", "another unit"],
+)
+def test_an_answer_that_is_no_choice_of_units(answer: Callable[[Any], Any], words: list[str]) -> None:
+    model = Net()
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}, offload=Answering(answer), **BLOCKS)
+    with pytest.raises(PluginContractError) as caught:
+        polyshard.shard(model, config)
+    for word in ("units_to_park of ", "Answering", "rank 0", *words):
+        assert word in str(caught.value)
+    model(torch.ones(2, 3)).sum().backward()
+    assert model.first.weight.grad is not None
+
+
+def test_ranks_that_would_park_different_units_raise_before_anything_is_sent() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        with pytest.raises(RankMismatchError) as caught:
+            # Objects: ranks compare their classes, and so see the answer alone.
+            sharded_copy(seeded(Net), rank, world, offload=partial(device_bytes=[544, 0][rank]), **BLOCKS)
+        return str(caught.value)
+
+    for text in on_ranks(2, on_rank):
+        assert "unit '(root)'" in text
+        assert "parked" in text
+
+
+# --- by name ---
+
+
+def test_by_name_from_a_file_with_an_inner_manager(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        """
+        [shard]
+        collectives = { name = "fake", world_size = 2 }
+        policy = { name = "module_class", classes = "parity:Block" }
+
+        [shard.offload]
+        name = "partial"
+        units = ["blocks.[0-1]"]
+        keep = "compute"
+        inner = { name = "cpu", pin_memory = false }
+        """
+    )
+    model = polyshard.shard(Net(), polyshard.ShardConfig.from_toml(tmp_path / "run.toml"))
+    assert polyshard.report(model).parked == ("blocks.0", "blocks.1")
+
+
+def test_a_copy_of_a_part_that_trained_by_itself_is_the_larger_models() -> None:
+    """``keep = "compute"`` has one copy of each master, under whatever names its unit had."""
+
+    def copies() -> int:
+        """Storages of one rank's elements of ``nn.Linear(32, 64)``, in bf16: no gather buffer is so small."""
+        nbytes = (32 * 64 + 64) // 2 * torch.bfloat16.itemsize
+        found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype is torch.bfloat16]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
+        return list(storages.values()).count(nbytes)
+
+    config = polyshard.ShardConfig(
+        collectives={"name": "fake", "world_size": 2}, offload=partial(units="*", keep="compute"), precision="bf16"
+    )
+    inner = nn.Linear(32, 64)
+    polyshard.fully_shard(inner, config)
+    inner(torch.ones(2, 32)).sum().backward()
+    assert copies() == 1
+    outer = nn.Sequential(inner, nn.Linear(64, 3))
+    polyshard.fully_shard(outer, config)
+    outer(torch.ones(2, 32)).sum().backward()
+    assert copies() == 1

@@ -1,0 +1,325 @@
+"""Precision casters: which dtypes they choose, and what their casts do to inputs, outputs and gradients."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from polyshard.errors import ConfigError
+from polyshard.interfaces import PluginContext, PrecisionCaster, UnitDtypes, UnitSpec
+from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
+from torch import nn
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def context(name: str = "mixed") -> PluginContext:
+    return PluginContext(name=name, device=torch.device("cpu"))
+
+
+def unit(
+    name: str = "layers.0",
+    module_class: type[nn.Module] = nn.Linear,
+    master: torch.dtype = F32,
+    is_root: bool = False,
+) -> UnitSpec:
+    return UnitSpec(
+        name=name,
+        module_class=module_class,
+        parameter_names=(f"{name}.weight",),
+        numel=16,
+        shard_numel=8,
+        master_dtype=master,
+        device=torch.device("cpu"),
+        is_root=is_root,
+    )
+
+
+def cast_inputs(caster: PrecisionCaster, *args: Any, of: UnitSpec | None = None, **kwargs: Any) -> Any:
+    cast = caster.input_cast(of or unit())
+    assert cast is not None
+    return cast(args, kwargs)
+
+
+# Which dtypes
+
+
+@pytest.mark.parametrize("master", [F16, BF16, F32, F64])
+def test_none_keeps_each_parameters_own_dtype_and_casts_nothing(master: torch.dtype) -> None:
+    caster = Unchanged(context("none"))
+    assert caster.dtypes(unit(master=master)) == UnitDtypes(master, master, master, master, None)
+    assert caster.input_cast(unit(master=master)) is None
+    assert caster.output_cast(unit(master=master)) is None
+
+
+@pytest.mark.parametrize(
+    ("factory", "compute"),
+    [(Fp32, F32), (Bf16, BF16), (Fp16, F16)],
+)
+@pytest.mark.parametrize("master", [BF16, F32, F64])
+def test_uniform_casters_reduce_in_fp32_and_give_gradients_in_the_master_dtype(
+    factory: Any, compute: torch.dtype, master: torch.dtype
+) -> None:
+    assert factory(context()).dtypes(unit(master=master)) == UnitDtypes(compute, compute, F32, master, None)
+
+
+def test_only_dtypes_in_half_range_want_loss_scaling() -> None:
+    assert Fp16(context()).capabilities.loss_scaling
+    assert Mixed(context(), param="bf16", overrides={"head": {"param": "fp16"}}).capabilities.loss_scaling
+    assert Mixed(context(), reduce="fp16").capabilities.loss_scaling
+    for caster in (Unchanged(context()), Fp32(context()), Bf16(context()), Mixed(context(), param="bf16")):
+        assert not caster.capabilities.loss_scaling
+
+
+@pytest.mark.parametrize(
+    ("options", "master", "expected"),
+    [
+        ({}, F32, UnitDtypes(F32, F32, F32, F32)),
+        ({}, F64, UnitDtypes(F64, F64, F64, F64)),
+        ({"param": "fp16"}, F32, UnitDtypes(F16, F16, F16, F32)),
+        ({"reduce": "fp16"}, F32, UnitDtypes(F32, F16, F16, F32)),
+        ({"param": "bf16", "reduce": "fp32"}, F32, UnitDtypes(BF16, BF16, F32, F32)),
+        ({"param": "bf16", "reduce": "fp32", "wire": "fp32"}, F32, UnitDtypes(BF16, F32, F32, F32)),
+        ({"param": "fp16", "reduce": "bf16"}, F32, UnitDtypes(F16, BF16, BF16, F32)),
+        ({"param": "fp16", "keep_low_precision_grads": True}, F32, UnitDtypes(F16, F16, F16, F16)),
+        (
+            {"param": "fp16", "reduce": "fp32", "keep_low_precision_grads": True},
+            BF16,
+            UnitDtypes(F16, F16, F32, BF16),
+        ),
+        ({"param": torch.float16, "buffer": "bfloat16"}, F64, UnitDtypes(F16, F16, F16, F64, BF16)),
+    ],
+)
+def test_mixed_derives_what_is_left_out(options: dict[str, Any], master: torch.dtype, expected: UnitDtypes) -> None:
+    assert Mixed(context(), **options).dtypes(unit(master=master)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bf16", BF16),
+        ("BFloat16", BF16),
+        ("torch.bfloat16", BF16),
+        ("half", F16),
+        ("float16", F16),
+        ("float", F32),
+        ("double", F64),
+        ("fp64", F64),
+    ],
+)
+def test_dtypes_have_several_names(name: str, dtype: torch.dtype) -> None:
+    assert Mixed(context(), param=name).dtypes(unit()).compute == dtype
+
+
+dtype_names = st.sampled_from(["none", "fp16", "bf16", "fp32", "fp64"])
+
+
+@given(dtype_names, dtype_names, dtype_names, st.sampled_from([F16, BF16, F32, F64]))
+def test_every_accepted_mix_can_hold_what_travels(param: str, reduce: str, wire: str, master: torch.dtype) -> None:
+    try:
+        chosen = Mixed(context(), param=param, reduce=reduce, wire=wire).dtypes(unit(master=master))
+    except ConfigError:
+        assert wire != "none"
+        return
+    largest = torch.finfo(chosen.wire).max
+    assert torch.tensor(largest, dtype=chosen.wire).to(chosen.reduce).to(F64).item() == largest
+    assert torch.finfo(chosen.wire).eps >= torch.finfo(chosen.reduce).eps
+    assert chosen.grad == master
+
+
+@pytest.mark.parametrize("master", [torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("factory", [Fp32, Bf16, Fp16, Mixed])
+def test_parameters_that_are_not_floating_point_are_left_as_they_are(factory: Any, master: torch.dtype) -> None:
+    caster = factory(context(), **({"param": "bf16"} if factory is Mixed else {}))
+    assert caster.dtypes(unit(master=master)) == UnitDtypes(master, master, master, master)
+    assert caster.input_cast(unit(master=master)) is None
+
+
+# Units that differ
+
+
+def test_first_override_that_fits_counts_and_keeps_the_settings_it_does_not_name() -> None:
+    caster = Mixed(
+        context(),
+        param="bf16",
+        reduce="fp32",
+        overrides={
+            "torch.nn:Embedding": {"param": "fp32"},
+            "layers.1*": {"reduce": "bf16"},
+            "layers.*": {"param": "fp16", "full_precision_in_eval": True},
+        },
+    )
+    assert caster.dtypes(unit("layers.1", nn.Embedding)) == UnitDtypes(F32, F32, F32, F32)
+    assert caster.dtypes(unit("layers.10")) == UnitDtypes(BF16, BF16, BF16, F32)
+    assert caster.dtypes(unit("layers.2")) == UnitDtypes(F16, F16, F32, F32)
+    assert caster.dtypes(unit("head")) == UnitDtypes(BF16, BF16, F32, F32)
+    assert [caster.full_precision_in_eval(unit(name)) for name in ("layers.2", "head")] == [True, False]
+
+
+def test_an_override_of_the_empty_name_is_for_the_root_alone() -> None:
+    caster = Mixed(context(), param="bf16", overrides={"": {"output": "fp32"}})
+    assert caster.output_cast(unit("layers.0")) is None
+    to_fp32 = caster.output_cast(unit("", is_root=True))
+    assert to_fp32 is not None
+    assert to_fp32(torch.ones(2, dtype=BF16)).dtype == F32
+
+
+def test_modules_left_alone_keep_their_dtype_inside_a_low_precision_model() -> None:
+    caster = Bf16(context("bf16"), leave_alone=["torch.nn:LayerNorm", nn.modules.batchnorm._BatchNorm])
+    norm, dense = nn.LayerNorm(4), nn.Linear(4, 4)
+    assert caster.leaves_alone(norm)
+    assert caster.leaves_alone(nn.BatchNorm1d(4))
+    assert not caster.leaves_alone(dense)
+    norm_unit = unit("norm", nn.LayerNorm)
+    assert caster.dtypes(norm_unit) == UnitDtypes(F32, F32, F32, F32)
+
+    # In the order in which a model would run them: bf16 in, the norm in fp32, bf16 out again.
+    (into_norm,), _ = cast_inputs(caster, torch.randn(3, 4).to(BF16), of=norm_unit)
+    assert into_norm.dtype == F32
+    cast_back = caster.output_cast(norm_unit)
+    assert cast_back is not None
+    assert dense.to(BF16)(cast_back(norm(into_norm))).dtype == BF16
+
+
+def test_inputs_are_cast_where_the_settings_say_so() -> None:
+    root, inner = unit("", is_root=True), unit("layers.0")
+    only_root = Mixed(context(), param="bf16", cast_inputs=False)
+    assert only_root.input_cast(inner) is None
+    assert only_root.input_cast(root) is not None
+    nowhere = Mixed(context(), param="bf16", cast_inputs=False, cast_root_inputs=False)
+    assert nowhere.input_cast(root) is None
+    assert Bf16(context(), cast_inputs=False).input_cast(root) is None
+    assert Mixed(context(), reduce="bf16").input_cast(root) is None
+
+
+# Casts
+
+
+def test_floating_tensors_are_cast_wherever_they_are() -> None:
+    @dataclass(frozen=True)
+    class Batch:
+        hidden: torch.Tensor
+        tokens: torch.Tensor
+        length: int = field(init=False, default=7)
+
+    tokens, mask, phase = torch.arange(3), torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.complex64)
+    x = torch.randn(3)
+    args, kwargs = cast_inputs(
+        Bf16(context()),
+        Batch(x, tokens),
+        [x.double(), (mask, "text")],
+        Pair(phase, {"deep": x.half()}),
+        table=OrderedDict(a=1, b=x),
+        counts=defaultdict(list, k=[x]),
+    )
+    batch, listed, pair = args
+    assert (batch.hidden.dtype, batch.length) == (BF16, 7)
+    assert batch.tokens is tokens
+    assert listed[0].dtype == BF16
+    assert listed[1][0] is mask
+    assert isinstance(pair, Pair)
+    assert pair.first is phase
+    assert pair.second["deep"].dtype == BF16
+    assert isinstance(kwargs["table"], OrderedDict)
+    assert list(kwargs["table"]) == ["a", "b"]
+    assert kwargs["table"]["b"].dtype == BF16
+    assert kwargs["counts"]["new"] == []
+    assert kwargs["counts"]["k"][0].dtype == BF16
+    assert torch.equal(batch.hidden, x.to(BF16))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, dtype=BF16),
+        torch.arange(2),
+        torch.ones(2).to(torch.float8_e4m3fn),
+        nn.Parameter(torch.ones(2, dtype=BF16)),
+        [torch.arange(2), {"x": torch.ones(2, dtype=BF16)}],
+        Pair(1, None),
+        None,
+        3.5,
+        "text",
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_needs_no_cast_is_handed_on_itself(value: Any) -> None:
+    cast = Bf16(context()).input_cast(unit())
+    assert cast is not None
+    args, kwargs = (value,), {"named": value}
+    new_args, new_kwargs = cast(args, kwargs)
+    assert new_args is args
+    assert new_kwargs is kwargs
+    cast_output = Mixed(context(), output="bf16").output_cast(unit())
+    assert cast_output is not None
+    assert cast_output(value) is value
+
+
+def test_a_tensor_given_twice_stays_one_tensor() -> None:
+    x = torch.randn(2, 3)
+    (query, key), kwargs = cast_inputs(Bf16(context()), x, x, value=[x])
+    assert query is key
+    assert query.dtype == BF16
+    assert kwargs["value"][0].dtype == BF16
+
+
+def test_outputs_are_cast_in_containers_too_and_stay_differentiable() -> None:
+    cast = Mixed(context(), param="bf16", output="fp32").output_cast(unit())
+    assert cast is not None
+    logits = torch.ones(2, dtype=BF16, requires_grad=True)
+    out = cast({"logits": logits, "tokens": torch.arange(2)})
+    assert (out["logits"].dtype, out["tokens"].dtype) == (F32, torch.int64)
+    out["logits"].sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [1.0, 1.0]
+
+
+def test_packed_sequences_keep_their_class_and_their_sizes() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    (cast,), _ = cast_inputs(Bf16(context()), packed)
+    assert isinstance(cast, nn.utils.rnn.PackedSequence)
+    assert cast.data.dtype == BF16
+    assert cast.batch_sizes.tolist() == [2, 1, 1]
+
+
+# Settings that are refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"param": "bfloat61"}, r"'bfloat61', in param of precision 'mixed'. Did you mean 'bfloat16'"),
+        ({"param": torch.int8}, r"torch.int8 is not a dtype to compute or reduce in, in param"),
+        ({"param": 16}, r"a int is not a dtype, in param"),
+        ({"reduce": "bf16", "wire": "fp32"}, r"torch.bfloat16 cannot hold gradients that travel in torch.float32"),
+        ({"reduce": "bf16", "wire": "fp16"}, r"cannot hold"),
+        ({"param": "bf16", "wire": "fp32"}, r"cannot hold"),
+        ({"cast_inputs": "false"}, r"'false' is neither true nor false, in cast_inputs"),
+        ({"leave_alone": "torch.nn:LayerNrom"}, r"no 'LayerNrom'.*Did you mean 'LayerNorm'"),
+        ({"leave_alone": ["LayerNorm"]}, r"Write it as 'package.module:Name'"),
+        ({"leave_alone": ["torch.nowhere:X"]}, r"cannot import 'torch.nowhere'"),
+        ({"leave_alone": "torch:relu"}, r"not a class"),
+        ({"leave_alone": 3}, r"3 is a int and not a class"),
+        ({"overrides": {"a": {"parm": "fp32"}}}, r"'parm', in overrides\['a'\].*Did you mean 'param'"),
+        ({"overrides": {"a": "fp32"}}, r"overrides\['a'\] of precision 'mixed' is a str"),
+        ({"overrides": {"a": {"reduce": "fp16", "wire": "fp32"}}}, r"in overrides\['a'\]"),
+        ({"overrides": {3: {}}}, r"3 is a int and not a class, in overrides\[3\]"),
+        ({"overrides": ["a"]}, r"Give a table of tables"),
+    ],
+)
+def test_bad_settings_are_refused_when_the_caster_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Mixed(context(), **options)
+
+
+def test_a_reduction_too_narrow_for_one_unit_names_it() -> None:
+    caster = Mixed(context(), wire="fp32")
+    assert caster.dtypes(unit(master=F64)).reduce == F64
+    with pytest.raises(ConfigError, match=r"unit 'layers.3'"):
+        caster.dtypes(unit("layers.3", master=BF16))

@@ -1,0 +1,359 @@
+"""Gathers of eight bits with a scale a block: what arrives, what travels, and that models train with it.
+
+Twin on CUDA: ``gpu/test_wire_cuda.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
+from polyshard.errors import ConfigError
+from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedWorld
+from polyshard_plugins.block_codec import BlockCode, Number
+from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
+from polyshard_testing import PrecisionSuite
+from torch import nn
+from wires import CASES, Watched, decoded, normal
+
+CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
+BLOCKS = {"policy": units_of(Block)}
+
+
+def context(name: str) -> PluginContext:
+    return PluginContext(name, torch.device("cpu"))
+
+
+def caster(name: str, **options: Any) -> BlockScaled:
+    """One that encodes units of any size."""
+    return CASTERS[name](context(name), **{"min_numel": 0, **options})
+
+
+def sent_and_back(shard: torch.Tensor, name: str, block: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What arrives in ``dtype`` of ``shard`` (``[numel]``)."""
+    code = BlockCode(Number(name), block)
+    wire = torch.full((1, code.nbytes(shard.numel())), 77, dtype=torch.uint8)
+    code.encode(wire[0], shard)
+    out = torch.full((1, shard.numel()), math.nan, dtype=dtype)
+    code.decode(wire, out)
+    return out[0]
+
+
+class TestInt8(PrecisionSuite):
+    wire_tolerance = 0.0065  # half a step of 1 in 127, and half a unit of bf16
+
+    def make(self) -> PrecisionCaster:
+        return caster("int8")
+
+
+class TestFp8(PrecisionSuite):
+    wire_tolerance = 0.067  # half a step of 1 in 8 of the largest, and half a unit of bf16
+
+    def make(self) -> PrecisionCaster:
+        return caster("fp8")
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_arrives_follows_the_formula(case: str, name: str, block: int) -> None:
+    shard = CASES[case]()
+    torch.testing.assert_close(
+        sent_and_back(shard, name, block).double(), decoded(shard, name, block), rtol=3e-7, atol=0.0, equal_nan=True
+    )
+
+
+def half_a_step(block: torch.Tensor, name: str) -> torch.Tensor:
+    """The largest error of each value: for fp8, half of an eighth of it, or of the smallest step."""
+    largest = float(block.abs().max())
+    if name == "int8":
+        return torch.full_like(block, max(largest / 127, 2.0**-126) / 2)
+    return (block.abs() * 2.0**-4).clamp(min=max(largest / 448, 2.0**-126) * 2.0**-10)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(["int8", "fp8"]),
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+)
+def test_values_err_by_half_a_step_at_most(name: str, values: list[float]) -> None:
+    shard = torch.tensor(values, dtype=torch.float32)
+    back = sent_and_back(shard, name, 16)
+    for block, arrived in zip(shard.double().split(16), back.double().split(16), strict=True):
+        assert bool(((arrived - block).abs() <= half_a_step(block, name) * (1 + 1e-4)).all())
+
+
+def test_values_in_the_middle_go_to_the_even_code() -> None:
+    shard = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 127.0])
+    assert sent_and_back(shard, "int8", 16).tolist() == [0.0, 2.0, 2.0, 0.0, -2.0, 127.0]
+    # Between 16 and 32, fp8 has even numbers alone.
+    shard = torch.tensor([17.0, 19.0, 21.0, -17.0, -19.0, 448.0])
+    assert sent_and_back(shard, "fp8", 16).tolist() == [16.0, 20.0, 20.0, -16.0, -20.0, 448.0]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_what_is_not_finite_makes_its_block_nan_and_no_other(name: str) -> None:
+    back = sent_and_back(CASES["not finite"](), name, 16).view(10, 16)
+    assert back.isnan().all(1).nonzero().flatten().tolist() == [1, 4, 7]
+    assert back.isfinite().all(1).sum() == 7
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_largest_values_arrive_and_zeros_stay_zeros(name: str) -> None:
+    largest = CASES["largest"]()
+    torch.testing.assert_close(sent_and_back(largest, name, 16), largest, rtol=1e-6, atol=0.0)
+    assert sent_and_back(torch.zeros(300), name, 128).tolist() == [0.0] * 300
+    # 1e300 is infinite in fp32, as in a gather in bf16.
+    assert sent_and_back(torch.tensor([1e300], dtype=torch.float64), name, 16).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("numel", "block", "nbytes"),
+    [
+        (1, 128, 16 + 16),
+        (128, 128, 128 + 16),
+        (129, 128, 144 + 16),
+        (1000, 128, 1008 + 32),
+        (1000, 16, 1008 + 256),
+        # 65536 bytes and more: a multiple of 256.
+        (70001, 128, 72448),
+        (1 << 20, 128, (1 << 20) + (1 << 15)),
+    ],
+)
+def test_bytes_are_codes_scales_and_padding(numel: int, block: int, nbytes: int) -> None:
+    assert BlockCode(Number.INT8, block).nbytes(numel) == nbytes
+
+
+def unit(numel: int, shard_numel: int, **changes: Any) -> UnitSpec:
+    fields: dict[str, Any] = {
+        "name": "layers.0",
+        "module_class": nn.Linear,
+        "parameter_names": ("layers.0.weight",),
+        "numel": numel,
+        "shard_numel": shard_numel,
+        "master_dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "is_root": False,
+    }
+    return UnitSpec(**(fields | changes))
+
+
+def test_units_that_would_gain_nothing_travel_as_they_compute() -> None:
+    by_default = Int8(context("int8"))
+    assert by_default.wire(unit(65535, 32768)) is None
+    encoded = by_default.wire(unit(65536, 32768))
+    assert encoded is not None
+    assert encoded.nbytes_per_rank == 32768 + 4 * 256
+    every = caster("int8", leave_alone=nn.LayerNorm)
+    assert every.wire(unit(0, 0)) is None
+    # 8 bytes in bf16 are no more than one scale, padded, and codes.
+    assert every.wire(unit(8, 4)) is None
+    assert every.wire(unit(4096, 2048, module_class=nn.LayerNorm)) is None
+    assert every.wire(unit(4096, 2048, master_dtype=torch.int64)) is None
+    assert every.wire(unit(4096, 2048)) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"block": 100}, r"100 is no size of a block, in block of precision 'int8'\. Give a power of two from 16"),
+        ({"block": 8}, "8 is no size of a block"),
+        ({"block": 2048}, "2048 is no size of a block"),
+        ({"block": "128"}, r"'128' is no whole number, in block of precision 'int8'"),
+        ({"block": True}, "True is no whole number"),
+        ({"min_numel": -1}, "-1 is no number of elements, in min_numel"),
+        ({"min_numel": 0.5}, "0.5 is no whole number, in min_numel"),
+        ({"compute": "bf17"}, r"'bf17', in compute of precision 'int8'\. Did you mean 'bf16'"),
+        ({"compute": "int8"}, "no dtype has the name 'int8', in compute"),
+        ({"reduce": "bf16", "wire": "fp32"}, "cannot hold gradients that travel in torch.float32"),
+        ({"cast_inputs": "yes"}, "'yes' is neither true nor false, in cast_inputs"),
+        ({"leave_alone": "LayerNorm"}, "'LayerNorm' does not name an object, in leave_alone"),
+        ({"blok": 64}, "Did you mean 'block'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_by_name(options: dict[str, Any], told: str) -> None:
+    model = nn.Linear(8, 8)
+    collectives = {"name": "fake", "world_size": 2}
+    precision = {"name": "int8", **options}
+    with pytest.raises(ConfigError, match=told):
+        polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, precision=precision))
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, precision="int8"))
+    assert model(torch.ones(2, 8)).shape == (2, 8)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_all_ranks_compute_with_what_travelled_forward_and_backward(name: str, compute: str, offload: str) -> None:
+    model = nn.Sequential(Watched(), nn.Linear(24, 4))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(
+            model,
+            rank,
+            world,
+            precision=caster(name, block=32, compute=compute),
+            policy=units_of(Watched),
+            offload=offload,
+        )
+        x = draw(4, 40, rank=rank).float().requires_grad_()
+        mine(x).sum().backward()
+        return list(mine[0].seen)
+
+    # 320 elements a rank: ten blocks of 32.
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
+    shards = Watched().weight.detach().flatten().split(320)
+    wanted = torch.cat([decoded(shard, name, 32) for shard in shards]).view(24, 40)
+    for seen in on_ranks(3, on_rank):
+        assert len(seen) == 2
+        for weight in seen:
+            assert weight.dtype is dtype
+            torch.testing.assert_close(weight.double(), wanted, rtol=2.0**-8 if compute == "bf16" else 3e-7, atol=0.0)
+            assert torch.equal(weight, seen[0])
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_master_that_is_not_finite_makes_the_loss_nan_on_every_rank(name: str) -> None:
+    model = seeded(Net).float()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, float]:
+        mine = sharded_copy(model, rank, world, precision=caster(name), **BLOCKS)
+        before = mine(draw(4, 3).float()).sum().item()
+        if rank == 1:
+            with torch.no_grad():
+                next(p for p in mine.blocks.parameters() if p.numel())[0] = -math.inf
+        return before, mine(draw(4, 3).float()).sum().item()
+
+    for before, after in on_ranks(2, on_rank):
+        assert math.isfinite(before)
+        assert math.isnan(after)
+
+
+class Counting(Int8):
+    """Notes how many units each call is for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(context("int8"), **options)
+        self.encoded: list[int] = []
+        self.decoded: list[int] = []
+
+    def encode_many(
+        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+    ) -> None:
+        self.encoded.append(len(units))
+        super().encode_many(units, wires, shards)
+
+    def decode_many(
+        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        self.decoded.append(len(units))
+        super().decode_many(units, wires, outs)
+
+
+def second_step(precision: object, model: nn.Module, policy: object) -> FakeCollectives:
+    """Collectives of a step whose order is known."""
+    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, precision=precision, policy=policy))
+    x = torch.randn(2, 64)
+    model(x).sum().backward()
+    if isinstance(precision, Counting):
+        precision.encoded.clear()
+        precision.decoded.clear()
+    collectives.calls.clear()
+    collectives.batches.clear()
+    model(x).sum().backward()
+    return collectives
+
+
+def layers(number: int) -> list[nn.Module]:
+    """Layers of 64 x 64 elements."""
+    return [nn.Linear(64, 64, bias=False) for _ in range(number)]
+
+
+def test_units_that_travel_together_are_encoded_and_decoded_by_one_call() -> None:
+    counting = Counting(min_numel=4096)
+    model = nn.Sequential(*layers(3), nn.LayerNorm(64, bias=False), *layers(3))
+    collectives = second_step(counting, model, units_of(nn.Linear, nn.LayerNorm))
+    # All seven units follow the root, which has no parameters. The norm is small, and goes along as it computes. The
+    # last unit is kept for its backward.
+    assert list(collectives.batches) == [7, 6]
+    assert counting.encoded == counting.decoded == [6, 5]
+    sent = [call.dtype for call in collectives.calls if call.operation == "all_gather"]
+    assert sent.count(torch.bfloat16) == 2
+    assert sent.count(torch.uint8) == 11
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_half_of_the_bytes_of_bf16_travel(name: str) -> None:
+    moved = {}
+    for precision in ("bf16", caster(name)):
+        model = nn.Sequential(*layers(4))
+        calls = second_step(precision, model, units_of(nn.Linear)).calls
+        moved[str(precision)] = [call.numel * call.dtype.itemsize for call in calls if call.operation == "all_gather"]
+    plain, encoded = moved.values()
+    # 1024 elements a rank of four: two bytes each, or one and a scale of four for 128.
+    assert set(plain) == {4 * 2048}
+    assert set(encoded) == {4 * (1024 + 32)}
+    assert len(plain) == len(encoded)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_model_trains_as_with_bf16(name: str) -> None:
+    model = seeded(Net).float()
+
+    def train(precision: object, rank: int, world: ThreadedWorld) -> list[float]:
+        mine = sharded_copy(model, rank, world, precision=precision, **BLOCKS)
+        optimizer = torch.optim.AdamW(mine.parameters(), lr=3e-2)
+        losses = []
+        for turn in range(20):
+            x = draw(16, 3, turn=turn, rank=rank).float()
+            loss = (mine(x).float() - torch.stack([x.sum(1), x[:, 0] - x[:, 1]], 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    plain, encoded = (
+        torch.tensor(on_ranks(2, lambda rank, world, p=precision: train(p, rank, world))).mean(0)
+        for precision in ("bf16", caster(name, block=16))
+    )
+    assert plain[-5:].mean() < 0.3 * plain[0]
+    assert encoded.tolist() != plain.tolist()
+    assert float((encoded - plain).abs().max()) < 0.1 * float(plain[0])
+
+
+def test_ranks_that_would_cut_other_blocks_are_told() -> None:
+    model = nn.Linear(16, 16)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        precision = {"name": "int8", "block": 64 if rank else 128}
+        with pytest.raises(polyshard.errors.RankMismatchError) as caught:
+            sharded_copy(model, rank, world, precision=precision)
+        return str(caught.value)
+
+    for told in on_ranks(2, on_rank):
+        assert "block" in told
+
+
+def test_two_ranks_of_unlike_masters_agree_on_every_weight() -> None:
+    # bf16 and fp64 masters are read as they are, one dtype after the other.
+    both = caster("int8", compute="fp32", block=16)
+    specs = [unit(64, 32, master_dtype=dtype) for dtype in (torch.bfloat16, torch.float64, torch.bfloat16)]
+    shards = [normal(32, spec.master_dtype) for spec in specs]
+    wires = [torch.empty(1, 48, dtype=torch.uint8) for _ in specs]
+    outs = [torch.empty(1, 32) for _ in specs]
+    both.encode_many(specs, [wire[0] for wire in wires], shards)
+    both.decode_many(specs, wires, outs)
+    for shard, out in zip(shards, outs, strict=True):
+        torch.testing.assert_close(out[0].double(), decoded(shard, "int8", 16), rtol=3e-7, atol=0.0)

@@ -1,0 +1,178 @@
+"""A policy that names what the model does not have, and a file that does, are found out."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import on_ranks, threaded
+from polyshard import ShardConfig, errors
+from polyshard_backends.threaded import ThreadedWorld
+from polyshard_tools.cli import main
+from refusal import Tower, refused, silent
+from torch import nn
+
+BLOCKS = """
+import torch
+
+class Block(torch.nn.Linear):
+    pass
+
+class Decoder(torch.nn.Linear):
+    pass
+
+def shape_of(module):
+    return False
+"""
+
+
+class Attention(nn.Linear):
+    """A module of the model's own."""
+
+
+class Atention(nn.Linear):
+    """One that is nowhere."""
+
+
+class Elsewhere:
+    """Where another class of the same name is."""
+
+    class Attention(nn.Linear):
+        """The other one."""
+
+
+def tower() -> nn.Module:
+    torch.manual_seed(0)
+    return Tower(Attention(4, 4))
+
+
+@pytest.mark.parametrize("option", ["transformer", "module_class"])
+@pytest.mark.parametrize(
+    ("classes", "words"),
+    [
+        (
+            [nn.TransformerEncoderLayer],
+            ("torch.nn.modules.transformer:TransformerEncoderLayer", "Name a class that it has: Attention, Tower."),
+        ),
+        ([Atention], (":Atention", "Did you mean", ":Attention?")),
+        ([Elsewhere.Attention], (":Elsewhere.Attention", "Its Attention is another class", "name that")),
+        ([nn.Linear, Elsewhere.Attention], (":Elsewhere.Attention", "Its Attention is another class")),
+        ("torch.nn:LSTM", ("torch.nn.modules.rnn:LSTM",)),
+    ],
+    ids=["far", "near", "the same name", "the same name beside another", "in text"],
+)
+def test_a_class_of_which_the_model_has_no_module(option: str, classes: Any, words: tuple[str, ...]) -> None:
+    key = {"transformer": "layers", "module_class": "classes"}[option]
+    config = silent(policy={"name": option, key: classes})
+    words = ("Tower has no module of the class", f"{key} of policy {option!r}", *words)
+    refused(tower(), config, errors.ConfigError, *words, twin=tower())
+
+
+def test_inside_or_as_well() -> None:
+    config = silent(policy={"name": "or", "policies": [[nn.LSTM], Attention]})
+    refused(tower(), config, errors.ConfigError, "Tower has no module of the class", "LSTM", twin=tower())
+
+
+def units(model: nn.Module, **settings: Any) -> int:
+    config = ShardConfig(collectives={"name": "fake", "world_size": 4}, split_root=False, **settings)
+    return polyshard.report(polyshard.shard(model, config)).units
+
+
+def test_the_root_and_what_is_ignored_are_there() -> None:
+    assert units(Attention(4, 4), policy={"name": "transformer", "layers": Attention}) == 1
+    model = tower()
+    config = ShardConfig(
+        collectives={"name": "fake", "world_size": 4}, policy={"name": "module_class", "classes": [Attention]}
+    )
+    polyshard.shard(model, config, ignored_modules=[model.inner])
+    assert polyshard.report(model).units == 1
+
+
+def test_a_list_may_have_more_than_one_model_has() -> None:
+    assert units(tower(), policy={"name": "transformer", "layers": [Attention, nn.LSTM]}) == 2
+
+
+def test_a_base_class_is_matched_by_what_derives_from_it() -> None:
+    assert units(Tower(Attention(4, 4)), policy={"name": "module_class", "classes": [nn.Linear]}) == 3
+
+
+@pytest.mark.parametrize("policy", [lambda module: False, {"name": "lambda", "fn": lambda module: False}])
+def test_a_function_that_chooses_nothing_is_warned_of(policy: Any) -> None:
+    with pytest.warns(UserWarning, match="chose no module inside this Tower, so that the whole model is one unit"):
+        assert units(Tower(), policy=policy) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert units(Tower(), policy=lambda module: isinstance(module, nn.Linear)) == 3
+
+
+def test_it_is_told_of_once_and_by_one_rank() -> None:
+    def nothing(module: nn.Module) -> bool:
+        return False
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        for _ in range(3):
+            with world.lock:
+                model = tower()
+            polyshard.shard(model, threaded(world, rank, policy=nothing))
+
+    with pytest.warns(UserWarning, match="chose no module inside this Tower") as told:
+        on_ranks(3, on_rank)
+    assert len(told) == 1
+
+
+def test_large_units_are_told_of_by_one_rank() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            model = tower()
+        polyshard.shard(model, threaded(world, rank, policy={"name": "budget", "unit_bytes": 8}))
+
+    with pytest.warns(UserWarning, match="cannot divide") as told:
+        on_ranks(3, on_rank)
+    assert len(told) == 1
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('policy = { name = "transformer", layers = "acme_beside:Blok" }', "'acme_beside' has no 'Blok'"),
+        ('policy = { name = "transformer", layers = "acme_besid:Block" }', "cannot import 'acme_besid'"),
+        ('policy = { name = "transformer", layers = ["acme_beside:Block", "acme_beside:Decodr"] }', "'Decoder'"),
+        ('policy = { name = "transformer", layer = "acme_beside:Block" }', "'layer'. Did you mean 'layers'?"),
+        ('policy = "transformer"', "missing a required argument: 'layers'"),
+        ('precision = { name = "mixed", parm = "bf16" }', "'parm'. Did you mean 'param'?"),
+        ('precision = { name = "mixed", param = "bf61" }', "'bf61'"),
+        ('offload = { name = "cpu", pin_memry = true }', "'pin_memry'. Did you mean 'pin_memory'?"),
+        ('collectives = { name = "nccl", comunicators = 1 }', "'comunicators'. Did you mean 'communicators'?"),
+        ('listeners = [{ name = "trace", fille = "x" }]', "'fille'"),
+    ],
+)
+def test_a_file_with_a_mistake_in_an_option_exits_with_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    (tmp_path / "acme_beside.py").write_text(BLOCKS)
+    file = tmp_path / "run.toml"
+    file.write_text(f"[shard]\n{text}\n")
+    assert main(["config", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+
+
+def test_a_right_file_is_shown_with_classes_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "acme_beside_right.py").write_text(BLOCKS)
+    file = tmp_path / "run.toml"
+    lines = [
+        'policy = { name = "transformer", layers = ["acme_beside_right:Block"] }',
+        'collectives = { name = "nccl", communicators = 1 }',
+        'offload = "cpu"',
+    ]
+    file.write_text("\n".join(["[shard]", *lines]) + "\n")
+    assert main(["config", str(file)]) == 0
+    assert "acme_beside_right:Block" in capsys.readouterr().out

@@ -1,0 +1,438 @@
+"""Plugins by name: found, checked, constructed and listed; whose names are whose; contexts of plugins for tests."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import PathDistribution
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+import torch.distributed as dist
+from fake_distribution import install
+from polyshard import ShardConfig, registry
+from polyshard.errors import (
+    ConfigError,
+    PluginConflictError,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+    PluginVersionError,
+    WorldSizeError,
+)
+from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.registry import Installed, PluginState, Resolved, construct, fingerprint, installed, resolve
+from polyshard_testing import plugin_context
+from processes import run_processes
+from torch import nn
+
+POLICIES = Group.POLICIES.value
+
+POLICY_SOURCE = """
+from polyshard.interfaces import WrapPolicy
+
+class Blocks(WrapPolicy):
+    api_version = 1
+
+    def __init__(self, context, size=2, *, depth):
+        self.name, self.size, self.depth = context.name, size, depth
+
+    def plan(self, root, context):
+        return {}
+"""
+
+
+class EveryChild(WrapPolicy):
+    def plan(self, root: torch.nn.Module, context: PolicyContext) -> UnitPlan:
+        return {child: {} for child in root.children()}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+@pytest.fixture
+def context() -> PluginContext:
+    return PluginContext(name="given", device=torch.device("cpu"))
+
+
+def by_name(group: Group, name: str) -> list[Installed]:
+    return [plugin for plugin in installed(group) if plugin.name == name]
+
+
+def test_a_strangers_plugin_is_found_by_name_and_constructed(site: Path, context: PluginContext) -> None:
+    install(site, "acme-shard", "1.4", [(POLICIES, "blocks", "acme_found:Blocks")], {"acme_found": POLICY_SOURCE})
+    resolved = resolve(Group.POLICIES, {"name": "blocks", "depth": 7})
+    assert (resolved.name, resolved.value) == ("blocks", "acme_found:Blocks")
+    assert (resolved.distribution, resolved.version) == ("acme-shard", "1.4")
+    policy: Any = resolved.construct(context)
+    assert isinstance(policy, WrapPolicy)
+    assert (policy.name, policy.size, policy.depth) == ("given", 2, 7)
+
+
+def test_a_package_installed_after_the_first_look_is_seen(site: Path) -> None:
+    with pytest.raises(PluginNotFoundError):
+        resolve(Group.POLICIES, "late")
+    install(site, "acme-late", "1.0", [(POLICIES, "late", "acme_late:Blocks")], {"acme_late": POLICY_SOURCE})
+    assert resolve(Group.POLICIES, "late").distribution == "acme-late"
+
+
+def test_resolving_imports_the_named_plugin_alone(site: Path) -> None:
+    install(
+        site,
+        "acme-two",
+        "1.0",
+        [(POLICIES, "good", "acme_alone_good:Blocks"), (POLICIES, "bomb", "acme_alone_bomb:Blocks")],
+        {"acme_alone_good": POLICY_SOURCE, "acme_alone_bomb": "raise RuntimeError('imported')"},
+    )
+    assert resolve(Group.POLICIES, "good").value == "acme_alone_good:Blocks"
+
+
+def test_a_package_is_read_once_for_a_plugin_however_many_it_offers(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"read{number}" for number in range(3)]
+    offers = [(POLICIES, name, "acme_read:Blocks") for name in names]
+    install(site, "acme-read", "1.0", offers, {"acme_read": POLICY_SOURCE})
+    install(site, "acme-other", "1.0", [(POLICIES, "other", "acme_read:Blocks")])
+    read: list[str] = []
+    read_text = PathDistribution.read_text
+
+    def counted(self: PathDistribution, filename: str) -> str | None:
+        text = read_text(self, filename)
+        if filename == "METADATA" and text is not None and "Name: acme-" in text:
+            read.append(text)
+        return text
+
+    monkeypatch.setattr(PathDistribution, "read_text", counted)
+    resolve(Group.POLICIES, "read1")
+    assert len(read) == 1
+    assert "acme-read" in read.pop()
+    assert {plugin.name for plugin in installed(Group.POLICIES)} >= {*names, "other"}
+    assert len(read) == 2
+
+
+def test_unknown_name_suggests_and_lists_without_importing(site: Path) -> None:
+    install(
+        site,
+        "acme-shard",
+        "2.5",
+        [(POLICIES, "acme_blocks", "acme_unknown:Blocks"), (POLICIES, "acme_bad", "acme_bad_module:Blocks")],
+        {"acme_unknown": POLICY_SOURCE, "acme_bad_module": "import a_library_that_is_absent"},
+    )
+    with pytest.raises(PluginNotFoundError) as caught:
+        resolve(Group.POLICIES, "ACME_BLOKS")
+    message = str(caught.value)
+    assert "no installed plugin of polyshard.policies is named 'ACME_BLOKS'. Did you mean 'acme_blocks'?" in message
+    assert "acme_blocks  (from acme-shard 2.5)" in message
+    assert "module_class  (from polyshard " in message
+    assert "acme_bad  (from acme-shard 2.5)" in message
+    assert "`polyshard plugins list` tells their states" in message
+    assert not {"acme_unknown", "acme_bad_module"} & sys.modules.keys()
+    (bad,) = by_name(Group.POLICIES, "acme_bad")
+    assert (bad.state, bad.error) == (
+        PluginState.BROKEN,
+        "ModuleNotFoundError: No module named 'a_library_that_is_absent'",
+    )
+    assert isinstance(caught.value, LookupError)
+
+
+def test_a_failed_import_keeps_its_cause(site: Path) -> None:
+    install(
+        site,
+        "acme-broken",
+        "0.3",
+        [(POLICIES, "broken", "acme_broken:Blocks"), (POLICIES, "absent", "acme_broken_not:Nothing")],
+        {"acme_broken": "import a_library_that_is_absent", "acme_broken_not": ""},
+    )
+    with pytest.raises(PluginLoadError, match=r"acme_broken:Blocks, from acme-broken 0\.3.*a_library_that") as caught:
+        resolve(Group.POLICIES, "broken")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    with pytest.raises(PluginLoadError, match="AttributeError") as caught:
+        resolve(Group.POLICIES, "absent")
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def test_two_distributions_with_one_name(site: Path) -> None:
+    for distribution, module in (("Acme-One", "acme_one"), ("acme_two", "acme_two")):
+        install(site, distribution, "1.0", [(POLICIES, "twice", f"{module}:Blocks")], {module: POLICY_SOURCE})
+    with pytest.raises(PluginConflictError) as caught:
+        resolve(Group.POLICIES, "twice")
+    message = str(caught.value)
+    for part in ("Acme-One 1.0 (acme_one:Blocks)", "acme_two 1.0 (acme_two:Blocks)", '"Acme-One:twice" or "acme_two:'):
+        assert part in message
+    # Indexes treat Acme-One, acme_one and ACME.ONE as one name, and so must a configuration.
+    assert resolve(Group.POLICIES, "acme.one:twice").value == "acme_one:Blocks"
+    assert resolve(Group.POLICIES, "acme-two:twice").value == "acme_two:Blocks"
+    assert {plugin.state for plugin in by_name(Group.POLICIES, "twice")} == {PluginState.AMBIGUOUS}
+
+
+def test_a_distribution_without_the_name_is_not_found(site: Path) -> None:
+    install(site, "acme-only", "1.0", [(POLICIES, "only", "acme_only:Blocks")], {"acme_only": POLICY_SOURCE})
+    with pytest.raises(PluginNotFoundError, match=r"is named 'acme-onyl:only'\. Did you mean 'acme-only:only'\?"):
+        resolve(Group.POLICIES, "acme-onyl:only")
+
+
+def test_one_entry_point_listed_twice_is_one_plugin(site: Path) -> None:
+    line = (POLICIES, "again", "acme_again:Blocks")
+    install(site, "acme-again", "1.0", [line, line], {"acme_again": POLICY_SOURCE})
+    assert resolve(Group.POLICIES, "again").value == "acme_again:Blocks"
+    assert [plugin.state for plugin in by_name(Group.POLICIES, "again")] == [PluginState.READY]
+
+
+def test_one_distribution_with_two_values_under_one_name(site: Path) -> None:
+    lines = [(POLICIES, "self_conflict", f"acme_self:{attribute}") for attribute in ("Blocks", "WrapPolicy")]
+    install(site, "acme-self", "1.0", lines, {"acme_self": POLICY_SOURCE})
+    with pytest.raises(PluginConflictError, match=r"offered 2 times.*Ask the author of acme-self"):
+        resolve(Group.POLICIES, "self_conflict")
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "words"),
+    [
+        ("acme_v99", "api_version = 99", "implements version 99 .* serves 1. Update polyshard"),
+        ("acme_v0", "api_version = 0", "implements version 0 .* serves 1. Update the plugin's package"),
+        ("acme_vtext", "api_version = '1'", "integer attribute 'api_version', but has '1'"),
+    ],
+)
+def test_contract_version_is_checked_before_construction(site: Path, module: str, line: str, words: str) -> None:
+    source = f"class Factory:\n    {line}\n    def __init__(self, context):\n        raise SystemExit('constructed')\n"
+    install(site, module, "1.0", [(POLICIES, module, f"{module}:Factory")], {module: source})
+    with pytest.raises(PluginVersionError, match=words):
+        resolve(Group.POLICIES, module)
+    (listed,) = by_name(Group.POLICIES, module)
+    assert listed.state is PluginState.INCOMPATIBLE
+
+
+def test_a_factory_without_contract_version_learns_what_to_add(site: Path) -> None:
+    install(
+        site, "acme-none", "1.0", [(POLICIES, "no_version", "acme_none:make")], {"acme_none": "def make(context): ..."}
+    )
+    with pytest.raises(PluginVersionError, match=r"has none\. Add 'api_version = 1' to the class, or set"):
+        resolve(Group.POLICIES, "no_version")
+
+
+def test_something_that_cannot_be_called_is_no_plugin(site: Path) -> None:
+    install(site, "acme-seven", "1.0", [(POLICIES, "seven", "acme_seven:SEVEN")], {"acme_seven": "SEVEN = 7"})
+    with pytest.raises(PluginContractError, match="instance of builtins:int, which cannot be called"):
+        resolve(Group.POLICIES, "seven")
+    (listed,) = by_name(Group.POLICIES, "seven")
+    assert listed.state is PluginState.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"depth": 1, "sice": 3},
+            r"does not take the option 'sice'\. Did you mean 'size'\? Its options: size=2, depth\.",
+        ),
+        ({}, "cannot take its options: missing a required .*'depth'"),
+        ({"depth": 1, "context": 3}, "does not take the option 'context'"),
+    ],
+)
+def test_wrong_options_list_those_that_exist(
+    site: Path, context: PluginContext, options: dict[str, Any], words: str
+) -> None:
+    install(site, "acme-opt", "1.0", [(POLICIES, "opt", "acme_options:Blocks")], {"acme_options": POLICY_SOURCE})
+    with pytest.raises(ConfigError, match=words):
+        resolve(Group.POLICIES, {"name": "opt", **options}).construct(context)
+
+
+def resolved_from(factory: Callable[..., Any], **options: Any) -> Resolved[WrapPolicy]:
+    return Resolved(Group.POLICIES, "made", "tests:made", "acme", "1.0", factory, options)
+
+
+def test_a_type_error_inside_the_constructor_is_not_blamed_on_the_options(context: PluginContext) -> None:
+    def factory(context: PluginContext, size: int) -> WrapPolicy:
+        raise TypeError("inner trouble")
+
+    with pytest.raises(PluginLoadError, match=r"constructed with size=3: TypeError: inner trouble") as caught:
+        resolved_from(factory, size=3).construct(context)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_errors_of_polyshard_pass_through_a_constructor(context: PluginContext) -> None:
+    def factory(context: PluginContext) -> WrapPolicy:
+        raise WorldSizeError("3 ranks cannot be served")
+
+    with pytest.raises(WorldSizeError, match="3 ranks"):
+        resolved_from(factory).construct(context)
+
+
+def test_a_factory_must_take_the_context(context: PluginContext) -> None:
+    with pytest.raises(PluginContractError, match="must take a PluginContext as its first argument"):
+        resolved_from(lambda: EveryChild()).construct(context)
+
+
+def test_a_result_outside_the_contract_is_refused(context: PluginContext) -> None:
+    with pytest.raises(PluginContractError, match=r"must construct a polyshard\.interfaces\.WrapPolicy.*builtins:dict"):
+        resolved_from(lambda context: {}).construct(context)
+    with pytest.raises(PluginContractError, match="returned None"):
+        Resolved(Group.PLUGINS, "made", "tests:made", "acme", "1.0", lambda context: None).construct(context)
+
+
+def test_a_falsy_instance_is_still_the_instance(context: PluginContext) -> None:
+    class Empty(EveryChild):
+        def __len__(self) -> int:
+            return 0
+
+    made = Empty()
+    assert resolved_from(lambda context: made).construct(context) is made
+
+
+def test_an_instance_resolves_to_itself(context: PluginContext) -> None:
+    policy = EveryChild()
+    resolved = resolve(Group.POLICIES, policy)
+    assert (resolved.distribution, resolved.value) == ("", f"{__name__}:EveryChild")
+    assert resolved.construct(context) is policy
+
+
+def test_objects_that_are_no_plugin_of_the_group_are_refused() -> None:
+    with pytest.raises(PluginContractError, match="EveryChild is the class: pass an instance"):
+        resolve(Group.POLICIES, EveryChild)
+    with pytest.raises(PluginContractError, match=r"EveryChild is no plugin of polyshard\.offload.*OffloadManager"):
+        resolve(Group.OFFLOAD, EveryChild())
+
+
+def test_any_object_is_a_listener(context: PluginContext) -> None:
+    listener = object()
+    assert resolve(Group.PLUGINS, listener).construct(context) is listener
+
+
+def test_fingerprint_tells_ranks_apart_by_package_version_and_code(site: Path, context: PluginContext) -> None:
+    install(site, "acme-print", "1.0", [(POLICIES, "print", "acme_print:Blocks")], {"acme_print": POLICY_SOURCE})
+    [row] = fingerprint(construct(resolve(Group.POLICIES, {"name": "print", "depth": 2}), context))
+    digest = hashlib.sha256((site / "acme_print.py").read_bytes()).digest()
+    code = hashlib.sha256(b"acme_print/acme_print.py\0" + digest).hexdigest()[:16]
+    told = {"name": "print", "is": "acme_print:Blocks", "from": "acme-print 1.0"}
+    assert row == ["polyshard.policies", told, ["depth", "2"], ["code", code]]
+
+
+def test_fingerprint_of_an_object_has_no_package(context: PluginContext) -> None:
+    [row] = fingerprint(construct(resolve(Group.POLICIES, EveryChild()), context))
+    told = {"name": "EveryChild", "is": f"{__name__}:EveryChild", "from": "the program"}
+    assert row == ["polyshard.policies", told]
+
+
+def test_listing_shows_where_a_plugin_comes_from(site: Path, tmp_path: Path) -> None:
+    sources = tmp_path / "my sources"
+    install(
+        site,
+        "acme-edit",
+        "3.1",
+        [(POLICIES, "edited", "acme_edited:Blocks")],
+        {"acme_edited": POLICY_SOURCE},
+        editable_at=sources,
+    )
+    assert by_name(Group.POLICIES, "edited") == [
+        Installed(
+            group=Group.POLICIES,
+            name="edited",
+            value="acme_edited:Blocks",
+            distribution="acme-edit",
+            version="3.1",
+            state=PluginState.READY,
+            error="",
+            editable=str(sources),
+            file=str(site / "acme_edited.py"),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        (Group.COLLECTIVES, {"auto", "fake", "threaded", "gloo", "nccl"}),
+        (Group.PRECISION, {"none", "fp32", "bf16", "fp16", "mixed"}),
+        (Group.OFFLOAD, {"none", "cpu"}),
+        (Group.POLICIES, {"always", "never", "module_class", "transformer", "size", "lambda", "custom", "or"}),
+    ],
+)
+def test_every_built_in_is_installed_and_ready(group: Group, names: set[str]) -> None:
+    built_in = {plugin.name: plugin for plugin in installed(group) if plugin.distribution == "polyshard"}
+    assert set(built_in) >= names
+    assert [plugin for plugin in built_in.values() if plugin.state is not PluginState.READY] == []
+
+
+#: What a configuration uses that says nothing, and what ``auto`` asks for.
+DEFAULTS = [
+    (Group.COLLECTIVES, "auto"),
+    (Group.COLLECTIVES, "gloo"),
+    (Group.COLLECTIVES, "nccl"),
+    (Group.COLLECTIVES, "fake"),
+    (Group.PRECISION, "none"),
+    (Group.OFFLOAD, "none"),
+    (Group.POLICIES, "never"),
+    (Group.LAYOUTS, "flat"),
+]
+
+
+class FourRanks:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 4
+
+
+def hijack(site: Path) -> None:
+    install(site, "a-hijacker", "9.9", [(group.value, name, "hijacker:Taken") for group, name in DEFAULTS])
+    (site / "hijacker.py").write_text("raise SystemExit('the hijacker was imported')")
+
+
+def test_the_default_configuration_is_polyshards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hijack(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    offered = [offer.distribution for offer in registry.find.offers_of(Group.COLLECTIVES, name="auto")]
+    assert offered == ["a-hijacker", "polyshard"]
+    model = polyshard.shard(nn.Linear(8, 8), ShardConfig(collectives=FourRanks()))
+    model(torch.ones(2, 8)).sum().backward()
+    # 72 elements over four ranks.
+    assert model.weight.numel() + model.bias.numel() == 18
+    assert "hijacker" not in sys.modules
+
+
+def test_auto_makes_polyshards_backend_and_shows_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hijack(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = run_processes(1, what_auto_makes, str(tmp_path), timeout=30.0)
+    assert made == [[("auto", "polyshard"), ("gloo", "polyshard")]]
+
+
+def what_auto_makes(rank: int, site: str) -> list[tuple[str, str]]:
+    assert dist.get_world_size() == 1
+    sys.path.insert(0, site)
+    made = registry.construct(registry.resolve(Group.COLLECTIVES, "auto"), plugin_context())
+    assert [row[1]["name"] for row in registry.fingerprint(made)] == ["auto", "gloo"]
+    return [(each.resolved.name, each.resolved.distribution) for each in made.walk()]
+
+
+def test_a_context_for_tests_constructs_plugins_by_name() -> None:
+    context = plugin_context("outer", device="cpu")
+    assert (context.name, context.device) == ("outer", torch.device("cpu"))
+    assert (context.rank, context.world_size) == (None, None)
+    fake = context.construct(Group.COLLECTIVES, {"name": "fake", "world_size": 3})
+    assert fake.world_size == 3
+    assert context.construct(Group.PRECISION, "bf16").capabilities.encodes is False
+    assert context.construct(Group.OFFLOAD, "cpu").capabilities.parks is True
+    root = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert set(context.construct(Group.POLICIES, "always").plan(root, PolicyContext())) == {root[0]}
+
+
+def test_a_name_that_nothing_has_is_an_error_of_the_registry() -> None:
+    with pytest.raises(PluginNotFoundError, match=r"no installed plugin of polyshard\.offload is named 'cpuu'"):
+        plugin_context().construct(Group.OFFLOAD, "cpuu")
+
+
+def test_rank_and_size_are_handed_on_for_listeners() -> None:
+    context = plugin_context(rank=1, world_size=4)
+    assert (context.rank, context.world_size) == (1, 4)

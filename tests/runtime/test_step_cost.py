@@ -1,0 +1,92 @@
+"""The host's work and the traffic of a step, for each unit: later changes may not let either grow unseen.
+
+The counts are of Python functions of polyshard that a step calls, and do not depend on the machine. They follow from
+models of two depths, so that the step's fixed part cancels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from polyshard import ShardConfig
+from polyshard.inspect import outermost_model
+from polyshard_backends.fake import FakeCollectives
+from torch import nn
+
+WORLD = 4
+WIDTH = 8
+#: Comprehensions are calls in Python 3.11, and none from 3.12 on.
+INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
+
+
+def chain(depth: int, **settings: Any) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
+    collectives = {"name": "fake", "rank": 0, "world_size": WORLD}
+    policy = {"name": "module_class", "classes": [nn.Linear]}
+    return polyshard.shard(model, ShardConfig(collectives=collectives, policy=policy, **settings))
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """How many functions of polyshard ``function`` calls."""
+    found = 0
+    ours: dict[CodeType, bool] = {}
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        if event == "call":
+            code = frame.f_code
+            if code not in ours:
+                ours[code] = "polyshard" in code.co_filename and code.co_name not in INLINED
+            found += ours[code]
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def calls_of_step(depth: int, **settings: Any) -> tuple[int, int]:
+    """Calls of one forward and one backward, once steps repeat."""
+    model = chain(depth, **settings)
+    batch = torch.ones(2, WIDTH, requires_grad=True)
+    for _ in range(3):
+        model(batch).sum().backward()
+    loss: list[torch.Tensor] = []
+    forward = calls_of(lambda: loss.append(model(batch).sum()))
+    return forward, calls_of(lambda: loss[0].backward())
+
+
+@pytest.mark.parametrize(
+    ("settings", "forward", "backward"), [({"batch_nbytes": 0}, 80, 132), ({}, 70, 89)], ids=["alone", "batched"]
+)
+def test_calls_of_a_unit(settings: dict[str, Any], forward: int, backward: int) -> None:
+    small, large = calls_of_step(8, **settings), calls_of_step(24, **settings)
+    found = [(after - before) / 16 for before, after in zip(small, large, strict=True)]
+    assert found[0] <= forward, "a change lets each unit cost the host more in forward"
+    assert found[1] <= backward, "a change lets each unit cost the host more in backward"
+
+
+def test_what_a_step_exchanges() -> None:
+    depth = 6
+    model = chain(depth, batch_nbytes=0)
+    collectives = outermost_model(model, "test").collectives
+    assert isinstance(collectives, FakeCollectives)
+    batch = torch.ones(2, WIDTH, requires_grad=True)
+    for _ in range(3):
+        collectives.calls.clear()
+        model(batch).sum().backward()
+    sent = [(call.operation, call.sent) for call in collectives.calls]
+    # Weight and bias; this rank's quarter is not sent to itself.
+    each = (WIDTH * WIDTH + WIDTH) * (WORLD - 1) // WORLD
+    # The last unit's backward follows its forward at once, so it stays gathered.
+    assert sent.count(("all_gather", each)) == 2 * depth - 1
+    assert sent.count(("reduce_scatter", each)) == depth
+    assert len(sent) == 3 * depth - 1

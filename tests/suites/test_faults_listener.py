@@ -1,0 +1,304 @@
+"""The suite of listeners: each of its tests is the one that fails over some listener, and sound ones pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from polyshard import hookimpl
+from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
+from polyshard_testing import ListenerSuite, plugin_context
+from suite_faults import Fault, failing, local_faults, names_of
+from torch import nn
+
+
+class Sound(Listener):
+    """Counts what happens in a step, with every hook."""
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext) -> None:
+        self.units: set[str] = set()
+        self.backwards = 0
+        self.reductions: list[str] = []
+
+    @hookimpl
+    def before_shard(self, model: nn.Module) -> None:
+        return None
+
+    @hookimpl
+    def after_shard(self, model: nn.Module) -> None:
+        return None
+
+    @hookimpl
+    def on_save(self, model: nn.Module, path: Path) -> None:
+        return None
+
+    @hookimpl
+    def on_load(self, model: nn.Module, path: Path) -> None:
+        return None
+
+    @hookimpl
+    def step_begin(self, model: nn.Module) -> None:
+        self.backwards, self.reductions = 0, []
+
+    @hookimpl
+    def step_end(self, model: nn.Module) -> None:
+        return None
+
+    @hookimpl
+    def make_observer(self, unit: UnitSpec) -> Observer | None:
+        self.units.add(unit.name)
+        return self
+
+    def unshard(self, unit: UnitSpec) -> None:
+        return None
+
+    unsharded = wait = waited = reduced = reshard = unshard
+
+    def compute(self, unit: UnitSpec, backward: bool) -> None:
+        return None
+
+    def computed(self, unit: UnitSpec, backward: bool) -> None:
+        self.backwards += backward
+
+    def reduce(self, unit: UnitSpec) -> None:
+        self.reductions.append(unit.name)
+
+
+class TestSoundListener(ListenerSuite):
+    def make(self) -> object:
+        return Sound(plugin_context())
+
+
+class Unmarked(Sound):
+    """Has a method like a hook, which nobody calls."""
+
+    def step_end(self, model: nn.Module) -> None:
+        self.backwards = 0
+
+
+class NoSuchHook(Sound):
+    @hookimpl
+    def step_start(self, model: nn.Module) -> None:
+        return None
+
+
+class NoSuchArgument(Sound):
+    @hookimpl
+    def after_shard(self, model: nn.Module, optimizer: Any) -> None:
+        return None
+
+
+class NoReshard(Sound):
+    """Leaves a method of an observer out."""
+
+    @hookimpl
+    def make_observer(self, unit: UnitSpec) -> Observer | None:
+        return object()  # type: ignore[return-value]
+
+
+class TakesNoDirection(Sound):
+    """Does not take whether it is a backward."""
+
+    def compute(self, unit: UnitSpec) -> None:  # type: ignore[override]
+        return None
+
+
+class ExpectsReductions(Sound):
+    """Takes it that every backward reduces, where gradients may be kept for the next one."""
+
+    @hookimpl
+    def step_end(self, model: nn.Module) -> None:
+        assert self.reductions or not self.backwards
+
+
+class Draws(Sound):
+    """Takes a random number each step."""
+
+    @hookimpl
+    def step_begin(self, model: nn.Module) -> None:
+        super().step_begin(model)
+        torch.rand(1)
+
+
+class Averages(Sound):
+    """Divides by the backwards, of which an evaluation has none."""
+
+    @hookimpl
+    def step_end(self, model: nn.Module) -> None:
+        assert len(self.reductions) / self.backwards >= 0
+
+
+class ExpectsEnds(Sound):
+    """Takes it that every step that begins also ends."""
+
+    def __init__(self, context: PluginContext) -> None:
+        super().__init__(context)
+        self.open = False
+
+    @hookimpl
+    def step_begin(self, model: nn.Module) -> None:
+        assert not self.open
+        self.open = True
+
+    @hookimpl
+    def step_end(self, model: nn.Module) -> None:
+        self.open = False
+
+
+class OneComputation(Sound):
+    """Takes it that a unit computes one thing at a time."""
+
+    def __init__(self, context: PluginContext) -> None:
+        super().__init__(context)
+        self.computing: set[str] = set()
+
+    @hookimpl
+    def step_begin(self, model: nn.Module) -> None:
+        self.computing.clear()
+
+    def compute(self, unit: UnitSpec, backward: bool) -> None:
+        assert unit.name not in self.computing
+        self.computing.add(unit.name)
+
+    def computed(self, unit: UnitSpec, backward: bool) -> None:
+        self.computing.discard(unit.name)
+
+
+class ExpectsAllUnits(Sound):
+    """Takes it that all units reduce, where some do."""
+
+    @hookimpl
+    def step_end(self, model: nn.Module) -> None:
+        assert not self.reductions or set(self.reductions) == self.units
+
+
+class OneModel(Sound):
+    """Keeps the model that is in a step where all listeners see it."""
+
+    model: ClassVar[nn.Module | None] = None
+
+    @hookimpl
+    def step_begin(self, model: nn.Module) -> None:
+        OneModel.model = model
+
+    @hookimpl
+    def step_end(self, model: nn.Module) -> None:
+        assert OneModel.model is model
+
+
+class LoadsWhatItSaved(Sound):
+    """Knows the checkpoints of this process alone."""
+
+    def __init__(self, context: PluginContext) -> None:
+        super().__init__(context)
+        self.saved: dict[Path, int] = {}
+
+    @hookimpl
+    def on_save(self, model: nn.Module, path: Path) -> None:
+        self.saved[path] = len(self.units)
+
+    @hookimpl
+    def on_load(self, model: nn.Module, path: Path) -> None:
+        assert self.saved[path]
+
+
+class Tidies(Sound):
+    """Removes files from a checkpoint that it does not know."""
+
+    @hookimpl
+    def on_save(self, model: nn.Module, path: Path) -> None:
+        for file in path.iterdir():
+            file.unlink()
+
+
+class Marks(Sound):
+    """Writes on the model."""
+
+    @hookimpl
+    def after_shard(self, model: nn.Module) -> None:
+        model.listened_to = True
+
+
+class Hooks(Sound):
+    """Has each step call it from inside of the model."""
+
+    @hookimpl
+    def step_begin(self, model: nn.Module) -> None:
+        model.register_forward_hook(lambda *_: None)
+
+
+class SumsOverRanks(Sound):
+    @hookimpl
+    def step_end(self, model: nn.Module) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(torch.tensor(float(self.backwards)))
+
+
+class ReadsTheDevice(Sound):
+    def __init__(self, context: PluginContext) -> None:
+        super().__init__(context)
+        self.total = torch.zeros(1, device=context.device)
+
+    def reduce(self, unit: UnitSpec) -> None:
+        self.total += unit.numel
+        assert self.total.item() > 0
+
+
+def make(plugin: type[Sound]) -> object:
+    return plugin(plugin_context())
+
+
+def fault(plugin: type[Sound], *fails: str, why: str = "") -> Any:
+    if "api_version" not in vars(plugin):
+        plugin.api_version = 1
+    return pytest.param(Fault(lambda: make(plugin), fails, why), id=plugin.__name__)
+
+
+HOOKS = "hooks_exist_and_take_their_arguments"
+OBSERVERS = "observers_have_all_methods"
+TRAINING = "training_gives_the_same_numbers_as_without_it"
+FORWARD = "a_forward_without_a_backward"
+FAILED = "a_step_after_one_that_failed"
+AGAIN = "activations_that_are_computed_again"
+FROZEN = "units_that_are_frozen"
+TWO = "two_models_at_once"
+SAVING = "saving_and_loading"
+LEFT = "the_model_is_left_as_it_was"
+
+FAULTS = [
+    *local_faults(Sound, make),
+    fault(Unmarked, HOOKS),
+    fault(NoSuchHook, HOOKS),
+    fault(NoSuchArgument, HOOKS),
+    fault(NoReshard, OBSERVERS),
+    fault(TakesNoDirection, OBSERVERS),
+    fault(ExpectsReductions, TRAINING),
+    fault(Draws, TRAINING, FORWARD, FAILED, AGAIN, FROZEN, TWO, SAVING, why="each compares what was trained"),
+    fault(Averages, FORWARD),
+    fault(ExpectsEnds, FAILED),
+    fault(OneComputation, AGAIN),
+    fault(ExpectsAllUnits, FROZEN),
+    fault(OneModel, TWO),
+    fault(LoadsWhatItSaved, SAVING),
+    fault(Tidies, SAVING),
+    fault(Marks, LEFT),
+    fault(Hooks, LEFT),
+    fault(SumsOverRanks, "no_collective_is_issued"),
+    fault(ReadsTheDevice, "nothing_in_a_step_waits_for_the_device"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", FAULTS)
+def test_only_these_fail(planted: Fault) -> None:
+    assert failing(ListenerSuite, planted) == set(planted.fails)
+
+
+def test_every_test_is_the_one_that_catches_something() -> None:
+    alone = {planted.values[0].fails[0] for planted in FAULTS if not planted.values[0].why_several}
+    assert alone == names_of(ListenerSuite)

@@ -1,0 +1,205 @@
+"""The suite of wrap policies: each of its tests is the one that fails over some policy, and sound ones pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard_testing import PolicySuite, plugin_context
+from suite_faults import Fault, failing, local_faults, names_of
+from torch import nn
+
+
+def counted(module: nn.Module, context: PolicyContext) -> int:
+    return sum(each.numel() for each in module.parameters() if each not in context.ignored_parameters)
+
+
+class Sound(WrapPolicy):
+    """Chooses sequences of modules that hold enough."""
+
+    api_version = 1
+    classes: tuple[type[nn.Module], ...] = (nn.Sequential,)
+
+    def __init__(self, context: PluginContext) -> None:
+        return None
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        return f"{name} is a {type(module).__name__}"
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        ignored = {inner for each in context.ignored_modules for inner in each.modules()}
+        found = [each for each in root.modules() if isinstance(each, self.classes) and each not in ignored]
+        return {module: {} for module in found if module is not root and counted(module, context) > 100}
+
+
+class TestSoundPolicy(PolicySuite):
+    def make(self) -> WrapPolicy:
+        return Sound(plugin_context())
+
+
+class GroupsForManyRanks(Sound):
+    """Puts what it chose into a module of its own, where there are many ranks."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        found = super().plan(root, context)
+        return {nn.ModuleList(found): {}} if context.shards > 1000 else found
+
+
+class OneForTrue(Sound):
+    """Keeps parameters gathered where ranks are few, by a number."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        return dict.fromkeys(super().plan(root, context), {"reshard_after_forward": 1} if context.shards == 1 else {})
+
+
+class Misspells(Sound):
+    """Overrides a setting that no unit has."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        return {key: {"presicion": "bf16"} for key in super().plan(root, context)}
+
+
+class MisspellsAnOption(Sound):
+    """Names a plugin with an option that it does not have."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        overrides: Mapping[str, Any] = {"precision": {"name": "bf16", "cast_input": True}}
+        return dict.fromkeys(super().plan(root, context), overrides)
+
+
+class Marks(Sound):
+    """Writes on a module that it is a unit."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        found = super().plan(root, context)
+        for module in found:
+            module.is_unit = True
+        return found
+
+
+class Tries(Sound):
+    """Draws random numbers to try the model with."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        nn.Linear(2, 2)
+        return super().plan(root, context)
+
+
+class AsksTheLauncher(Sound):
+    """Chooses one unit fewer on another rank than the first."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        found = dict(super().plan(root, context))
+        if os.environ.get("RANK") == "1":
+            found.popitem()
+        return found
+
+
+class ChoosesOnce(Sound):
+    """Names a module once, and never again."""
+
+    def __init__(self, context: PluginContext) -> None:
+        self.named: set[nn.Module] = set()
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        found = {module: {} for module in super().plan(root, context) if module not in self.named}
+        self.named.update(found)
+        return found
+
+
+class TakesIgnored(Sound):
+    """Chooses what is in ignored modules, too."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        return super().plan(root, PolicyContext(ignored_parameters=context.ignored_parameters))
+
+
+class CountsIgnored(Sound):
+    """Counts parameters that are not sharded."""
+
+    classes = (nn.Linear,)
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        found = super().plan(root, PolicyContext(ignored_modules=context.ignored_modules))
+        return {module: {} for module in found if counted(module, PolicyContext()) < 10_000}
+
+
+class LooksAtValues(Sound):
+    """Leaves out what is zero."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        found = super().plan(root, context)
+        return {module: {} for module in found if any(each.abs().sum().item() for each in module.parameters())}
+
+
+class TakesChildrenForGranted(Sound):
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        assert next(root.children()) is not None
+        return super().plan(root, context)
+
+
+class SaysNothing(Sound):
+    def reason(self, module: nn.Module, name: str) -> str:
+        return None  # type: ignore[return-value]
+
+
+class ChoosesLists(Sound):
+    """Chooses what nobody calls."""
+
+    classes = (nn.ModuleList,)
+
+
+class Rounds(Sound):
+    """Lets units compute in bf16, and does not say that the model trains otherwise."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        return {key: {"precision": "bf16"} for key in super().plan(root, context)}
+
+
+def make(plugin: type[WrapPolicy]) -> WrapPolicy:
+    return plugin(plugin_context())  # type: ignore[call-arg]
+
+
+def fault(plugin: type[WrapPolicy], *fails: str, why: str = "") -> Any:
+    if "api_version" not in vars(plugin):
+        plugin.api_version = 1
+    return pytest.param(Fault(lambda: make(plugin), fails, why), id=plugin.__name__)
+
+
+OVERRIDES = "overrides_are_settings_that_a_unit_has"
+LEFT = "model_is_left_as_it_was"
+CALLED = "units_with_parameters_are_called"
+TRAINING = "training_is_that_of_the_unsharded_model"
+
+FAULTS = [
+    *local_faults(Sound, make),
+    fault(GroupsForManyRanks, "plan_names_modules_of_the_model"),
+    fault(OneForTrue, OVERRIDES),
+    fault(Misspells, OVERRIDES, TRAINING, why="polyshard refuses it as well"),
+    fault(MisspellsAnOption, OVERRIDES, TRAINING, why="polyshard refuses it as well"),
+    fault(Marks, LEFT),
+    fault(Tries, LEFT),
+    fault(AsksTheLauncher, "every_rank_gets_the_same_answer"),
+    fault(ChoosesOnce, "asking_again_gives_the_same_answer"),
+    fault(TakesIgnored, "ignored_modules_are_not_chosen"),
+    fault(CountsIgnored, "ignored_parameters_do_not_count"),
+    fault(LooksAtValues, "models_on_the_meta_device_get_the_same_answer"),
+    fault(TakesChildrenForGranted, "model_without_submodules"),
+    fault(SaysNothing, "reasons_are_text"),
+    fault(ChoosesLists, CALLED, TRAINING, why="the first operation on what nobody gathered fails"),
+    fault(Rounds, TRAINING),
+]
+
+
+@pytest.mark.parametrize("planted", FAULTS)
+def test_only_these_fail(planted: Fault) -> None:
+    assert failing(PolicySuite, planted) == set(planted.fails)
+
+
+def test_every_test_is_the_one_that_catches_something() -> None:
+    alone = {planted.values[0].fails[0] for planted in FAULTS if not planted.values[0].why_several}
+    # Every parameter of the suite's model is used, so that what is not gathered does not train either.
+    assert names_of(PolicySuite) - alone == {CALLED}

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import polyshard
+import pytest
+from fake_distribution import install
+from polyshard_tools.cli import main
+
+POLICY_SOURCE = """
+from polyshard.interfaces import WrapPolicy
+
+class Blocks(WrapPolicy):
+    api_version = 1
+
+    def __init__(self, context):
+        pass
+
+    def plan(self, root, context):
+        return {}
+"""
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with one policy that works and one listener that does not."""
+    site = tmp_path / "site"
+    install(
+        site,
+        "acme-cli",
+        "4.2",
+        [("polyshard.policies", "acme_blocks", "acme_cli:Blocks"), ("polyshard.plugins", "acme_bad", "acme_cli_bad:x")],
+        {"acme_cli": POLICY_SOURCE, "acme_cli_bad": "import a_library_that_is_absent"},
+    )
+    monkeypatch.syspath_prepend(site)
+
+
+@pytest.mark.usefixtures("acme")
+def test_plugins_are_listed_with_origin_and_state(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["group", "name", "distribution", "version", "value", "state"]
+    assert ["polyshard.policies", "acme_blocks", "acme-cli", "4.2", "acme_cli:Blocks", "ready"] in lines
+    assert ["polyshard.plugins", "acme_bad", "acme-cli", "4.2", "acme_cli_bad:x", "broken"] in lines
+    groups = {line[0] for line in lines if len(line) == 6 and line[0].startswith("polyshard.")}
+    assert groups >= {"polyshard.collectives", "polyshard.precision", "polyshard.offload", "polyshard.policies"}
+
+
+@pytest.mark.usefixtures("acme")
+@pytest.mark.parametrize("group", ["plugins", "polyshard.plugins"])
+def test_one_group_as_json(capsys: pytest.CaptureFixture[str], group: str) -> None:
+    assert main(["plugins", "list", "--json", group]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert {record["group"] for record in records} == {"polyshard.plugins"}
+    (bad,) = [record for record in records if record["name"] == "acme_bad"]
+    assert (bad["state"], bad["distribution"], bad["version"]) == ("broken", "acme-cli", "4.2")
+    assert "a_library_that_is_absent" in bad["error"]
+
+
+def test_an_unknown_group_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "list", "colectives"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no plugin group is named 'colectives'. Did you mean 'collectives'?" in captured.err
+
+
+@pytest.mark.usefixtures("acme")
+def test_config_shows_settings_and_where_plugins_come_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[shard]\npolicy = "acme_blocks"\ncollectives = {name = "fake", world_size = 4}\n')
+    monkeypatch.setenv("POLYSHARD_COLLECTIVES__WORLD_SIZE", "1024")
+    assert main(["config", str(file)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    version = importlib.metadata.version("polyshard")
+    assert f"policy acme_blocks [shard] of {file} acme_cli:Blocks (acme-cli 4.2)" in lines
+    assert (
+        f"collectives fake (world_size=1024) [shard] of {file}; world_size: POLYSHARD_COLLECTIVES__WORLD_SIZE "
+        f"polyshard_backends.fake:FakeCollectives (polyshard {version})"
+    ) in lines
+    assert "strategy full_shard default" in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[shard]\nstrateg = "no_shard"\n', "unknown setting 'strateg'. Did you mean 'strategy'?"),
+        ('[shard]\ncollectives = "fakee"\n', "no installed plugin of polyshard.collectives is named 'fakee'"),
+        ('[shard]\nlayout = "row"\n', "Did you mean 'rows'?"),
+        ('[shard]\nlayout = { name = "blocks", size = 0 }\n', "size of the layout 'blocks' must be"),
+        (
+            '[shard]\ncollectives = { name = "fake", world_size = 0 }\n',
+            "give a world_size of at least 1",
+        ),
+        ("[shard]\ntimeout_s = 1e26\n", "timeout_s must be a finite number of seconds above 0"),
+    ],
+)
+def test_a_wrong_config_exits_with_two(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert main(["config", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+
+
+@pytest.mark.slow
+def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("POLYSHARD_")}
+    command = [sys.executable, "-m", "polyshard", "config", str(tmp_path / "absent.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
+    assert done.returncode == 2
+    assert "cannot read the configuration file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "polyshard", "plugins"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"polyshard {importlib.metadata.version('polyshard')}\n"
+    assert polyshard.__version__ == importlib.metadata.version("polyshard")

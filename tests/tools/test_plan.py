@@ -1,0 +1,490 @@
+"""What a plan says, beside formulas, beside what autograd saves in a real run, and beside what real ranks send."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parity import peak_of_live_bytes
+from polyshard import ShardConfig
+from polyshard.errors import ConfigError, UnsupportedError
+from polyshard.inspect import Stream
+from polyshard.interfaces import PluginContext, ReduceOp, Work
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_tools.forecast import (
+    Batch,
+    Device,
+    Kind,
+    Link,
+    LinkModel,
+    Operation,
+    Plan,
+    ShapedBatches,
+    Span,
+    find_device,
+    find_optimizer,
+    largest_fitting,
+    plan,
+    timed,
+)
+from polyshard_tools.forecast.recording import (
+    BLOCK_NBYTES,
+    Begin,
+    Bound,
+    Issued,
+    Kernel,
+    Part,
+    Signal,
+    Transfer,
+    Wait,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, DEPTH, ROWS = 128, 3, 32
+
+
+class Layer(nn.Module):
+    """A residual block of 4 * width * width elements, in two matrices without biases."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return mixed
+
+
+class Tower(nn.Module):
+    """``depth`` layers between two matrices, to a mean of squares; ``recomputes``: every layer in backward."""
+
+    def __init__(self, width: int = WIDTH, depth: int = DEPTH, recomputes: bool = False) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.first = nn.Linear(width, width, bias=False)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.last = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        return self.last(x).square().mean()
+
+
+#: Elements of ``Tower()``.
+NUMEL = (2 + 4 * DEPTH) * WIDTH * WIDTH
+LAYERS = {"name": "module_class", "classes": Layer}
+SHAPES = ShapedBatches.parse(f"float32[{ROWS},{WIDTH}]")
+
+
+def on_meta(**arguments: Any) -> nn.Module:
+    with torch.device("meta"):
+        return Tower(**arguments)
+
+
+def planned(world_size: int = 2, *, batch: Any = SHAPES, model: nn.Module | None = None, **settings: Any) -> Plan:
+    further = {
+        key: settings.pop(key)
+        for key in ("optimizer", "device", "memory_nbytes", "largest", "samples", "microbatches")
+        if key in settings
+    }
+    config = ShardConfig(**{"policy": LAYERS, **settings})
+    return plan(config, model or on_meta(), world_size, batch=batch, **{"samples": ROWS, **further})
+
+
+# Memory, beside ZeRO's table.
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shard_size", "shards"),
+    [("full_shard", None, 8), ("shard_grad_op", None, 8), ("hybrid_shard", 4, 4), ("no_shard", None, 1)],
+)
+def test_what_stands_is_sixteen_bytes_a_parameter_over_the_shards(
+    strategy: str, shard_size: int | None, shards: int
+) -> None:
+    found = planned(8, strategy=strategy, shard_size=shard_size, batch=None)
+    # fp32 masters, gradients and two states: ZeRO, table 1. Every unit divides by 8 here, so nothing is padded.
+    assert found.padding == 0
+    assert found.peak_nbytes == 16 * NUMEL // shards
+    assert {kind: found.peak[kind] * shards // NUMEL for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)} == {
+        Kind.PARAMETERS: 4,
+        Kind.GRADIENTS: 4,
+        Kind.OPTIMIZER: 8,
+    }
+
+
+def test_the_same_stands_in_the_step_that_is_run() -> None:
+    found = planned(2, precision="bf16")
+    assert found.most[Kind.PARAMETERS] == found.most[Kind.GRADIENTS] == 4 * NUMEL // 2
+    assert found.most[Kind.OPTIMIZER] == 8 * NUMEL // 2
+
+
+@given(width=st.integers(1, 40), depth=st.integers(1, 3), world_size=st.integers(1, 300))
+@settings(max_examples=15, deadline=None)
+def test_all_shards_together_are_the_parameters_and_the_padding(width: int, depth: int, world_size: int) -> None:
+    found = planned(world_size, model=on_meta(width=width, depth=depth), batch=None)
+    numel = (2 + 4 * depth) * width * width
+    assert found.parameters == numel
+    assert found.peak[Kind.PARAMETERS] * world_size == 4 * (numel + found.padding)
+    # Slices are equal, and begin and end at multiples of 16 bytes or so, as parameters do.
+    assert 0 <= found.padding < 32 * (world_size + 1) * found.units
+
+
+def test_a_unit_kept_after_forward_is_gathered_once() -> None:
+    released, kept = planned(4, precision="bf16"), planned(4, precision="bf16", strategy="shard_grad_op")
+    received = [
+        next(row.received_nbytes for row in each.wire if row.operation is Operation.ALL_GATHER)
+        for each in (released, kept)
+    ]
+    # A ring brings (N-1)/N of each unit: of the layers twice, of the root, whose backward comes first, once.
+    root, layers = 2 * WIDTH * WIDTH, 4 * DEPTH * WIDTH * WIDTH
+    assert received == [(root + 2 * layers) * 2 * 3 // 4, (root + layers) * 2 * 3 // 4]
+    assert kept.most[Kind.GATHERED] == 2 * NUMEL
+
+
+def test_without_a_batch_as_much_travels_as_with_one() -> None:
+    with_batch, without = planned(4, precision="bf16"), planned(4, precision="bf16", batch=None)
+    assert {(row.operation, row.ranks): row.received_nbytes for row in without.wire} == {
+        (row.operation, row.ranks): row.received_nbytes for row in with_batch.wire
+    }
+    assert without.time is None
+    assert "No batch" in without.notes[-1]
+
+
+def test_microbatches_gather_each_time_and_reduce_once() -> None:
+    once, thrice = (planned(2, precision="bf16", microbatches=number) for number in (1, 3))
+    gathers, reductions = (
+        [next(row.received_nbytes for row in each.wire if row.operation is operation) for each in (once, thrice)]
+        for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
+    )
+    assert gathers[1] == 3 * gathers[0]
+    # Gradients of earlier microbatches wait whole, in fp32, beside the bf16 inputs of reductions.
+    assert thrice.most[Kind.REDUCTION] >= 4 * NUMEL
+    assert reductions[1] == reductions[0] == 2 * NUMEL // 2
+
+
+def test_replicas_reduce_what_the_shards_hold() -> None:
+    found = planned(8, strategy="hybrid_shard", shard_size=4)
+    rows = {(row.operation, row.ranks): row.received_nbytes for row in found.wire}
+    assert rows[Operation.REDUCE_SCATTER, 4] == 4 * NUMEL * 3 // 4
+    # An all-reduce over two replicas: half of the shard there, and half back.
+    assert rows[Operation.ALL_REDUCE, 2] == 4 * NUMEL // 4
+
+
+# Memory, beside real runs.
+
+
+def saved_by_autograd(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes of the storages that a real forward on the CPU saves, parameters and input apart, in whole blocks."""
+    apart = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), x)}
+    kept: dict[int, int] = {}
+    held: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in apart:
+            kept[storage.data_ptr()] = -(-storage.nbytes() // BLOCK_NBYTES) * BLOCK_NBYTES
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_activations_are_what_autograd_saves(recomputes: bool) -> None:
+    found = planned(1, model=on_meta(recomputes=recomputes))
+    # Of a checkpointed layer the hooks see its input: what its own hooks hold instead is what they are for.
+    actual = saved_by_autograd(Tower(recomputes=recomputes), torch.zeros(ROWS, WIDTH))
+    loss = BLOCK_NBYTES
+    if recomputes:
+        # Inputs of the layers and of the last matrix, and the last matrix's output, whose square is taken.
+        actual = (DEPTH + 2) * ROWS * WIDTH * 4
+    assert found.saved_nbytes == actual + loss
+    assert actual == (DEPTH + 2 if recomputes else 3 * DEPTH + 2) * ROWS * WIDTH * 4
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_peak_is_that_of_a_run_on_the_cpu(recomputes: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    model = polyshard.shard(
+        Tower(256, 4, recomputes), ShardConfig(policy=LAYERS, collectives=collectives, device="cpu", precision="bf16")
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    x = torch.zeros(512, 256)
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    standing = 12 * sum(p.numel() for p in model.parameters()) + x.nbytes
+    measured = standing + peak_of_live_bytes(step, tmp_path)
+    found = planned(
+        4,
+        model=on_meta(width=256, depth=4, recomputes=recomputes),
+        batch=ShapedBatches.parse("float32[512,256]"),
+        samples=512,
+        precision="bf16",
+        optimizer=find_optimizer("adamw-foreach"),
+    )
+    assert found.peak_nbytes == pytest.approx(measured, rel=0.03)
+
+
+class Counting(ThreadedCollectives):
+    """Real exchanges between threads; what reaches this rank is added up."""
+
+    def __init__(self, world: ThreadedWorld, rank: int) -> None:
+        super().__init__(PluginContext("threaded", torch.device("cpu")), world, rank)
+        self.received: Counter[Operation] = Counter()
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        self.received[Operation.ALL_GATHER] += out.nbytes - shard.nbytes
+        return super().all_gather(out, shard)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
+    ) -> Work:
+        self.received[Operation.REDUCE_SCATTER] += full.nbytes * (self.world_size - 1) // self.world_size
+        return super().reduce_scatter(out, full, op=op, scratch=scratch)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_as_much_travels_as_between_real_ranks(strategy: str) -> None:
+    world = ThreadedWorld(2)
+
+    def train(rank: int, world: ThreadedWorld) -> Counter[Operation]:
+        collectives = Counting(world, rank)
+        whole = Tower(32)
+        for parameter in whole.parameters():
+            # Ranks are threads, which share one generator.
+            nn.init.constant_(parameter, 0.1)
+        config = ShardConfig(policy=LAYERS, collectives=collectives, precision="bf16", strategy=strategy)
+        model = polyshard.shard(whole, config)
+        for turn in range(2):
+            if turn:
+                collectives.received.clear()
+            model(torch.ones(8, 32)).backward()
+        return collectives.received
+
+    found = planned(
+        2,
+        model=on_meta(width=32),
+        batch=ShapedBatches.parse("float32[8,32]"),
+        samples=8,
+        precision="bf16",
+        strategy=strategy,
+    )
+    expected = {row.operation: row.received_nbytes for row in found.wire}
+    for received in world.run(train):
+        assert dict(received) == expected
+
+
+# Time, by hand.
+
+_TOY = Device(
+    "toy", 1000, 100.0, 1.0, 0.5, 10.0, 1.0, 0.0, 0.0, 0.0, 0, "h200-nvlink", "h200-ndr", "a test"
+)  # fmt: skip
+
+
+def kernel(stream: Stream, *, nbytes: int = 0, flops: int = 0) -> Kernel:
+    return Kernel(stream, Part.FORWARD, "k", Bound.MATMUL if flops else Bound.NONE, flops, nbytes, 2)
+
+
+def toy_links(interference: float = 0.0) -> LinkModel:
+    return LinkModel("toy", "a test", 8, (Link(Operation.ALL_GATHER, 2, 1.0, 5.0, interference=interference),))
+
+
+def gather(nbytes: int) -> Transfer:
+    return Transfer(Stream.GATHER, Part.FORWARD, Operation.ALL_GATHER, nbytes, Span(2), 1)
+
+
+@pytest.mark.parametrize(
+    ("issued", "seconds", "waited"),
+    [
+        # 40 bytes at 10 a second, or 1000 operations at 100.
+        ([kernel(Stream.COMPUTE, nbytes=40)], 4.0, 0.0),
+        ([kernel(Stream.COMPUTE, nbytes=40, flops=1000)], 10.0, 0.0),
+        # Half of 20 bytes comes from the other rank: 1 + 10 / 5 seconds, beside 4 of compute.
+        ([gather(20), kernel(Stream.COMPUTE, nbytes=40)], 4.0, 0.0),
+        # Compute that uses it waits for it, and what it did before hides that much of it.
+        ([gather(20), Signal(Stream.GATHER, 1), Wait(Stream.COMPUTE, 1), kernel(Stream.COMPUTE, nbytes=40)], 7.0, 3.0),
+        (
+            [
+                gather(20),
+                Signal(Stream.GATHER, 1),
+                kernel(Stream.COMPUTE, nbytes=20),
+                Wait(Stream.COMPUTE, 1),
+                kernel(Stream.COMPUTE, nbytes=40),
+            ],
+            7.0,
+            1.0,
+        ),
+    ],
+)
+def test_streams_run_beside_each_other(issued: Sequence[Issued], seconds: float, waited: float) -> None:
+    found = timed([Begin(Part.FORWARD), *issued], _TOY, toy_links())
+    assert found.device_s == pytest.approx(seconds)
+    assert found.waited_s == pytest.approx(waited)
+
+
+def test_what_travels_slows_compute_beside_it() -> None:
+    # Three of the four seconds of compute are beside a gather that takes half of its own time from it.
+    found = timed([Begin(Part.FORWARD), gather(20), kernel(Stream.COMPUTE, nbytes=40)], _TOY, toy_links(0.5))
+    assert found.device_s == pytest.approx(4 + 0.5 * 3)
+    assert found.delayed_s == pytest.approx(1.5)
+
+
+def test_products_are_counted_forward_and_twice_backward() -> None:
+    found = planned(2, device=find_device("h200"))
+    assert found.time is not None
+    # 2 operations an element and row, forward; twice that backward, less the gradient of the input, which needs none.
+    assert found.time.flops == 3 * 2 * ROWS * NUMEL - 2 * ROWS * WIDTH * WIDTH
+
+
+# The largest batch.
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2000)), min_size=1, max_size=4),
+    samples=st.integers(1, 64),
+    limit=st.integers(0, 20000),
+)
+def test_the_largest_batch_fits_and_one_more_does_not(pieces: list[tuple[int, int]], samples: int, limit: int) -> None:
+    tried = Counter[int]()
+
+    def peak_of(number: int) -> int:
+        tried[number] += 1
+        # The most at several moments, each a line; at least a byte a sample.
+        return max(slope * number + base for slope, base in [(1, 0), *pieces])
+
+    found = largest_fitting(peak_of, samples, peak_of(samples), limit)
+    if found:
+        assert peak_of(found) <= limit
+        assert peak_of(found + 1) > limit
+    assert found > 0 or peak_of(1) > limit
+
+
+def test_the_largest_batch_is_traced() -> None:
+    one, more = planned(2, samples=1), planned(2, samples=300)
+    found = planned(2, samples=1, memory_nbytes=more.peak_nbytes, largest=True)
+    assert found.fits
+    assert found.largest_samples == 300
+    assert one.peak_nbytes < more.peak_nbytes
+    assert planned(2, samples=300, memory_nbytes=more.peak_nbytes - 1).fits is False
+    assert planned(2, memory_nbytes=1000, largest=True).largest_samples == 0
+
+
+# Optimizers.
+
+
+def test_an_optimizer_that_is_run_shows_its_temporaries() -> None:
+    fused, foreach, sgd = (planned(2, optimizer=find_optimizer(name)) for name in ("adamw", "adamw-foreach", "sgd"))
+    shard = NUMEL // 2
+    assert fused.most[Kind.OPTIMIZER] == 8 * shard
+    # torch's foreach AdamW takes the roots of all second moments at once.
+    assert foreach.most[Kind.OPTIMIZER] == pytest.approx(12 * shard, rel=0.01)
+    assert sgd.most[Kind.OPTIMIZER] == 0
+
+
+# What cannot be planned.
+
+
+class Reads(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum() * x.sum().item()
+
+
+class Branches(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum() if (x == 0).all() else x.sum()
+
+
+def small(kind: type[nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return kind(8, 8)  # type: ignore[call-arg]
+
+
+EIGHT = ShapedBatches.parse("float32[2,8]")
+
+
+def test_a_model_that_reads_values_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"forward of Reads cannot run on the meta device.*item\(\).*--batch"):
+        planned(2, model=small(Reads), batch=EIGHT, policy="never")
+
+
+def test_a_branch_on_values_is_taken_and_told() -> None:
+    found = planned(2, model=small(Branches), batch=EIGHT, policy="never")
+    assert any("branch" in note for note in found.notes)
+
+
+def test_the_kernels_that_stand_in_are_gone_afterwards() -> None:
+    planned(2, model=small(Branches), batch=EIGHT, policy="never")
+    with pytest.raises(RuntimeError, match="meta"):
+        bool(torch.zeros((), device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batch": ShapedBatches.parse("float32[4,7]")}, r"forward of Tower.*meta device|batch that it takes"),
+        ({"batch": ShapedBatches.parse("float32[4,8] float32[4,8]")}, "Give a batch that it takes"),
+        ({"offload": "cpu"}, "offload manager 'cpu'"),
+        ({"samples": 0}, "samples is 0"),
+        ({"largest": True}, "needs a batch to begin from, and a device"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=words):
+        planned(2, **change)
+
+
+def test_a_forward_without_a_loss_is_named() -> None:
+    class Silent(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"logits": super().forward(x)}
+
+    with pytest.raises(ConfigError, match=r"forward of Silent returned no loss.*dict"):
+        planned(2, model=small(Silent), batch=EIGHT, policy="never")
+
+
+def test_auto_is_planned_as_released_and_told() -> None:
+    found = planned(4, precision="bf16", reshard_after_forward="auto")
+    assert found.peak == planned(4, precision="bf16").peak
+    assert "'auto'" in found.notes[0]
+
+
+def test_a_plan_is_plain_json() -> None:
+    found = planned(2, device=find_device("h200"))
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["peak_nbytes"] == sum(told["peak"].values()) == found.peak_nbytes
+    assert told["fits"] is True
+    assert told["time"]["step_s"] >= told["time"]["device_s"] > 0
+
+
+@pytest.mark.slow
+def test_sixteen_thousand_ranks_take_seconds() -> None:
+    found = planned(
+        16384,
+        precision="bf16",
+        device=find_device("h200"),
+        batch=lambda n: Batch((torch.empty(n, WIDTH, device="meta"),)),
+    )
+    assert found.wire[0].ranks == 16384
+    assert found.time is not None

@@ -1,0 +1,1 @@
+"""Tools beside the library: the command line, plans and forecasts, the doctor, explanations, templates."""

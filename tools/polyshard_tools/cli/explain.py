@@ -1,0 +1,245 @@
+"""``polyshard config`` and ``polyshard explain``: what a configuration means, by itself and for a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from polyshard import registry
+from polyshard.config import GROUP_OF_SETTING, PluginChoice, PluginSpec, ShardConfig
+from polyshard.errors import DeviceError
+from polyshard.interfaces import Group, PluginContext
+
+from ..explaining import ExplainedPlugin, ExplainedUnit, Explanation, explain
+from ..explaining.explain import Workbench
+from ..explaining.explanation import plain
+from .shared import Commands, add_file_options, add_model_options, importing_beside, model_of, print_table
+
+_T = TypeVar("_T")
+
+#: The longest pattern that is looked for: the units of one block.
+_LONGEST = 64
+#: Groups whose plugins can be constructed anywhere, to see whether their options are right.
+_CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
+
+
+def add_explain(commands: Commands) -> None:
+    """Add the command to ``commands``."""
+    parser = commands.add_parser(
+        "explain", help="say which plugins serve a model, who chose them, and what its units are; needs no GPU"
+    )
+    add_file_options(parser)
+    add_model_options(parser)
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--device", help="where ranks compute, for example cuda (default: as FILE says)")
+    parser.add_argument("--all", action="store_true", help="a line for each unit, equal ones too")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    config = ShardConfig.from_toml(arguments.file, arguments.table)
+    # Prints of the user's modules stay out of the output.
+    with importing_beside(arguments.file), redirect_stdout(sys.stderr):
+        explanation = explain(config, model_of(arguments), arguments.world_size, device=arguments.device)
+    if arguments.json:
+        print(json.dumps(explanation.as_json(), indent=2))
+    else:
+        _print(explanation, unfolded=arguments.all)
+    return 0
+
+
+def _print(explanation: Explanation, *, unfolded: bool) -> None:
+    print(_headline(explanation) + "\n")
+    print_table([("setting", "value", "set by"), *_setting_rows(explanation)])
+    print()
+    print_table([("plugin", "serves", "factory", "from", "file"), *_plugin_rows(explanation)])
+    print()
+    absent = [each for plugin in explanation.plugins for each in plugin.walk() if each.absent]
+    for each in absent:
+        print(f"{each.name} was not constructed here: {each.absent}")
+    if absent:
+        print()
+    print_table(_unit_rows(explanation, unfolded=unfolded))
+    print(
+        f"\n{len(explanation.units)} units of {explanation.elements:,} elements; {explanation.padding:,} of padding "
+        f"({explanation.padding / max(1, explanation.elements):.3%})"
+    )
+
+
+def _headline(explanation: Explanation) -> str:
+    ranks = f"{explanation.world_size:,} ranks" if explanation.world_size > 1 else "one rank"
+    cut = f"units in {explanation.shards:,} shards" if explanation.shards > 1 else "whole units on each rank"
+    copies = f", {explanation.replicas:,} replicas of each" if explanation.shards > 1 < explanation.replicas else ""
+    # Each rank has a device of its own, with an index of its own.
+    place = explanation.device.type
+    return f"{explanation.model} on {ranks}, computing on {place}: {explanation.strategy.value}, {cut}{copies}"
+
+
+def _setting_rows(explanation: Explanation) -> Iterator[tuple[str, str, str]]:
+    for setting in explanation.settings:
+        yield setting.name, _value(setting.value), str(setting.source)
+        for plugin in explanation.plugins:
+            if plugin.serves.partition("[")[0] == setting.name:
+                yield from _option_rows(plugin, "  ")
+
+
+def _option_rows(plugin: ExplainedPlugin, prefix: str) -> Iterator[tuple[str, str, str]]:
+    for option in plugin.options:
+        yield f"{prefix}{option.name}", _value(option.value), str(option.source)
+    for inner in plugin.inner:
+        yield from _option_rows(inner, f"{prefix}{inner.name}.")
+
+
+def _plugin_rows(explanation: Explanation) -> Iterator[tuple[str, ...]]:
+    def rows(plugin: ExplainedPlugin, depth: int) -> Iterator[tuple[str, ...]]:
+        origin = f"{plugin.distribution} {plugin.version}" if plugin.distribution else "the program"
+        yield "  " * depth + plugin.name, plugin.serves, plugin.value, origin, plugin.file
+        for each in plugin.inner:
+            yield from rows(each, depth + 1)
+
+    for plugin in explanation.plugins:
+        yield from rows(plugin, 0)
+
+
+def _unit_rows(explanation: Explanation, *, unfolded: bool) -> list[tuple[str, ...]]:
+    units = explanation.units
+    folds = [(unit,) for unit in units] if unfolded else folded(units, [_cells(unit) for unit in units])
+    rows: list[tuple[str, ...]] = [("unit", *_HEADER)]
+    rows += [(_names(fold), *_cells(fold[0])) for fold in folds]
+    # A column that is empty in every row is left out.
+    kept = [index for index in range(len(rows[0])) if index < _ALWAYS or any(row[index] for row in rows[1:])]
+    return [tuple(row[index] for index in kept) for row in rows]
+
+
+_HEADER = (
+    *("class", "parameters", "elements", "padding", "each rank", "master", "compute", "wire", "reduce", "grad"),
+    *("layout", "chosen since", "frozen", "gathered as", "overrides"),
+)
+#: How many columns of the table are there in any case.
+_ALWAYS = 1 + _HEADER.index("frozen")
+
+
+def _cells(unit: ExplainedUnit) -> tuple[str, ...]:
+    """All that is shown of a unit but its name."""
+    numbers = (len(unit.parameters), unit.elements, unit.padding, unit.shard_elements)
+    dtypes = (unit.master, unit.compute, unit.wire, unit.reduce, unit.grad)
+    return (
+        unit.module_class,
+        *(f"{number:,}" for number in numbers),
+        *(str(dtype).removeprefix("torch.") for dtype in dtypes),
+        unit.layout,
+        unit.reason,
+        "" if unit.trained else "frozen",
+        f"{unit.gather_nbytes:,} bytes encoded" if unit.encoded else "",
+        ", ".join(f"{name}={_value(value)}" for name, value in unit.overrides.items()),
+    )
+
+
+def _names(fold: Sequence[ExplainedUnit]) -> str:
+    first, last = fold[0], fold[-1]
+    return first.name if first is last else f"{first.name} to {last.name} ({len(fold)} units)"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        # Its options have lines of their own.
+        return PluginSpec.parse(value).label
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(_value(each) for each in value)
+    return str(value) if isinstance(value, torch.device) else str(plain(value))
+
+
+def folded(items: Sequence[_T], keys: Sequence[Hashable]) -> list[tuple[_T, ...]]:
+    """Runs of items with equal ``keys``: neighbours, or the same place of a pattern that is repeated as a whole.
+
+    a b a b a b is two runs of three.
+    """
+    found: list[tuple[_T, ...]] = []
+    start = 0
+    while start < len(items):
+        period, times = _longest_repetition(keys, start)
+        for position in range(start, start + period):
+            found.append(tuple(items[position : start + period * times : period]))
+        start += period * times
+    return found
+
+
+def _longest_repetition(keys: Sequence[Hashable], start: int) -> tuple[int, int]:
+    """Length of the pattern that begins at ``start`` and goes furthest, and how often it comes; (1, 1) for none."""
+    best = (1, 1)
+    for period in range(1, min(_LONGEST, (len(keys) - start) // 2) + 1):
+        pattern = keys[start : start + period]
+        times = next(
+            number for number in count(1) if keys[start + period * number : start + period * (number + 1)] != pattern
+        )
+        if times > 1 and period * times > best[0] * best[1]:
+            best = (period, times)
+    return best
+
+
+def add_config(commands: Commands) -> None:
+    """Add the command to ``commands``."""
+    config = commands.add_parser("config", help="show the settings that a TOML file and the environment give")
+    add_file_options(config)
+    config.set_defaults(run=_show)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    config = ShardConfig.from_toml(arguments.file, arguments.table)
+    rows: list[tuple[str, ...]] = [("setting", "value", "set by", "found in")]
+    with importing_beside(arguments.file):
+        for field in dataclasses.fields(config):
+            name, value = field.name, getattr(config, field.name)
+            set_by = _set_by(config, name)
+            if name in GROUP_OF_SETTING:
+                rows.append((name, _choice(value), set_by, _found_in(GROUP_OF_SETTING[name], value)))
+            elif name == "listeners" and value:
+                rows += [(name, _choice(each), set_by, _found_in(Group.PLUGINS, each)) for each in value]
+            else:
+                rows.append((name, _choice(value), set_by, ""))
+    print_table(rows)
+    return 0
+
+
+def _set_by(config: ShardConfig, setting: str) -> str:
+    """Where the setting came from, and those options that came from elsewhere."""
+    value, source = getattr(config, setting), config.source_of(setting)
+    options = [option for option in value if option != "name"] if isinstance(value, Mapping) else []
+    sources = {option: config.source_of(setting, option) for option in options}
+    elsewhere = [f"{option}: {found}" for option, found in sources.items() if found != source]
+    return "; ".join([str(source), *elsewhere])
+
+
+def _found_in(group: Group, choice: PluginChoice) -> str:
+    resolved = registry.resolve(group, choice)
+    # Enough to see a misspelt option. Plugins that only choose show wrong values as well, once they are constructed: a
+    # policy then imports the classes that it names. So do collectives, where they need no ranks and no device, for they
+    # communicate at first use. A manager may want room on a disk.
+    resolved.check_options()
+    context = PluginContext(resolved.name, torch.device("cpu"))
+    if group in _CHOOSE:
+        registry.construct(resolved, context)
+    elif group is Group.COLLECTIVES:
+        with suppress(DeviceError):
+            Workbench(1, registry.scan()).construct(group, choice, context)
+    return f"{resolved.value} ({resolved.distribution} {resolved.version})"
+
+
+def _choice(value: Any) -> str:
+    if isinstance(value, dict):
+        spec = PluginSpec.parse(value)
+        options = ", ".join(f"{name}={option!r}" for name, option in spec.options.items())
+        return f"{spec.label} ({options})" if options else spec.label
+    if value == ():
+        return "none"
+    return str(getattr(value, "value", value))

@@ -1,0 +1,129 @@
+"""The command ``polyshard``, and two of its commands that other packages do the work of: ``doctor`` and ``new``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from polyshard import registry
+from polyshard._version import __version__
+from polyshard.errors import PolyshardError
+from polyshard.interfaces import Group
+
+from .. import doctor
+from ..scaffold import Kind, write_plugin
+from .explain import add_config, add_explain
+from .plan import add_bench_links, add_plan
+from .plugins import add_plugins
+from .shared import Commands
+
+_NEW = """\
+Write a small plugin that works, its test and its entry point, for you to change. A FOLDER that is not there becomes a
+package of that name; a package that is there gets one plugin more. Without --into, the package that you are in does, if
+it has plugins of polyshard; otherwise a new folder polyshard-NAME is made."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` (default: the process's own arguments).
+
+    Returns the exit code: 0; 2 where a configuration or a plugin that it names is wrong; others are the command's own.
+    """
+    parser = argparse.ArgumentParser(
+        prog="polyshard", description="What is installed, what a configuration means, and what it would cost."
+    )
+    parser.add_argument("--version", action="version", version=f"polyshard {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for add in (add_plugins, add_config, add_explain, add_plan, add_bench_links, _add_doctor, _add_new):
+        add(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has enough, ``head`` for one. The interpreter would flush the rest at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except PolyshardError as error:
+        print(f"polyshard: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look for what keeps polyshard from working, or from working fast, on this machine",
+        description="Versions, devices, links, environment variables, plugins, limits, and a short training run. The "
+        "exit code is 1 where there is a problem.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--no-trial", action="store_true", help="leave out the training run, which starts processes")
+    parser.add_argument(
+        "--limit",
+        type=_seconds,
+        default=doctor.LIMIT_S,
+        metavar="SECONDS",
+        help="end the training run after so long (default: %(default)g)",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 1 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return seconds
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    machine = doctor.read_machine(dict(os.environ))
+    installed = [plugin for group in Group for plugin in registry.installed(group)]
+    sections = [
+        doctor.versions(machine),
+        doctor.devices(machine),
+        doctor.links(machine),
+        doctor.variables(machine),
+        doctor.plugins(installed),
+        doctor.limits(machine),
+    ]
+    if not arguments.no_trial:
+        trials = doctor.trials_for(machine)
+        sections.append(doctor.trial_section([doctor.run_trial(each, os.environ, arguments.limit) for each in trials]))
+    report = doctor.Report(tuple(sections))
+    print(json.dumps(report.as_json(), indent=2) if arguments.json else "\n".join(report.lines()))
+    return 1 if report.level is doctor.Level.PROBLEM else 0
+
+
+def _add_new(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "new",
+        help="write a package with a plugin of your own",
+        description=_NEW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = [kind.value for kind in Kind]
+    parser.add_argument("kind", metavar="KIND", choices=kinds, help=f"what the plugin is for: {', '.join(kinds)}")
+    parser.add_argument("name", metavar="NAME", help="what a configuration calls it: lower-case words and underscores")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="the package's folder")
+    parser.set_defaults(run=_new)
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    written = write_plugin(Kind(arguments.kind), arguments.name, arguments.into)
+    for path in written.added:
+        print(f"wrote    {written.folder / path}")
+    for path in written.changed:
+        print(f"changed  {written.folder / path}")
+    # pip takes a folder for one only where it looks like a path.
+    bare = written.folder.parts[:1] in ((), ("..",), ("/",))
+    where = written.folder.as_posix() if bare else f"./{written.folder.as_posix()}"
+    print(f"\nNext:\n  pip install --editable '{where}[test]'")
+    print(f"  python -m pytest {where}")
+    print(f"  polyshard plugins check {written.distribution}:{written.name}")
+    print(f"\nA configuration picks it by: {written.kind.setting(written.name)}")
+    return 0

@@ -1,0 +1,329 @@
+"""``polyshard plan``: what a training step would take. ``polyshard bench-links``: the links that it reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from polyshard import registry
+from polyshard.config import ShardConfig
+from polyshard.errors import ConfigError
+from polyshard.interfaces import Collectives, Group, PluginContext, bytes_of
+
+from ..forecast import (
+    DEVICES,
+    LINKS,
+    OPTIMIZERS,
+    BatchMaker,
+    Kind,
+    OptimizerModel,
+    Plan,
+    RunOptimizer,
+    ShapedBatches,
+    batches_of,
+    find_device,
+    find_links,
+    find_optimizer,
+    plan,
+)
+from ..forecast.bench import ROUNDS, SIZES, bench_machine
+from ..forecast.plan import draw
+from ..forecast.timing import LinkModel
+from .shared import Commands, add_model_options, function_at, importing_beside, model_of, print_table
+
+_LAUNCH = "torchrun --standalone --nproc-per-node 2 -m polyshard bench-links --out links.json"
+#: Exit code of a step that does not fit.
+DOES_NOT_FIT = 3
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def add_plan(commands: Commands) -> None:
+    """Add the command to ``commands``."""
+    parser = commands.add_parser(
+        "plan",
+        help="what a training step would take: memory, bytes between ranks, time",
+        description=(
+            "Run one step of the model on the meta device, which needs neither a GPU nor memory, and say what rank 0 "
+            "would hold, send and wait for. Exits with 3 where it does not fit."
+        ),
+    )
+    parser.add_argument("file", metavar="CONFIG", help="the TOML file")
+    parser.add_argument("--table", default="shard", help="the table in it (default: %(default)s)")
+    add_model_options(parser)
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--batch",
+        metavar="SHAPES|PKG:FUNCTION",
+        help="what the forward takes: tensors as 'int64[8,1024] labels=int64[8,1024]', whose first sizes count "
+        "samples, or a function of the number of samples; without it activations are not counted",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="samples of one rank (default: as in the shapes, or 1)"
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="forwards and backwards of a step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME|PKG:FUNCTION",
+        help=f"{', '.join(OPTIMIZERS)}, or a function of a list of parameters (default: %(default)s, which is fused)",
+    )
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument("--device", metavar="NAME", help=f"its memory and rates: {', '.join(sorted(DEVICES))}")
+    device.add_argument("--device-memory", metavar="BYTES", help="its memory alone, such as '80 GiB'; nothing is timed")
+    parser.add_argument(
+        "--links",
+        metavar="NAME|FILE",
+        help=f"{', '.join(sorted(LINKS))}, or what bench-links wrote (default: the device's)",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, in bytes and seconds")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="draw memory and streams over the step, as .svg, .png or .pdf"
+    )
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    config = ShardConfig.from_toml(arguments.file, arguments.table)
+    if arguments.links and not arguments.device:
+        raise ConfigError("--links is of no use without --device: nothing is timed. Name a device, or leave it out.")
+    if arguments.batch_size is not None and not arguments.batch:
+        raise ConfigError("--batch-size is of no use without --batch, which says what a sample is.")
+    if arguments.microbatches != 1 and not arguments.batch:
+        raise ConfigError("--microbatches is of no use without --batch: no forward is run.")
+    # Prints of the user's modules would stand in front of the JSON.
+    with importing_beside(arguments.file), redirect_stdout(sys.stderr):
+        batch, samples = _batch_of(arguments)
+        device = find_device(arguments.device) if arguments.device else None
+        memory = _memory_of(arguments.device_memory)
+        found = plan(
+            config,
+            model_of(arguments),
+            arguments.world_size,
+            batch=batch,
+            samples=samples,
+            microbatches=arguments.microbatches,
+            optimizer=_optimizer_of(arguments.optimizer),
+            device=device,
+            memory_nbytes=memory,
+            links=find_links(arguments.links) if arguments.links else None,
+            largest=batch is not None and (device is not None or memory is not None),
+        )
+    if arguments.picture:
+        draw(found, arguments.picture)
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        _print(found)
+    return DOES_NOT_FIT if found.fits is False else 0
+
+
+def _batch_of(arguments: argparse.Namespace) -> tuple[BatchMaker | None, int]:
+    text, samples = arguments.batch, arguments.batch_size
+    if text is None:
+        return None, 1
+    if "[" not in text and ":" in text:
+        return batches_of(function_at(text, "--batch"), text), 1 if samples is None else samples
+    shaped = ShapedBatches.parse(text)
+    return shaped, shaped.samples if samples is None else samples
+
+
+def _optimizer_of(name: str) -> OptimizerModel:
+    return RunOptimizer(function_at(name, "--optimizer"), name) if ":" in name else find_optimizer(name)
+
+
+def _memory_of(text: str | None) -> int | None:
+    if text is None:
+        return None
+    nbytes = bytes_of(int(text) if text.isdecimal() else text)
+    if nbytes is None or nbytes <= 0:
+        raise ConfigError(f"--device-memory must be bytes above 0, a number or text such as '80 GiB', not {text!r}.")
+    return nbytes
+
+
+def _print(found: Plan) -> None:
+    ranks = f"{found.world_size} ranks" if found.world_size > 1 else "1 rank"
+    print(
+        f"{found.model} on {ranks}: {found.parameters:,} parameters in {found.units} units, {found.padding:,} elements "
+        "of padding\n"
+    )
+    size, unit = _unit_of(found.peak_nbytes)
+    _print_memory(found, size, unit)
+    if found.wire:
+        print()
+        rows = [("collective", "ranks", "launches", "units", f"{unit} received")]
+        for row in found.wire:
+            received = f"{row.received_nbytes / size:.2f}"
+            rows.append((row.operation.value, str(row.ranks), str(row.launches), str(row.collectives), received))
+        print_table(rows)
+    _print_time(found)
+    for note in found.notes:
+        print(f"\nNote: {note}")
+    _print_verdict(found)
+
+
+def _print_memory(found: Plan, size: int, unit: str) -> None:
+    rows = [("memory of rank 0", f"{unit} at the peak", f"{unit} at most")]
+    for kind in Kind:
+        if found.most[kind]:
+            rows.append((kind.value, f"{found.peak[kind] / size:.2f}", f"{found.most[kind] / size:.2f}"))
+    rows.append(("total", f"{found.peak_nbytes / size:.2f}", ""))
+    print_table(rows)
+    if found.saved_nbytes is not None:
+        print(
+            f"\nThe peak is in the {found.peak_part}. {found.saved_nbytes / size:.2f} {unit} are saved for the "
+            "backward."
+        )
+
+
+def _print_time(found: Plan) -> None:
+    time = found.time
+    if time is None:
+        return
+    parts = ", ".join(f"{part.value} {seconds * 1e3:.1f}" for part, seconds in time.parts_s.items())
+    print(f"\n{time.device_s * 1e3:.1f} ms a step on {found.device}: {parts}. {time.flops / 1e12:.2f} TFLOP.")
+    print(
+        f"Compute waits {time.waited_s * 1e3:.1f} ms for other streams, and is slowed by {time.delayed_s * 1e3:.1f} "
+        f"ms. Links: {found.links}."
+    )
+    if time.host_s > time.device_s:
+        print(
+            f"The host needs about {time.host_s * 1e3:.0f} ms to issue {time.launches} launches one by one, so it "
+            "decides: hosts differ by half of that. A step in a CUDA graph does not wait for it."
+        )
+
+
+def _print_verdict(found: Plan) -> None:
+    if found.memory_nbytes is None:
+        return
+    verdict = {True: "It fits", False: "It does not fit", None: "Without activations it takes"}[found.fits]
+    colon = "" if found.fits is None else ":"
+    print(f"\n{verdict}{colon} {_shown(found.peak_nbytes)} of {_shown(found.memory_nbytes)}.", end="")
+    if found.largest_samples is not None:
+        print(
+            f" The largest batch that does is {found.largest_samples}." if found.largest_samples else " No batch does."
+        )
+    else:
+        print()
+
+
+def _unit_of(nbytes: int) -> tuple[int, str]:
+    return next((each for each in _UNITS if nbytes >= each[0]), _UNITS[-1])
+
+
+def _shown(nbytes: int) -> str:
+    size, unit = _unit_of(nbytes)
+    return f"{nbytes / size:.2f} {unit}"
+
+
+def add_bench_links(commands: Commands) -> None:
+    """Add the command to ``commands``."""
+    parser = commands.add_parser(
+        "bench-links",
+        help="measure latency and bandwidth of gathers and reductions, for plan",
+        description=f"Every rank runs it: {_LAUNCH}",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the links there, from rank 0")
+    parser.add_argument("--collectives", default="auto", metavar="NAME", help="which to time (default: %(default)s)")
+    parser.add_argument(
+        "--sizes",
+        default=",".join(str(size) for size in SIZES),
+        metavar="BYTES,...",
+        help="of whole buffers, such as '1 MiB,16 MiB' (default: 1 MiB to 256 MiB)",
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each size (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--name", default="measured", help="what to call them (default: %(default)s)")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    sizes = _sizes_of(arguments.sizes)
+    if arguments.rounds < 1:
+        raise ConfigError(f"--rounds is {arguments.rounds}; give 1 or more.")
+    if "RANK" not in os.environ:
+        raise ConfigError(f"bench-links times several ranks, and this is one process. Start them together: {_LAUNCH}")
+    if arguments.out and not Path(arguments.out).absolute().parent.is_dir():
+        raise ConfigError(f"--out {arguments.out!r}: there is no such folder.")
+    ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    with _collectives(arguments.collectives, _device(arguments.device)) as collectives:
+        source = (
+            f"bench-links: {collectives.world_size} ranks, collectives {arguments.collectives!r}, "
+            f"{_described(collectives)}, torch {torch.__version__}"
+        )
+        links = bench_machine(collectives, ranks_per_host, arguments.name, source, sizes, arguments.rounds)
+        if collectives.rank == 0:
+            if arguments.out:
+                Path(arguments.out).write_text(links.to_json(), encoding="utf-8")
+            _print_links(links)
+    return 0
+
+
+@contextmanager
+def _collectives(name: str, device: torch.device) -> Iterator[Collectives]:
+    """The named ones over all ranks of the launch."""
+    resolved = registry.resolve(Group.COLLECTIVES, name)
+    began = not dist.is_initialized()
+    if began:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+    try:
+        made = registry.construct(resolved, PluginContext(resolved.name, device)).instance
+        assert isinstance(made, Collectives)
+        try:
+            yield made
+        finally:
+            made.close()
+    finally:
+        if began:
+            dist.destroy_process_group()
+
+
+def _device(kind: str | None) -> torch.device:
+    if kind == "cpu" or (kind is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no CUDA device here. Leave it out, or give cpu.")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _described(collectives: Collectives) -> str:
+    device = collectives.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _sizes_of(text: str) -> tuple[int, ...]:
+    found = []
+    for word in text.split(","):
+        nbytes = bytes_of(int(word) if word.strip().isdecimal() else word)
+        if nbytes is None or nbytes <= 0:
+            raise ConfigError(f"--sizes: {word!r} is no number of bytes. Write such as '1 MiB,16 MiB'.")
+        found.append(nbytes)
+    if len(set(found)) < 2:
+        raise ConfigError(f"--sizes {text!r}: latency and bandwidth take two sizes or more.")
+    return tuple(found)
+
+
+def _print_links(links: LinkModel) -> None:
+    rows = [("operation", "ranks", "where", "latency us", "GB/s received")]
+    for where, those in (("inside a host", links.inside), ("between hosts", links.between)):
+        rows += [
+            (each.operation.value, str(each.ranks), where, f"{each.latency_s * 1e6:.1f}", f"{each.bandwidth / 1e9:.2f}")
+            for each in those
+        ]
+    print_table(rows)
+    sys.stdout.flush()

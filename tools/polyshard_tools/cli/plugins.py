@@ -1,0 +1,440 @@
+"""``polyshard plugins``: lists what is installed, and runs the suite of a plugin's contract."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyshard import registry
+from polyshard.config import PluginSpec, did_you_mean
+from polyshard.errors import (
+    ConfigError,
+    PluginConflictError,
+    PluginContractError,
+    PluginError,
+    PluginLoadError,
+    PluginNotFoundError,
+    PluginRefusedError,
+    PluginVersionError,
+    StateError,
+)
+from polyshard.interfaces import Group
+from polyshard.registry.find import normalised, offers_of
+
+from .shared import Commands, print_table
+
+if TYPE_CHECKING:
+    from polyshard_testing.check_process import Outcome
+
+
+#: The state of a plugin that cannot be resolved, by the error.
+_STATES: Mapping[type[PluginError], registry.PluginState] = {
+    PluginLoadError: registry.PluginState.BROKEN,
+    PluginVersionError: registry.PluginState.INCOMPATIBLE,
+    PluginContractError: registry.PluginState.INCOMPLETE,
+    PluginConflictError: registry.PluginState.AMBIGUOUS,
+    PluginRefusedError: registry.PluginState.REFUSED,
+}
+#: Options that the suite of collectives gives on each rank.
+_GIVEN_BY_RANK = ("rank", "world_size")
+#: The base that constructs a plugin of each group for its suite; ``InstalledPlugin`` for the others.
+_MIXED_IN = {Group.COLLECTIVES: "InstalledCollectives", Group.POLICIES: "InstalledPolicy"}
+
+
+def add_plugins(commands: Commands) -> None:
+    """Add the command to ``commands``."""
+    plugins = commands.add_parser("plugins", help="list the installed plugins and whether they can be used; check one")
+    verbs = plugins.add_subparsers(dest="verb")
+    plugins.set_defaults(run=_list, group=None, json=False)
+    listing = verbs.add_parser("list", help="list them")
+    listing.add_argument("group", nargs="?", metavar="GROUP", help="one group only, for example collectives")
+    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    listing.set_defaults(run=_list)
+    _add_check(verbs)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    groups = list(Group) if arguments.group is None else [group_named(arguments.group)]
+    plugins = [plugin for each in groups for plugin in registry.installed(each)]
+    if arguments.json:
+        records = [dataclasses.asdict(plugin) | {"state": plugin.state.value} for plugin in plugins]
+        print(json.dumps(records, indent=2))
+        return 0
+    header = ("group", "name", "distribution", "version", "value", "state")
+    rows = [
+        (plugin.group.value, plugin.name, plugin.distribution, plugin.version, plugin.value, plugin.state.value)
+        for plugin in plugins
+    ]
+    print_table([header, *rows])
+    for plugin in plugins:
+        if plugin.error:
+            print(f"\n{plugin.group.value} {plugin.name} ({plugin.distribution}): {plugin.error}")
+    for folder in dict.fromkeys(plugin.editable for plugin in plugins if plugin.editable):
+        print(f"\neditable install: {folder}")
+    return 0
+
+
+def group_named(name: str) -> Group:
+    """The group that ``name`` stands for, with or without ``polyshard.``; raises ``ConfigError`` for any other name."""
+    short = {group.value.rpartition(".")[2]: group for group in Group}
+    key = name.removeprefix("polyshard.")
+    if key not in short:
+        raise ConfigError(f"no plugin group is named {name!r}.{did_you_mean(key, short)} Groups: {', '.join(short)}.")
+    return short[key]
+
+
+def _add_check(verbs: Commands) -> None:
+    """Add the command to ``verbs``, those of ``polyshard plugins``."""
+    check = verbs.add_parser(
+        "check",
+        help="run the tests of its contract on one",
+        description="Runs the conformance suite of its group on an installed plugin, on the CPU and, where there is "
+        "one, a CUDA device. Exit code: 0 where every rule holds, 1 where one does not, 2 where the plugin "
+        "cannot be used.",
+    )
+    check.add_argument("name", metavar="NAME", help='its name, or "distribution:name"')
+    check.add_argument("--group", help="its group, for example offload, where several have the name")
+    check.add_argument("--options", default="{}", metavar="TABLE", help="its options, for example '{folder = \".\"}'")
+    check.add_argument(
+        "--suite", default="{}", metavar="TABLE", help="attributes of the suite, for example '{wire_tolerance = 0.01}'"
+    )
+    check.add_argument("--model", default="", metavar="PKG:FACTORY", help="builds the model that a policy is to plan")
+    check.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds until the suite must have ended"
+    )
+    check.add_argument("--json", action="store_true", help="print JSON instead of text")
+    check.set_defaults(run=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("pytest") is None:
+        raise StateError("the suites are tests for pytest, which is not installed here: pip install pytest")
+    if arguments.timeout <= 0:
+        raise ConfigError(f"--timeout {arguments.timeout:g} is no time for a suite; give a positive number of seconds")
+    options = _table("--options", arguments.options)
+    group = _group(arguments)
+    try:
+        resolved = registry.resolve(group, {"name": arguments.name, **options})
+    except tuple(_STATES) as error:
+        state = next(state for kind, state in _STATES.items() if isinstance(error, kind))
+        return _tell_unusable(arguments, {"group": group.value, "name": arguments.name}, state.value, str(error))
+    _check_options(resolved)
+    if arguments.model and group is not Group.POLICIES:
+        raise ConfigError(f"--model is for policies; a plugin of {group.value} is tested without one of yours")
+    devices = _devices(group)
+    tests = _tests(
+        group,
+        f"{resolved.distribution}:{resolved.name}",
+        arguments.options,
+        _attributes(group, arguments.suite) | ({"model_factory": arguments.model} if arguments.model else {}),
+        devices,
+    )
+    run = _run_suite(tests, arguments.timeout)
+    plugin = {
+        "group": group.value,
+        "name": resolved.name,
+        "distribution": resolved.distribution,
+        "version": resolved.version,
+    }
+    if run.unusable:
+        return _tell_unusable(arguments, plugin, "unusable", run.unusable)
+    return _tell(arguments, plugin, run)
+
+
+def _group(arguments: argparse.Namespace) -> Group:
+    if arguments.group is not None:
+        return group_named(arguments.group)
+    scanned = registry.scan()
+    spec = PluginSpec.parse(arguments.name)
+    assert isinstance(spec, PluginSpec)
+    offers = {group: offers_of(group, scanned) for group in Group}
+    found = [
+        group
+        for group, offered in offers.items()
+        for each in offered
+        if each.name == spec.name
+        and (spec.distribution is None or normalised(each.distribution) == normalised(spec.distribution))
+    ]
+    groups = list(dict.fromkeys(found))
+    if not groups:
+        names = sorted({each.name for offered in offers.values() for each in offered})
+        raise PluginNotFoundError(
+            f"no installed plugin of any group is named {arguments.name!r}.{did_you_mean(spec.name, names)} "
+            "polyshard plugins list shows them all."
+        )
+    if len(groups) > 1:
+        listed = " or ".join(f"--group {group.value.rpartition('.')[2]}" for group in groups)
+        raise ConfigError(f"{len(groups)} groups have a plugin named {arguments.name!r}: say {listed}.")
+    return groups[0]
+
+
+def _table(option: str, text: str) -> dict[str, Any]:
+    reason = ""
+    try:
+        found: Any = tomllib.loads(f"table = {text}\n")["table"]
+        if isinstance(found, dict):
+            return found
+    except tomllib.TOMLDecodeError as error:
+        reason = f": {error}"
+    raise ConfigError(f"{option} {text!r} is no inline table of TOML, such as '{{folder = \".\"}}'{reason}")
+
+
+def _check_options(resolved: registry.Resolved[Any]) -> None:
+    given = dict(resolved.options)
+    if resolved.group is Group.COLLECTIVES:
+        taken = _parameters(resolved)
+        by_rank = (*_GIVEN_BY_RANK, *(("world",) if hasattr(resolved.factory, "make_world") else ()))
+        given = {**{name: None for name in by_rank if name in taken}, **given}
+    missing = [
+        name
+        for name, parameter in _parameters(resolved).items()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        and name not in given
+    ]
+    if missing:
+        shown = ", ".join(f"{name} = ..." for name in missing)
+        one = "the option" if len(missing) == 1 else "the options"
+        raise ConfigError(
+            f"{resolved.described} needs {one} {' and '.join(map(repr, missing))}: give --options '{{{shown}}}'"
+        )
+    dataclasses.replace(resolved, options=given).check_options()
+
+
+def _parameters(resolved: registry.Resolved[Any]) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = inspect.signature(resolved.factory).parameters
+    except (TypeError, ValueError):
+        return {}
+    return dict(list(parameters.items())[1:])
+
+
+def _attributes(group: Group, text: str) -> dict[str, Any]:
+    # Imported with pytest, so that all else of the command works without it.
+    from polyshard_testing.installed import OF_GROUP
+
+    found = _table("--suite", text)
+    known = {
+        name
+        for base in OF_GROUP[group].__mro__
+        for name, value in vars(base).items()
+        if not name.startswith("_") and isinstance(value, (bool, int, float, str, tuple))
+    }
+    for name in found:
+        if name not in known:
+            raise ConfigError(
+                f"the suite of {group.value} has no attribute {name!r}.{did_you_mean(name, known)} It has: "
+                f"{', '.join(sorted(known)) or 'none'}."
+            )
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _devices(group: Group) -> tuple[str, ...]:
+    # With the command that needs it: a list of plugins does not.
+    import torch
+
+    # A layout is arithmetic.
+    return ("cpu", "cuda") if torch.cuda.is_available() and group is not Group.LAYOUTS else ("cpu",)
+
+
+def _tell_unusable(arguments: argparse.Namespace, plugin: dict[str, str], state: str, error: str) -> int:
+    if arguments.json:
+        print(json.dumps(plugin | {"state": state, "error": error, "devices": [], "rules": []}, indent=2))
+    else:
+        print(f"{_named(plugin)}: {state}\n{textwrap.indent(error, '  ')}")
+    return 2
+
+
+def _tell(arguments: argparse.Namespace, plugin: dict[str, str], run: SuiteRun) -> int:
+    failed = [rule for rule in run.rules if rule.failures]
+    asked = [rule for rule in run.rules if rule.asked]
+    code = 1 if failed or run.ended_early else 0
+    if arguments.json:
+        rules = [dataclasses.asdict(rule) | {"holds": rule.holds} for rule in run.rules]
+        record: dict[str, Any] = {**plugin, "state": "checked", "error": run.ended_early, "devices": run.devices}
+        print(json.dumps(record | {"rules": rules}, indent=2))
+        return code
+    for rule in failed:
+        _print_failed(rule)
+    if run.ended_early:
+        print(f"{run.ended_early}; rules that come later were not tried\n")
+    print(f"{_named(plugin)}: {sum(rule.holds for rule in asked)} of {len(asked)} rules hold")
+    return code
+
+
+def _print_failed(rule: Rule) -> None:
+    first = rule.failures[0]
+    case = f" [{first.case}]" if first.case else ""
+    print(f"does not hold on {first.device}: {rule.name.removeprefix('test_').replace('_', ' ')}{case}")
+    print(textwrap.indent(first.message, "  "))
+    if len(rule.failures) > 1:
+        print(f"  and {len(rule.failures) - 1} more of its cases")
+    print()
+
+
+def _named(plugin: dict[str, str]) -> str:
+    origin = f"{plugin['distribution']} {plugin['version']} " if "distribution" in plugin else ""
+    return f"{origin}{plugin['name']} of {plugin['group']}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One case in which a rule did not hold."""
+
+    device: str
+    case: str
+    """Parameters of the test, as pytest writes them; empty where there are none."""
+    message: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One test of the suite, and how it went."""
+
+    name: str
+    """Of the method."""
+    asked: bool
+    """Whether the plugin was asked at all; False where its capabilities rule it out."""
+    failures: tuple[Failure, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was asked and held in every case."""
+        return self.asked and not self.failures
+
+
+@dataclass(frozen=True)
+class SuiteRun:
+    """The result of a run."""
+
+    devices: tuple[str, ...]
+    """On which the plugin could be made."""
+    unusable: str
+    """Why it could not be made on any; empty where it could."""
+    rules: tuple[Rule, ...]
+    ended_early: str = ""
+    """Why the run ended before all rules were tried; empty where it did not."""
+
+
+def _tests(group: Group, label: str, options: str, attributes: Mapping[str, Any], devices: Sequence[str]) -> str:
+    """A file of tests, as the plugin's author could have written it.
+
+    ``options`` is text, an inline table of TOML: TOML has values that JSON has not.
+    """
+    # Imported with pytest, so that all else of the command works without it.
+    from polyshard_testing import installed
+
+    base = _MIXED_IN.get(group, "InstalledPlugin")
+    lines = [
+        "import torch",
+        f"from {installed.__name__} import OF_GROUP, {base}",
+        "from polyshard.interfaces import Group",
+    ]
+    for device in devices:
+        ranks = {"ranks": "processes", "device_type": device} if group is Group.COLLECTIVES else {}
+        lines += [
+            f"class Test{device.title()}({base}, OF_GROUP[Group({group.value!r})]):",
+            f"    group = Group({group.value!r})",
+            f"    label = {label!r}",
+            f"    options = {f'table = {options}'!r}",
+            f"    device = torch.device({device!r})",
+            *(f"    {name} = {value!r}" for name, value in {**ranks, **attributes}.items()),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _run_suite(tests: str, timeout_s: float) -> SuiteRun:
+    """Run a file of tests in a process of its own; pytest must be installed."""
+    from polyshard_testing.check_process import RECORD, TESTS, Record
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, TESTS).write_text(tests, encoding="utf-8")
+        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        ended, output = _run(folder, timeout_s)
+        return _found(list(Record(Path(folder, RECORD))), ended, output)
+
+
+def _run(folder: str, timeout_s: float) -> tuple[str, str]:
+    """How the process ended, empty where as it should; and its output."""
+    from polyshard_testing import check_process
+
+    # The packages of this process, and neither pytest's plugins that happen to be there nor the current folder.
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environ.pop("PYTEST_ADDOPTS", None)
+    command = [sys.executable, "-P", "-m", check_process.__name__, folder]
+    written = Path(folder, "output.txt")
+    with written.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(timeout_s)
+        # 1: tests failed, which their outcomes tell.
+        ended = "" if code in (0, 1) else f"the suite's process ended with {code}"
+    except subprocess.TimeoutExpired:
+        ended = f"the suite had not ended after {timeout_s:g} s"
+    finally:
+        # Ranks that hang outlive the process that started them.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return ended, written.read_text(encoding="utf-8", errors="replace")
+
+
+def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
+    from polyshard_testing.check_process import MADE, Stage
+
+    made = {each.where: each for each in outcomes if each.rule == MADE}
+    devices = tuple(_device(each.where) for each in made.values() if each.stage is Stage.PASSED)
+    if not devices:
+        reasons = [each.message for each in made.values() if each.message]
+        return SuiteRun((), "; ".join(reasons) or f"{ended or 'nothing was tried'}\n{output[-2000:]}".strip(), ())
+    broken = [f"on {_device(each.where)}: {each.message}" for each in made.values() if each.stage is Stage.FAILED]
+    by_rule: dict[str, list[Outcome]] = {}
+    for each in outcomes:
+        if each.rule != MADE:
+            by_rule.setdefault(each.rule, []).append(each)
+    rules = tuple(_rule(name, found, ended) for name, found in by_rule.items())
+    return SuiteRun(devices, "; ".join(broken), rules, ended)
+
+
+def _rule(name: str, outcomes: Iterable[Outcome], ended: str) -> Rule:
+    from polyshard_testing.check_process import Stage
+
+    cases: dict[tuple[str, str], Outcome] = {}
+    for each in outcomes:
+        earlier = cases.get((each.where, each.case))
+        # A failure while a test is torn down comes behind its passing; one may also fail twice.
+        if earlier is None or earlier.stage is not Stage.FAILED:
+            cases[each.where, each.case] = each
+    failures = []
+    for (where, case), each in cases.items():
+        if each.stage is Stage.FAILED:
+            failures.append(Failure(_device(where), case, each.message))
+        elif each.stage is Stage.BEGUN:
+            failures.append(Failure(_device(where), case, ended))
+    return Rule(name, any(each.stage is not Stage.SKIPPED for each in cases.values()), tuple(failures))
+
+
+def _device(where: str) -> str:
+    return where.removeprefix("Test").lower()

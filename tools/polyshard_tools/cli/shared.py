@@ -1,0 +1,170 @@
+"""Shared by several commands: the configuration's file, the user's model and functions, tables."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from polyshard.config import did_you_mean
+from polyshard.errors import ConfigError
+from torch import nn
+
+if TYPE_CHECKING:
+    #: The result of ``ArgumentParser.add_subparsers``.
+    Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+else:
+    Commands = Any
+
+
+def add_file_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``FILE`` and ``--table``, for ``ShardConfig.from_toml``."""
+    parser.add_argument("file", metavar="FILE", help="the TOML file")
+    parser.add_argument("--table", default="shard", help="the table in it (default: %(default)s)")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` and ``--model-args``, which ``model_of`` reads."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PKG:FACTORY",
+        help="the class of the model, or a function that returns it; found from the working directory",
+    )
+    parser.add_argument(
+        "--model-args", metavar="JSON", help="its arguments: an object of keywords, or a list (default: none)"
+    )
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print ``rows`` of text, the first of them the header, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@contextmanager
+def importing_beside(file: str) -> Iterator[None]:
+    """Find modules in the working directory and beside ``file``, as the script that is trained with it would."""
+    before = list(sys.path)
+    sys.path[:0] = [os.getcwd(), os.path.dirname(os.path.abspath(file))]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def function_at(reference: str, option: str) -> Callable[..., Any]:
+    """The function or class that ``"package.module:name"`` names. ``option`` is where it was written.
+
+    To be called inside of ``importing_beside``.
+
+    Raises:
+        ConfigError: it cannot be imported, there is no such name, or it cannot be called.
+    """
+    module_name, _, path = reference.partition(":")
+    if not (module_name and path):
+        raise ConfigError(f"{option} {reference!r} names no function. Write it as package.module:name.")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    # A module may call sys.exit() when it is imported: the command must not end without a word.
+    except BaseException as error:
+        raise ConfigError(
+            f"{option} {reference!r}: importing {module_name} raised {type(error).__name__}: {error}. It is looked for "
+            f"in {os.getcwd()}, beside the configuration file, and among what is installed."
+        ) from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            callables = [each for each in dir(found) if callable(getattr(found, each, None))]
+            raise ConfigError(f"{option} {reference!r}: {module_name} has no {path}.{did_you_mean(name, callables)}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(f"{option} {reference!r} is of class {type(found).__name__}, which cannot be called.")
+    function: Callable[..., Any] = found
+    return function
+
+
+def model_of(arguments: argparse.Namespace) -> nn.Module:
+    """The model that ``--model`` and ``--model-args`` name, on the meta device; raises as ``model_from`` does.
+
+    To be called inside of ``importing_beside``, like whatever else imports modules of the user's. Their prints go to
+    stderr: a command's own output may be JSON.
+    """
+    with redirect_stdout(sys.stderr):
+        return model_from(arguments.model, _parsed(arguments.model_args))
+
+
+def model_from(reference: str, arguments: Mapping[str, Any] | Sequence[Any] = ()) -> nn.Module:
+    """The module that the factory ``"package.module:Name"`` makes of ``arguments``: keywords, or positional ones.
+
+    It is called under ``torch.device("meta")``: parameters have shapes and dtypes, and no memory. A tensor that the
+    factory puts on another device by name stays there.
+
+    Raises:
+        ConfigError: there is no such name, it cannot be called with ``arguments``, it failed, on the meta device or
+            anywhere, or it returned no module.
+    """
+    factory = function_at(reference, "--model")
+    # A module can be called, with a batch.
+    if isinstance(factory, nn.Module):
+        raise ConfigError(
+            f"--model {reference!r} is {_kind(factory)}. Name the model's class, or a function that returns it."
+        )
+    positional, keywords = ((), arguments) if isinstance(arguments, Mapping) else (arguments, {})
+    try:
+        inspect.signature(factory).bind(*positional, **keywords)
+    except TypeError as error:
+        shown = json.dumps(arguments) if arguments else "no arguments"
+        raise ConfigError(
+            f"the model's factory {reference!r} cannot be called with {shown}: {error}. Give its arguments "
+            "by --model-args as JSON, or name a function that takes none."
+        ) from error
+    except ValueError:
+        pass  # Some callables written in C have no signature; the call itself will tell.
+    try:
+        with torch.device("meta"):
+            made = factory(*positional, **keywords)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ConfigError(
+            f"the model's factory {reference!r} raised {type(error).__name__}: {error}. It was called on the meta "
+            "device, where tensors have shapes and no values: let it not read any, nor load weights, or name a "
+            "function that leaves these steps out."
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"the model's factory {reference!r} returned {_kind(made)}. Name the model's class, or a function that "
+            "returns the model."
+        )
+    return made
+
+
+def _parsed(text: str | None) -> Mapping[str, Any] | Sequence[Any]:
+    if text is None:
+        return ()
+    example = """Write for example '{"depth": 4}'."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--model-args {text!r} is not JSON: {error}. {example}") from error
+    if not isinstance(value, dict | list):
+        raise ConfigError(f"--model-args {text!r} is neither an object nor a list. {example}")
+    return value
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__} that was built already"
+    return f"an object of class {type(value).__name__}"

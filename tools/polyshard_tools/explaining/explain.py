@@ -1,0 +1,395 @@
+"""Explains a configuration for a model: what sharding would find out before ranks speak to each other.
+
+Plugins that need ranks or a device are replaced by stand-ins; everything else is constructed as sharding would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import EntryPoints
+from typing import Any, TypeVar
+
+import torch
+from polyshard import registry
+from polyshard.config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
+from polyshard.errors import (
+    CollectiveError,
+    ConfigTypeError,
+    PluginContractError,
+    PluginLoadError,
+    PolyshardError,
+    StateError,
+    WorldSizeError,
+)
+from polyshard.events import Events
+from polyshard.interfaces import MOST_RANKS, Collectives, Group, PluginContext, UnitPlan, WrapPolicy
+from polyshard.planning.answers import refuse_unable
+from polyshard.planning.groups import group_of, rank_lists_for, strategy_for
+from polyshard.planning.layout import NamedLayout
+from polyshard.planning.units import PlannedModule, PlannedUnit
+from polyshard.registry.make import option_parameters
+from polyshard.setup.build import Request
+from polyshard.setup.plugins import ChosenPlugins, compute_device, policy_choice, refuse_unserved
+from polyshard.setup.shard import planned_modules
+from torch import nn
+
+from .explanation import ExplainedParameter, ExplainedPlugin, ExplainedUnit, Explanation, Value
+
+
+def explain(
+    config: ShardConfig,
+    model: nn.Module,
+    world_size: int,
+    *,
+    device: torch.device | str | None = None,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+) -> Explanation:
+    """Explain ``config`` for ``model`` on ``world_size`` ranks.
+
+    Needs no other ranks, no device and no memory: parameters may be on the meta device, and stay as they are. The
+    factories of plugins are called, listeners' aside; collectives and offload managers that need ranks or a device are
+    stood in for, and say so in ``ExplainedPlugin.absent``.
+
+    Args:
+        config: What to explain. ``source_of`` tells where its values came from.
+        model: Any module that ``polyshard.shard`` takes.
+        world_size: Number of ranks; collectives that the configuration names may have another one.
+        device: Where ranks are to compute; None for where ``config`` says or, without that, where the model's
+            parameters are. Parameters on the meta device compute on this machine's accelerator, or the CPU. CUDA is
+            not asked whether it is there.
+        ignored_modules: As for ``polyshard.shard``.
+        ignored_parameters: As for ``polyshard.shard``.
+
+    Raises:
+        ConfigTypeError: ``model`` is no module.
+        ConfigError, PluginError, ShardingError: what sharding would, on any rank.
+        WorldSizeError: ``world_size`` is below 1 or above ``MOST_RANKS``, or cannot be divided as the strategy needs.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"explain takes a module, not {model!r}. Give what polyshard.shard would be given.")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MOST_RANKS:
+        raise WorldSizeError(
+            f"there is no world of {world_size!r} ranks. Give their number, 1 or more, and at most {MOST_RANKS}."
+        )
+    placed = dataclasses.replace(config, device=_device(config, model, device, ignored_modules))
+    assert placed.device is not None
+    _, process_group, mesh = group_of(config)
+    context = PluginContext(
+        name="",
+        device=placed.device,
+        process_group=process_group,
+        mesh=mesh,
+        timeout=timedelta(seconds=config.timeout_s),
+    )
+    workbench = Workbench(world_size, registry.scan())
+    made = {
+        setting: workbench.construct(group, _choice(config, setting), context)
+        for setting, group in GROUP_OF_SETTING.items()
+    }
+    collectives, layout = made["collectives"], made["layout"]
+    if not collectives.absent:
+        refuse_unable(collectives.instance, 0)
+        refuse_unserved(collectives, context, world_size)
+    listeners = _listeners(config, workbench)
+    policy = WatchedPolicy(made["policy"].instance)
+    plugins = StoodInPlugins(
+        context,
+        workbench.stand_in(Group.COLLECTIVES, context),
+        made["precision"].instance,
+        made["offload"].instance,
+        policy,
+        NamedLayout(layout.instance, layout.resolved.described),
+        Events([]),
+        tuple(made.values()),
+        collectives.instance,
+        workbench.entry_points,
+        workbench,
+    )
+    strategy = strategy_for(config, world_size)
+    shard_lists, _ = rank_lists_for(config, strategy, world_size)
+    shards = len(shard_lists[0])
+    # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
+    request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters, composes=False)
+    planned = planned_modules(request, plugins, strategy, shards)
+    units: list[ExplainedUnit] = []
+    for each in planned:
+        own = each.plugins.overrides.get("layout")
+        arranged_by = (layout if own is None else own).resolved.name
+        reason = _reason(each, policy, model)
+        units += [_unit(each, unit, arranged_by, reason) for unit in each.units]
+    return Explanation(
+        model=type(model).__name__,
+        world_size=world_size,
+        shards=shards,
+        strategy=strategy,
+        device=placed.device,
+        settings=_settings(config, device),
+        plugins=(
+            *(_plugin(each, setting, partial(config.source_of, setting)) for setting, each in made.items()),
+            *listeners,
+            *(plugin for each in planned for plugin in _overriding(each)),
+        ),
+        units=tuple(units),
+    )
+
+
+def _device(
+    config: ShardConfig, model: nn.Module, given: torch.device | str | None, ignored_modules: Collection[nn.Module]
+) -> torch.device:
+    wanted = config if given is None else dataclasses.replace(config, device=given)
+    chosen = wanted.device
+    if (
+        chosen is None
+        and not isinstance(config.collectives, Collectives)
+        and all(p.is_meta for p in model.parameters())
+    ):
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        chosen = accelerator or torch.device("cpu")
+    if chosen is None:
+        return compute_device(config, model, ignored_modules)
+    # The current one of this process would have to be asked of CUDA, which takes memory on a device.
+    return torch.device("cuda", 0) if chosen.type == "cuda" and chosen.index is None else chosen
+
+
+def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[Value, ...]:
+    values = []
+    for field in dataclasses.fields(config):
+        value = Value(field.name, getattr(config, field.name), config.source_of(field.name))
+        if field.name == "device" and device is not None:
+            value = Value("device", torch.device(device), Source(Origin.CODE, "argument device"))
+        values.append(value)
+    return tuple(values)
+
+
+def _overriding(each: PlannedModule) -> list[ExplainedPlugin]:
+    label = each.name or "(root)"
+    source = Source(Origin.CODE, "the policy")
+    return [
+        _plugin(constructed, f"{label}: {setting}", lambda option: source)
+        for setting, constructed in each.plugins.overrides.items()
+    ]
+
+
+#: Returns where an option of a plugin was set.
+OptionSource = Callable[[str], Source]
+
+
+class WatchedPolicy(WrapPolicy):
+    """A policy that remembers the modules that it chose."""
+
+    api_version = 1
+
+    def __init__(self, policy: WrapPolicy) -> None:
+        self.policy = policy
+        self.chosen: UnitPlan = {}
+
+    def plan(self, root: Any, context: Any) -> UnitPlan:
+        chosen = self.policy.plan(root, context)
+        if isinstance(chosen, Mapping):
+            self.chosen = chosen
+        return chosen
+
+
+def _choice(config: ShardConfig, setting: str) -> PluginChoice:
+    """As sharding reads it."""
+    if setting == "collectives":
+        return group_of(config)[0]
+    choice: PluginChoice = getattr(config, setting)
+    return policy_choice(choice) if setting == "policy" else choice
+
+
+def _plugin(constructed: registry.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
+    """``constructed``, which ``serves`` a setting, with where its options come from."""
+    used, resolved = registry.used(constructed), constructed.resolved
+    inner = zip(constructed.inner, constructed.choices, strict=True)
+    return ExplainedPlugin(
+        serves=serves,
+        group=used.group.value,
+        name=used.name,
+        distribution=used.distribution,
+        version=used.version,
+        value=used.value,
+        file=used.file,
+        options=_options(resolved, source),
+        inner=tuple(
+            _plugin(each, used.name, partial(_source_inside, resolved, source, choice)) for each, choice in inner
+        ),
+        absent=constructed.absent if isinstance(constructed, Tried) else "",
+    )
+
+
+def _source_inside(outer: registry.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:
+    """Where an ``option`` of ``choice``, by which ``outer`` asked for a plugin, was set."""
+    for name, value in outer.options.items():
+        if value is choice or (isinstance(value, list | tuple) and any(each is choice for each in value)):
+            return source(name)
+    return Source(Origin.CODE, f"plugin {outer.name}")
+
+
+def _listeners(config: ShardConfig, workbench: Workbench) -> list[ExplainedPlugin]:
+    """They are resolved and not constructed, since they may write files."""
+    # To see that the program's own have hooks.
+    Events([(type(each).__name__, each) for each in config.listeners if not isinstance(each, str | Mapping)])
+    source = config.source_of("listeners")
+    found = []
+    for position, choice in enumerate(config.listeners):
+        resolved: registry.Resolved[Any] = registry.resolve(Group.PLUGINS, choice, workbench.entry_points)
+        resolved.check_options()
+        given = None if resolved.distribution else choice
+        plugin = _plugin(registry.Constructed(resolved, given), f"listeners[{position}]", lambda option: source)
+        absent = "" if given is not None else "listeners may write files"
+        found.append(dataclasses.replace(plugin, absent=absent))
+    return found
+
+
+def _options(resolved: registry.Resolved[Any], source: OptionSource) -> tuple[Value, ...]:
+    """Those that were given, and the factory's defaults of the others."""
+    if not resolved.distribution:
+        return ()
+    try:
+        known = option_parameters(inspect.signature(resolved.factory))
+    except (TypeError, ValueError):
+        known = {}
+    taken = {name: each.default for name, each in known.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    values = {name: Value(name, value, source(name)) for name, value in resolved.options.items()}
+    defaults = {
+        name: Value(name, default, Source(Origin.DEFAULT))
+        for name, default in taken.items()
+        if default is not inspect.Parameter.empty
+    }
+    ordered = [name for name in taken if name in values or name in defaults]
+    everything = defaults | values
+    return tuple(everything[name] for name in dict.fromkeys([*ordered, *values]))
+
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+#: Errors of a factory that misses ranks or a device. A wrong option is an error here, too.
+_MISSES = (StateError, CollectiveError, PluginLoadError)
+
+
+@dataclass(frozen=True)
+class Tried(registry.Constructed[_T_co]):
+    """A plugin whose factory was called."""
+
+    absent: str = ""
+    """Why the instance is a stand-in's; empty where it is the plugin's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workbench:
+    """Where plugins are constructed to be explained."""
+
+    world_size: int
+    """Number of ranks that collectives are stood in for with."""
+    entry_points: EntryPoints
+
+    def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried[Any]:
+        """The plugin of ``choice``, constructed, or a stand-in where it needs ranks or a device.
+
+        Raises what ``registry.resolve`` and ``registry.construct`` do for whatever else is wrong.
+        """
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        inner: list[registry.Constructed[Any]] = []
+        choices: list[object] = []
+        refused: list[PolyshardError] = []
+
+        def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> registry.Constructed[Any]:
+            try:
+                inner.append(self.construct(group, choice, context))
+            except PolyshardError as error:
+                refused.append(error)
+                raise
+            choices.append(choice)
+            return inner[-1]
+
+        try:
+            made = registry.construct(resolved, context, self.entry_points, make_inner)
+        except _MISSES as error:
+            # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
+            if group not in _STAND_INS or error in refused:
+                raise
+            return Tried(resolved, self.stand_in(group, context), tuple(inner), tuple(choices), str(error))
+        return Tried(resolved, made.instance, made.inner, made.choices)
+
+    def stand_in(self, group: Group, context: PluginContext) -> Any:
+        """The replacement of a plugin that cannot be constructed here: pretended collectives, or no offloading."""
+        choice = dict(_STAND_INS[group])
+        if group is Group.COLLECTIVES:
+            choice["world_size"] = self.world_size
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        return registry.construct(resolved, replace(context, process_group=None), self.entry_points).instance
+
+
+#: Replacements of plugins that may need ranks or a device. Plugins of the other groups only choose.
+_STAND_INS: Mapping[Group, Mapping[str, Any]] = {
+    Group.COLLECTIVES: {"name": "polyshard:fake", "rank": 0},
+    Group.OFFLOAD: {"name": "polyshard:none"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoodInPlugins(ChosenPlugins):
+    """Plugins of which some are stand-ins, those among them that a policy names for a unit."""
+
+    workbench: Workbench
+
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
+        return self.workbench.construct(group, choice, self.context)
+
+
+def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) -> ExplainedUnit:
+    spec, flat, dtypes = unit.spec, unit.layout, unit.dtypes
+    elements = sum(slot.numel for slot in flat.slots)
+    if flat.world_size == 1:
+        gather_nbytes = 0
+    elif unit.wire is None:
+        gather_nbytes = flat.shard_numel * dtypes.compute.itemsize
+    else:
+        gather_nbytes = unit.wire.nbytes_per_rank
+    group = next(group for group in module.groups if group[0].names[0] in spec.parameter_names)
+    return ExplainedUnit(
+        name=spec.label,
+        module_class=type(module.module).__name__,
+        parameters=tuple(
+            ExplainedParameter(name, slot.shape, slot.offset, slot.by_rows)
+            for name, slot in zip(spec.parameter_names, flat.slots, strict=True)
+        ),
+        elements=elements,
+        padding=flat.padded_numel - elements,
+        shard_elements=flat.shard_numel,
+        trained=group[0].original.requires_grad,
+        master=spec.master_dtype,
+        compute=dtypes.compute,
+        wire=dtypes.wire,
+        reduce=dtypes.reduce,
+        grad=dtypes.grad,
+        gather_nbytes=gather_nbytes,
+        encoded=unit.wire is not None,
+        layout=layout,
+        overrides=dict(module.overrides),
+        reason=reason,
+    )
+
+
+def _reason(module: PlannedModule, policy: WatchedPolicy, root: nn.Module) -> str:
+    if module.module is root:
+        return "what no unit inside of it holds"
+    if module.parent is not None:
+        return "a large module before or behind all units (split_root)"
+    if module.module not in policy.chosen:
+        return "the precision leaves it alone"
+    where = f"reason of {type(policy.policy).__module__}:{type(policy.policy).__qualname__} for '{module.name}'"
+    try:
+        answer: object = policy.policy.reason(module.module, module.name)
+    except Exception as error:
+        raise PluginContractError(f"{where} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(answer, str):
+        raise PluginContractError(f"{where} answered {answer!r}. Return text, empty where there is nothing to say.")
+    return answer or "the policy chose it"

@@ -1,0 +1,166 @@
+"""The parts of an explanation."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from polyshard.config import Source, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting, or an option of a plugin."""
+
+    name: str
+    value: Any
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedPlugin:
+    """The plugin behind a name."""
+
+    serves: str
+    """The setting that names it (``"listeners[1]"`` for the second listener), ``"blocks.3: precision"`` where a policy
+    names it for a unit, or, of an inner one, the name of the plugin that asked for it."""
+    group: str
+    """Its entry-point group."""
+    name: str
+    """As it was asked for; of an object that the program gave, its class's."""
+    distribution: str
+    """The distribution that offers it; empty for an object of the program."""
+    version: str
+    """Version of the distribution; empty for an object of the program."""
+    value: str
+    """Where its factory is: ``"module:attribute"``."""
+    file: str
+    """The file in which its factory is defined; empty where none is known."""
+    options: tuple[Value, ...]
+    """All that its factory takes, defaults included."""
+    inner: tuple[ExplainedPlugin, ...] = ()
+    """The plugins that its factory constructed by name."""
+    absent: str = ""
+    """Why it was not constructed: it needs ranks or a device. Empty where it was."""
+
+    def walk(self) -> list[ExplainedPlugin]:
+        """This one, and all inside of it: an outer one before its inner ones."""
+        return [self, *(found for each in self.inner for found in each.walk())]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedParameter:
+    """Where one parameter lies in its unit."""
+
+    name: str
+    """Its first fully-qualified name."""
+    shape: tuple[int, ...]
+    offset: int
+    """Its first element in the unit's buffer."""
+    by_rows: bool
+    """Whether ranks cut it between rows of dimension 0 only."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedUnit:
+    """Parameters that are gathered together."""
+
+    name: str
+    """Of the unit, ``(root)`` for the outermost module."""
+    module_class: str
+    """Class of its module."""
+    parameters: tuple[ExplainedParameter, ...]
+    """In the order in which they lie."""
+    elements: int
+    """Elements of its parameters."""
+    padding: int
+    """Elements of its buffer that belong to no parameter."""
+    shard_elements: int
+    """Elements that each rank holds, padding included."""
+    trained: bool
+    """Whether its parameters require gradients."""
+    master: torch.dtype
+    """Of the master, which the optimizer updates."""
+    compute: torch.dtype
+    """Of parameters in forward and backward."""
+    wire: torch.dtype
+    """Of gradients while they travel."""
+    reduce: torch.dtype
+    """In which gradients are accumulated."""
+    grad: torch.dtype
+    """Of ``.grad``."""
+    gather_nbytes: int
+    """Bytes that each rank sends when the unit is gathered; 0 where it is not cut."""
+    encoded: bool
+    """Whether a gather carries something else than the compute dtype."""
+    layout: str
+    """Name of the plugin that arranged it."""
+    overrides: Mapping[str, Any]
+    """Settings that the policy gave to it alone."""
+    reason: str
+    """The rule that made it a unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A configuration, explained for a model."""
+
+    model: str
+    """Class of the model."""
+    world_size: int
+    """Number of ranks."""
+    shards: int
+    """How many of them share each unit."""
+    strategy: Strategy
+    """The one in force, which on one rank is ``NO_SHARD`` whatever the setting says."""
+    device: torch.device
+    """Where each rank computes; index 0 stands for its own."""
+    settings: tuple[Value, ...]
+    plugins: tuple[ExplainedPlugin, ...]
+    """Those of the settings, in their order, and behind them those that the policy named for units."""
+    units: tuple[ExplainedUnit, ...]
+    """In the order of the model's modules."""
+
+    @property
+    def replicas(self) -> int:
+        """How many groups of ranks hold the same shards."""
+        return self.world_size // self.shards
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.elements for unit in self.units)
+
+    @property
+    def padding(self) -> int:
+        """Elements of all buffers that belong to no parameter."""
+        return sum(unit.padding for unit in self.units)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it in values that JSON holds. Classes and functions are ``"module:name"``."""
+        described: dict[str, Any] = plain(self)
+        return described | {"replicas": self.replicas, "elements": self.elements, "padding": self.padding}
+
+
+def plain(value: Any) -> Any:
+    """``value`` as what JSON holds."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(each) for each in value]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"

@@ -1,0 +1,330 @@
+"""One step of a sharded model on the meta device, as the engine itself runs it.
+
+[Note: why the engine]
+The engine's hooks, schedule, buckets and reductions decide what is alive when and what travels when. A model of them
+would have to be kept equal to them. On the meta device they run as they are, and only a device's part is missing:
+kernels, bytes, time. Those are recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from polyshard.api import no_sync, shard
+from polyshard.config import PluginSpec, ShardConfig
+from polyshard.errors import ConfigError, PolyshardError, UnsupportedError
+from polyshard.inspect import ShardedModel, outermost_model
+from polyshard.interfaces import (
+    COMPLETED,
+    BufferRole,
+    Collectives,
+    CollectivesCapabilities,
+    ReduceOp,
+    Work,
+)
+from torch import nn
+
+from ._torch_private import TorchDispatchMode, tree_leaves
+from .kernels import fused_as_on_cuda, note_operation
+from .recording import Issued, Kind, Ledger, MemoryTimeline, Operation, Part, Span, StepRecorder
+from .workload import Batch, OptimizerModel
+
+_BRANCHED = (
+    "The model branches on values of tensors, which are not known: each branch was planned as if its condition held."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """The operations of one step, and the memory meanwhile."""
+
+    issued: tuple[Issued, ...]
+    memory: MemoryTimeline
+
+
+class TracedModel:
+    """A model on the meta device, sharded as ``config`` says for rank 0 of ``world_size``.
+
+    Args:
+        model: on the meta device; it is sharded in place.
+        optimizer: steps once a step.
+        workspace_nbytes: what libraries hold for good.
+        microbatches: forwards and backwards of a step; all but the last are under ``polyshard.no_sync``.
+
+    Raises:
+        ConfigError: as ``polyshard.shard``, or the offload manager's memory is not known.
+        ShardingError: as ``polyshard.shard``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ShardConfig,
+        world_size: int,
+        optimizer: OptimizerModel,
+        workspace_nbytes: int = 0,
+        microbatches: int = 1,
+    ) -> None:
+        if microbatches < 1:
+            raise ConfigError(f"microbatches is {microbatches}; give 1 or more.")
+        if world_size < 1:
+            raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
+        self.recorder = StepRecorder()
+        self.notes: list[str] = []
+        collectives = RecordedCollectives(self.recorder, Span(world_size))
+        with warnings.catch_warnings():
+            # That of a single rank, which is as planned.
+            warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+            self.model = shard(model, self._on_meta(config, collectives), initializer=_leave)
+        self.sharded: ShardedModel = outermost_model(self.model, "plan")
+        self.sharded.record_streams(self.recorder)
+        self._optimizer = optimizer
+        self._microbatches = microbatches
+        self._ledger = Ledger(self.recorder)
+        self._workspace_nbytes = workspace_nbytes
+        self._parameters = [each for each in self.model.parameters() if each.requires_grad]
+        self._warm = False
+        masters = [unit.master for unit in self.sharded.units]
+        self._ledger.see([*masters, *self.model.parameters()], Kind.PARAMETERS)
+        self._ledger.see(self.model.buffers(), Kind.BUFFERS)
+
+    @property
+    def standing_nbytes(self) -> Mapping[Kind, int]:
+        """Bytes that are there throughout, and that no tensor on the meta device stands for."""
+        return {Kind.OPTIMIZER: self._optimizer.standing_nbytes(self._parameters), Kind.BUFFERS: self._workspace_nbytes}
+
+    def step(self, batch: Batch) -> TracedStep:
+        """Forward, backward, optimizer and ``zero_grad``, as they repeat.
+
+        Raises:
+            UnsupportedError: the model reads values, or runs an operation that the meta device does not have.
+            ConfigError: its forward does not take the batch, or returns no loss.
+        """
+        self._ledger.see(_tensors((batch.args, batch.kwargs)), Kind.BUFFERS)
+        with ExitStack() as watching:
+            watching.enter_context(fused_as_on_cuda(self.recorder, lambda: self._note(_BRANCHED)))
+            watching.enter_context(_Watch(self.recorder, self._ledger))
+            if not self._warm:
+                # The first forward records the order that later ones prefetch by; the first step makes states.
+                self._once(batch)
+                self._ledger.find_resized()
+                self._warm = True
+            self.recorder.clear()
+            self._ledger.restart()
+            self._once(batch)
+        return TracedStep(tuple(self.recorder.issued), self._ledger.timeline(self.standing_nbytes))
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _once(self, batch: Batch) -> None:
+        for _ in range(self._microbatches - 1):
+            with no_sync(self.model):
+                self._microbatch(batch)
+        self._microbatch(batch)
+        self._name_buffers()
+        self.recorder.begin(Part.OPTIMIZER)
+        self._optimizer.step(self._parameters, self.recorder, self._ledger)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _microbatch(self, batch: Batch) -> None:
+        """One forward and its backward."""
+        recorder, ledger = self.recorder, self._ledger
+        recorder.begin(Part.FORWARD)
+        loss = self._forward(batch)
+        ledger.end_forward()
+        recorder.begin(Part.BACKWARD)
+        try:
+            torch.autograd.backward(loss)
+        except PolyshardError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            raise _untraceable("backward", self.model, error) from error
+        del loss
+        ledger.look_again()
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        try:
+            output = self.model(*batch.args, **batch.kwargs)
+        except PolyshardError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            raise _untraceable("forward", self.model, error) from error
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
+            raise ConfigError(
+                f"the forward of {type(self.model).__name__} raised {type(error).__name__}: {error}. Give a batch that "
+                "it takes."
+            ) from error
+        return _loss_of(output, type(self.model).__name__)
+
+    def _name_buffers(self) -> None:
+        """Say what storages are for that streams and parts do not tell apart."""
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        self._ledger.name(gradients, Kind.GRADIENTS)
+        for unit in self.sharded.units:
+            if unit.gather_buffer is not None:
+                self._ledger.name([unit.gather_buffer], Kind.GATHERED)
+                self._ledger.name(unit.reduction_buffers, Kind.REDUCTION)
+
+    def _on_meta(self, config: ShardConfig, collectives: RecordedCollectives) -> ShardConfig:
+        offload = PluginSpec.parse(config.offload).name if isinstance(config.offload, str | Mapping) else "?"
+        if offload != "none":
+            raise ConfigError(
+                f"plan does not know what the offload manager {offload!r} holds on the device. Plan with offload = "
+                '"none": with it the masters, gradients and states of the table go to the host.'
+            )
+        changed: dict[str, Any] = {
+            "collectives": collectives,
+            "device": "meta",
+            "listeners": (),
+            "check_ranks": False,
+            "sync_module_states": False,
+        }
+        if config.reshard_after_forward == "auto":
+            changed |= {"reshard_after_forward": None, "memory_budget": None}
+            self._note(
+                "reshard_after_forward = 'auto' is planned as if every unit were released: the units that a device "
+                "keeps beyond that fill memory which is free."
+            )
+        return dataclasses.replace(config, **changed)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records each operation and the storages of its results."""
+
+    def __init__(self, recorder: StepRecorder, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self._ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._ledger.look_again()
+        out = func(*args, **kwargs)
+        note_operation(self._recorder, func, args, kwargs, out)
+        self._ledger.see([out] if isinstance(out, torch.Tensor) else _tensors(out))
+        return out
+
+
+def _leave(module: nn.Module) -> None:
+    """Initialise nothing: on the meta device there are no values."""
+
+
+def _tensors(nested: Any) -> Sequence[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
+
+
+def _untraceable(what: str, model: nn.Module, error: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        f"the {what} of {type(model).__name__} cannot run on the meta device: {type(error).__name__}: {error}. There "
+        "tensors have shapes and no values: let it not read any (item(), tolist(), a branch on a tensor), and make its "
+        "own tensors on its inputs' device. Without --batch its parameters are planned alone."
+    )
+
+
+def _loss_of(output: Any, model: str) -> torch.Tensor:
+    """The loss in a forward's output: itself, its ``loss``, or its first value; summed where it has elements."""
+    found = output
+    if not isinstance(found, torch.Tensor):
+        if isinstance(output, Mapping) and "loss" in output:
+            found = output["loss"]
+        elif getattr(output, "loss", None) is not None:
+            found = output.loss
+        elif isinstance(output, tuple | list) and output:
+            found = output[0]
+    if not isinstance(found, torch.Tensor) or not found.requires_grad:
+        raise ConfigError(
+            f"the forward of {model} returned no loss to go back from, but {type(output).__name__}. Let it return a "
+            "tensor with a gradient, or an object, dict or tuple that holds one as its loss or first value; Hugging "
+            "Face models return one where the batch has labels."
+        )
+    return found if found.ndim == 0 else found.sum()
+
+
+_META = torch.device("meta")
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
+
+
+class RecordedCollectives(Collectives):
+    """Rank 0 of ``span``. What it can do, and the scratch that it takes, are those of ``nccl``."""
+
+    api_version = 1
+
+    def __init__(self, recorder: StepRecorder, span: Span) -> None:
+        self._recorder = recorder
+        self._span = span
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return CollectivesCapabilities(
+            devices=frozenset({"meta"}),
+            dtypes=_FLOATS,
+            reduce_ops=frozenset(ReduceOp),
+            widening=True,
+            stream_ordered=False,
+            capturable=False,
+            fixed_addresses=False,
+            can_communicate=False,
+            exchanges=True,
+        )
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return self._span.ranks
+
+    @property
+    def device(self) -> torch.device:
+        return _META
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        return self._record(Operation.ALL_GATHER, [out])
+
+    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        return self._record(Operation.ALL_GATHER, [out for out, _ in pairs])
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
+    ) -> Work:
+        return self._record(Operation.REDUCE_SCATTER, [full])
+
+    def reduce_scatter_many(
+        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
+    ) -> Work:
+        return self._record(Operation.REDUCE_SCATTER, [full for _, full, _ in triples])
+
+    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+        return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        return self._record(Operation.ALL_REDUCE, [tensor])
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        return COMPLETED
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj] * self._span.ranks
+
+    def barrier(self) -> None:
+        return None
+
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> RecordedCollectives:
+        own = next(ranks for ranks in rank_lists if 0 in ranks)
+        stride = (own[1] - own[0]) * self._span.stride if len(own) > 1 else 1
+        return RecordedCollectives(self._recorder, Span(len(own), self._span.first, stride))
+
+    def _record(self, operation: Operation, wholes: Sequence[torch.Tensor]) -> Work:
+        if self._span.ranks > 1:
+            self._recorder.transfer(operation, sum(whole.nbytes for whole in wholes), self._span, len(wholes))
+        return COMPLETED

@@ -1,0 +1,251 @@
+"""Writes a plugin, its test and its entry point: in a package of their own, or in one that is there."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib.util
+import keyword
+import os
+import re
+import string
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from polyshard.errors import ConfigError
+from polyshard.interfaces import Group
+from polyshard.registry.find import BUILT_IN, normalised, offers_of
+
+from .files import Pyproject, write_all
+
+_PLUGIN = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
+#: Names of distributions as package indexes take them: https://packaging.python.org/specifications/name-normalization.
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+#: A plugin in the list of a README, behind which the next one is put.
+_LISTED = re.compile(r"- `.*`: \[.*\]\(.*\.py\)$")
+
+
+class Kind(enum.Enum):
+    """A kind of plugin, as a user asks for it. Templates have the names of the values."""
+
+    COLLECTIVES = "collectives"
+    """Moves bytes between ranks."""
+    PRECISION = "precision"
+    """Chooses dtypes, and casts."""
+    OFFLOAD = "offload"
+    """Parks shards between uses."""
+    POLICY = "policy"
+    """Chooses which modules become units."""
+    LAYOUT = "layout"
+    """Chooses where in its unit each parameter lies."""
+    LISTENER = "listener"
+    """Watches."""
+
+    @property
+    def group(self) -> Group:
+        """The entry-point group whose plugins are of this kind."""
+        names = {Kind.POLICY: Group.POLICIES, Kind.LAYOUT: Group.LAYOUTS, Kind.LISTENER: Group.PLUGINS}
+        return names.get(self) or Group[self.name]
+
+    def setting(self, name: str) -> str:
+        """The line of TOML that picks the plugin ``name``."""
+        return f'listeners = ["{name}"]' if self is Kind.LISTENER else f'{self.value} = "{name}"'
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of a plugin that was written."""
+
+    folder: Path
+    """The package's."""
+    distribution: str
+    """The package's name."""
+    name: str
+    """The plugin's."""
+    kind: Kind
+    added: tuple[Path, ...]
+    """Files that are new, inside of ``folder``."""
+    changed: tuple[Path, ...] = ()
+    """Files that were there, inside of ``folder``."""
+
+
+def write_plugin(kind: Kind, name: str, into: Path | None = None) -> Written:
+    """Write a small complete plugin of ``kind`` that is called ``name``, with its test and its entry point.
+
+    ``into``: the folder of its package: one that is not there, which is made and whose name the package gets, or that
+    of a package that gets another plugin. By default the package that the working directory lies in, if that has
+    plugins; else a new folder ``polyshard-NAME``.
+
+    Raises ``ConfigError``, with nothing written, for a name or a folder that does not do, or cannot be written to.
+    """
+    class_name = _class_name(kind, name)
+    folder = _folder(name) if into is None else into
+    try:
+        if not folder.exists():
+            return _new(kind, name, class_name, folder)
+        if not (folder / "pyproject.toml").is_file():
+            raise ConfigError(
+                f"{folder} is there already, and is no package that a plugin could be added to: it has no "
+                "pyproject.toml. Choose a folder that is not there, or a package's."
+            )
+        return _added(kind, name, class_name, folder)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error}. Nothing was written.") from error
+
+
+def _folder(name: str) -> Path:
+    here = Path.cwd()
+    nearest = next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), None)
+    if nearest is not None and Pyproject.read(nearest / "pyproject.toml").offers:
+        return Path(os.path.relpath(nearest))
+    return Path("polyshard-" + name.replace("_", "-"))
+
+
+def _new(kind: Kind, name: str, class_name: str, folder: Path) -> Written:
+    parent = folder.resolve().parent
+    if not parent.is_dir():
+        raise ConfigError(f"cannot make {folder}: {parent} is not there; make it first")
+    distribution, module = folder.resolve().name, _module_of(folder.resolve())
+    values = {
+        "distribution": distribution,
+        "module": module,
+        "name": name,
+        "class_name": class_name,
+        "group": kind.group.value,
+        "entry": _entry(kind, name, f"src/{module}"),
+    }
+    contents = {
+        "pyproject.toml": _filled("pyproject.toml", values),
+        "README.md": _filled("README.md", values),
+        f"src/{module}/__init__.py": f'"""Plugins of {distribution} for polyshard."""\n',
+        f"src/{module}/py.typed": "",
+        f"src/{module}/{name}.py": _filled(f"{kind.value}.py", values),
+        f"tests/test_{name}.py": _filled(f"{kind.value}_test.py", values),
+    }
+    write_all({folder / path: text for path, text in contents.items()}, {})
+    return Written(folder, distribution, name, kind, tuple(map(Path, contents)))
+
+
+def _added(kind: Kind, name: str, class_name: str, folder: Path) -> Written:
+    pyproject = Pyproject.read(folder / "pyproject.toml")
+    source = _source(folder, pyproject.module)
+    values = {"module": pyproject.module, "name": name, "class_name": class_name}
+    added = {
+        source / f"{name}.py": _filled(f"{kind.value}.py", values),
+        Path("tests", f"test_{name}.py"): _filled(f"{kind.value}_test.py", values),
+    }
+    for path in added:
+        if (folder / path).exists():
+            raise ConfigError(f"{folder / path} is there already. Choose another name, or move that file.")
+    changed: dict[Path, str] = {}
+    readme = _with_entry(folder / "README.md", _entry(kind, name, source.as_posix()))
+    if readme is not None:
+        changed[Path("README.md")] = readme
+    # Last: with the entry point the plugin can be found.
+    value = f"{pyproject.module}.{name}:{class_name}"
+    changed[Path("pyproject.toml")] = pyproject.with_entry_point(kind.group.value, name, value)
+    write_all(
+        {folder / path: text for path, text in added.items()}, {folder / path: text for path, text in changed.items()}
+    )
+    return Written(folder, pyproject.distribution, name, kind, tuple(added), tuple(changed))
+
+
+def _source(folder: Path, module: str) -> Path:
+    """Where in ``folder`` the package ``module`` lies."""
+    for source in (Path("src", module), Path(module)):
+        if (folder / source / "__init__.py").is_file():
+            return source
+    raise ConfigError(
+        f"the module {module} of the package in {folder} is found neither in src/{module} nor in {module}. Write the "
+        "plugin into a new folder, and move it from there."
+    )
+
+
+def _entry(kind: Kind, name: str, source: str) -> str:
+    """The plugin's line in the list of a README."""
+    code = f"{source}/{name}.py"
+    return f"- `{kind.setting(name)}`: [{code}]({code})"
+
+
+def _with_entry(readme: Path, entry: str) -> str | None:
+    """The text of ``readme`` with ``entry`` in its list of plugins; None where it has no such list any more."""
+    if not readme.is_file():
+        return None
+    lines = readme.read_bytes().decode("utf-8").split("\n")
+    listed = [index for index, line in enumerate(lines) if _LISTED.match(line)]
+    if not listed:
+        return None
+    lines.insert(listed[-1] + 1, entry)
+    return "\n".join(lines)
+
+
+def _filled(name: str, values: Mapping[str, str]) -> str:
+    template = files(__package__).joinpath("templates", f"{name}.template").read_text(encoding="utf-8")
+    return string.Template(template).substitute(values)
+
+
+def _class_name(kind: Kind, name: str) -> str:
+    """The class of the plugin ``name``, which is its module's name, too.
+
+    Raises ``ConfigError``: not lower-case words joined by underscores, a word of Python, the name of a built-in plugin
+    of that kind, or one whose class or module the plugin's file would give another meaning.
+    """
+    if not _PLUGIN.fullmatch(name):
+        words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+        near = "_".join(words).lstrip("0123456789_")
+        cure = f" Did you mean {near!r}?" if _PLUGIN.fullmatch(near) else ""
+        raise ConfigError(
+            f"a plugin cannot be called {name!r}: its name is its module's, too. Give lower-case words joined by "
+            f"underscores, beginning with a letter.{cure}"
+        )
+    if any(offer.built_in for offer in offers_of(kind.group, name=name)):
+        raise ConfigError(
+            f"{name!r} is a built-in plugin of {kind.group.value}, and that name goes on meaning it. Choose "
+            f"another, 'my_{name}' for example."
+        )
+    class_name = "".join(word.capitalize() for word in name.split("_"))
+    if keyword.iskeyword(name) or keyword.iskeyword(class_name) or class_name in _identifiers(kind):
+        raise ConfigError(
+            f"a plugin cannot be called {name!r}: its module {name} or its class {class_name} would stand for "
+            f"something else in its file. Choose another name, 'my_{name}' for example."
+        )
+    return class_name
+
+
+def _identifiers(kind: Kind) -> set[str]:
+    """The names that a plugin's file, or its test's, uses: the class cannot have one of them."""
+    values = {"module": "package", "name": "plugin", "class_name": "_"}
+    nodes = [
+        node
+        for name in (f"{kind.value}.py", f"{kind.value}_test.py")
+        for node in ast.walk(ast.parse(_filled(name, values)))
+    ]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return used | {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+
+
+def _module_of(folder: Path) -> str:
+    """The module of the package that is to be made in ``folder``, whose name is the distribution's.
+
+    Raises ``ConfigError`` where the folder names no distribution or no module, or the module would hide another.
+    """
+    name = folder.name
+    module = normalised(name).replace("-", "_")
+    if not _DISTRIBUTION.fullmatch(name) or not module.isidentifier() or keyword.iskeyword(module):
+        raise ConfigError(
+            f"the folder {folder} cannot be a package's, which is called as its folder is: {name!r} does not name "
+            "both a distribution and a module. Give letters, digits and hyphens, beginning with a letter."
+        )
+    if module == BUILT_IN or module in sys.stdlib_module_names:
+        raise ConfigError(f"the package {name!r} would hide the module {module}. Choose another folder.")
+    found = importlib.util.find_spec(module)
+    # Folders without __init__.py that happen to lie on the path hide nothing.
+    if found is not None and found.origin is not None:
+        raise ConfigError(
+            f"the package {name!r} would hide the module {module}, which is installed: {found.origin}. Choose "
+            "another folder, or uninstall that one."
+        )
+    return module
