@@ -19,8 +19,8 @@ import torch
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..runtime.unit import Unit
-from .lookup import Found, LiveRoots
-from .norms import bring_in_reach
+from .lookup import LiveRoots, ParameterLocation
+from .norms import make_scales_readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Blocks:
         )
 
 
-def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     """Warn where the result differs from the unsharded model's. ``groups``: parameters in units that are cut."""
     blocks = _blocks_of(optimizer)
     if blocks is None:
@@ -138,7 +138,7 @@ class OptimizerCheck:
             return
         if self._passed.get(optimizer) != len(optimizer.param_groups):
             self._look_at(optimizer)
-        bring_in_reach(optimizer)
+        make_scales_readable(optimizer)
         for reference in self._live.references:
             root = reference()
             if root is not None and root.unfilled:
@@ -251,7 +251,7 @@ def _asked_for_states() -> bool:
     return _torch_private.called_from(_STATE_DICTS)
 
 
-def _refuse_dead_hooks(found: Iterable[Found]) -> None:
+def _refuse_dead_hooks(found: Iterable[ParameterLocation]) -> None:
     for each in found:
         if each.slot is None or each.unit.resident or each.root.unsharded:
             continue
@@ -264,7 +264,7 @@ def _refuse_dead_hooks(found: Iterable[Found]) -> None:
             )
 
 
-def _warn_of_underflow(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _warn_of_underflow(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     scaled = [
         each
         for group in groups
@@ -287,12 +287,12 @@ def _leaves_zeros_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any])
     return type(optimizer) is torch.optim.SGD and not group["momentum"] and not group["weight_decay"]
 
 
-def _travels_in(found: Found) -> tuple[torch.dtype, ...]:
+def _travels_in(found: ParameterLocation) -> tuple[torch.dtype, ...]:
     dtypes = found.unit.dtypes
     return dtypes.compute, dtypes.wire, dtypes.reduce
 
 
-def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     for name, (does, instead) in _NOT_ELEMENTWISE.items():
         kind = getattr(torch.optim, name, None)
         if kind is not None and isinstance(optimizer, kind):
@@ -304,7 +304,7 @@ def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Se
             )
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     for group in groups:
         for each in group:
             if each.slot is not None and each.unit.flat is not None and each.unit.trainable:
@@ -315,7 +315,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence
                 )
 
 
-def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     """Refuse what an optimizer kept of whole parameters before they were sharded."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         # Others may keep of whole parameters what they like.
@@ -336,7 +336,7 @@ def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequ
                     )
 
 
-def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     """Refuse groups that ``p.ndim >= 2`` made after sharding, which no piece fulfils."""
     dims = [
         [len(each.unit.layout.slots[each.slot].shape) for each in group if each.slot is not None] for group in groups
@@ -382,7 +382,7 @@ def _harmless(empty: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> 
     )
 
 
-def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     """Warn where no group decays, as after ``p.ndim >= 2`` whose empty group was left out or never made."""
     given = optimizer.param_groups
     if not optimizer.defaults.get("weight_decay") or any(group.get("weight_decay") for group in given):
@@ -400,17 +400,17 @@ def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Seque
         )
 
 
-def _dims(found: Found) -> int:
+def _dims(found: ParameterLocation) -> int:
     """Of the whole parameter; 1 of a flat one."""
     return 1 if found.slot is None else len(found.unit.layout.slots[found.slot].shape)
 
 
-def _parameter(found: Found) -> torch.Tensor:
+def _parameter(found: ParameterLocation) -> torch.Tensor:
     if found.slot is None:
         assert found.unit.flat is not None
         return found.unit.flat.parameter
     return found.unit.parameters[found.slot].original
 
 
-def _name(found: Found) -> str:
+def _name(found: ParameterLocation) -> str:
     return found.unit.name if found.slot is None else found.unit.parameters[found.slot].names[0]

@@ -35,8 +35,8 @@ from ..runtime.activation_checkpoint import Checkpointed
 from ..runtime.guards import forget_registrations
 from ..runtime.root import Root
 from ..runtime.unit import Unit
-from .lookup import Found, live_roots
-from .norms import Held, accumulator, agreed_norm, in_reach, refuse_order, told_of
+from .lookup import ParameterLocation, live_roots
+from .norms import GradientsByGrid, agreed_norm, check_norm_type, norm_dtype, norm_text, readable_scales
 from .optimizers import OptimizerCheck
 from .whole import guard_state_dicts
 
@@ -211,7 +211,7 @@ class GradientUtilities:
                     f"torch.amp.GradScaler does not unscale fp16 gradients, which unit '{unit.name}' has (rank "
                     f"{unit.grid.world.rank}). Keep the model in fp32 and shard it with precision='fp16'."
                 )
-        inv_scale, found_inf = in_reach(inv_scale, given), in_reach(found_inf, given)
+        inv_scale, found_inf = readable_scales(inv_scale, given), readable_scales(found_inf, given)
         findings = self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         device = root.collectives.device
         worst = torch.zeros((), dtype=torch.float32, device=device)
@@ -233,7 +233,7 @@ class GradientUtilities:
         self,
         given: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor | None],
-        found: Sequence[Found | None],
+        found: Sequence[ParameterLocation | None],
         norm_type: float,
         error_if_nonfinite: bool,
         foreach: bool | None,
@@ -241,7 +241,7 @@ class GradientUtilities:
         max_norm: float | None = None,
     ) -> torch.Tensor:
         """The norm of ``tensors``: those that are ``given``, or their gradients."""
-        inside: list[tuple[Found, torch.Tensor | None]] = []
+        inside: list[tuple[ParameterLocation, torch.Tensor | None]] = []
         outside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         strange: list[torch.Tensor] = []
         for parameter, tensor, each in zip(given, tensors, found, strict=True):
@@ -255,8 +255,8 @@ class GradientUtilities:
         inside.sort(key=lambda pair: pair[0].order)
         first = inside[0][0].root
         order = float(norm_type)
-        refuse_order(order, call, first.rank)
-        held: Held = {}
+        check_norm_type(order, call, first.rank)
+        held: GradientsByGrid = {}
         grid: RankGrid | None = None
         group: list[torch.Tensor] = []
         for each, tensor in inside:
@@ -283,14 +283,14 @@ class GradientUtilities:
             [each.unit for each, _ in inside],
             held,
             order,
-            accumulator((each.unit for each, _ in inside), (parameter for parameter, _ in outside)),
-            told_of(order, max_norm, error_if_nonfinite=error_if_nonfinite),
+            norm_dtype((each.unit for each, _ in inside), (parameter for parameter, _ in outside)),
+            norm_text(order, max_norm, error_if_nonfinite=error_if_nonfinite),
             named,
         )
         # The norm of norms is the norm. Torch's own raises where that is asked for.
         return self._total_norm([total, *strange], order, error_if_nonfinite, foreach)
 
-    def _find_gradients(self, tensors: Sequence[torch.Tensor], found: list[Found | None]) -> None:
+    def _find_gradients(self, tensors: Sequence[torch.Tensor], found: list[ParameterLocation | None]) -> None:
         """Find what among ``tensors`` is a gradient of a sharded model, by where it lies: views of one count as it."""
         # Strangers' tensors may be of any kind, with no address to ask for.
         wanted = {
@@ -307,7 +307,7 @@ class GradientUtilities:
                         continue
                     index = wanted.get((gradient.data_ptr(), gradient.numel()))
                     if index is not None:
-                        found[index] = Found(root, unit, None, (age, number))
+                        found[index] = ParameterLocation(root, unit, None, (age, number))
                         if unit.grid.shard is not None:
                             seen.append(unit)
                     elif gradient.numel() and unit.grid.shard is not None:
@@ -321,7 +321,7 @@ class GradientUtilities:
                 )
 
 
-def _spans_ranks(found: Sequence[Found | None]) -> bool:
+def _spans_ranks(found: Sequence[ParameterLocation | None]) -> bool:
     """Whether this rank may not answer alone: others hold pieces, or may have other gradients of what is no unit's."""
     grids = [each.unit.grid for each in found if each is not None]
     if any(grid.shard is not None for grid in grids):
@@ -330,7 +330,9 @@ def _spans_ranks(found: Sequence[Found | None]) -> bool:
     return several and not all(grid.alone for grid in grids)
 
 
-def _as_flat(given: list[torch.Tensor], found: list[Found | None]) -> tuple[list[torch.Tensor], list[Found | None]]:
+def _as_flat(
+    given: list[torch.Tensor], found: list[ParameterLocation | None]
+) -> tuple[list[torch.Tensor], list[ParameterLocation | None]]:
     """Put units' flat parameters in the place of originals, whose gradients arrive there."""
     flattened: dict[Unit, set[int]] = {}
     for each in found:
@@ -346,7 +348,7 @@ def _as_flat(given: list[torch.Tensor], found: list[Found | None]) -> tuple[list
                 f"not, but all of them have one gradient, that of their flat parameter (rank {unit.grid.world.rank}). "
                 "Clip all of them, or do without polyshard.flat_parameters."
             )
-    tensors: dict[torch.Tensor, Found | None] = {}
+    tensors: dict[torch.Tensor, ParameterLocation | None] = {}
     for tensor, each in zip(given, found, strict=True):
         if each is not None and each.slot is not None and each.unit.flat is not None:
             tensors[each.unit.flat.parameter] = each._replace(slot=None)
@@ -544,9 +546,11 @@ def _refuse_pieces(call: str, tensors: Iterable[torch.Tensor], instead: str) -> 
         )
 
 
-def _first(tensors: Iterable[torch.Tensor], counts: Callable[[Found], bool] = lambda _: True) -> Found | None:
+def _first(
+    tensors: Iterable[torch.Tensor], counts: Callable[[ParameterLocation], bool] = lambda _: True
+) -> ParameterLocation | None:
     return next((each for each in live_roots.find(list(tensors)) if each is not None and counts(each)), None)
 
 
-def _name(found: Found) -> str:
+def _name(found: ParameterLocation) -> str:
     return found.unit.name if found.slot is None else found.unit.parameters[found.slot].names[0]

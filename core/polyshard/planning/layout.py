@@ -174,7 +174,7 @@ class NamedLayout:
     """A layout, and how messages name it."""
 
     layout: Layout
-    described: str
+    label: str
     """The plugin, its group and the package that it is from."""
 
     def arrange(self, unit: UnitGeometry, rank: int) -> tuple[tuple[tuple[int, ...], FlatLayout], ...]:
@@ -184,7 +184,7 @@ class NamedLayout:
             ConfigError: the layout did, for what the user asked of it.
             PluginContractError: the layout failed, or answered what its contract does not allow.
         """
-        where = f"{self.described} for unit '{unit.name}' of {unit.shards} shards (rank {rank})"
+        where = f"{self.label} for unit '{unit.name}' of {unit.shards} shards (rank {rank})"
         try:
             answer: Any = self.layout.arrange(unit)
             buffers: Any = tuple(answer) if isinstance(answer, Sequence) else None

@@ -12,7 +12,7 @@ from ..interfaces import Collectives
 from .layout import dense_stride
 from .plan import ModuleParameters
 
-#: Marks what ``described_values`` reports.
+#: Marks what ``values_to_compare`` reports.
 VALUES = "values"
 
 #: Words of 8 bytes that are summed apart. A prime, so that rows of a matrix do not fall on each other.
@@ -23,7 +23,7 @@ _COPIED_WORDS = _COLUMNS << 12
 _SPREAD = -7046029254386353131
 
 
-def described_values(modules: Iterable[ModuleParameters], *, compare: bool) -> list[list[Any]]:
+def values_to_compare(modules: Iterable[ModuleParameters], *, compare: bool) -> list[list[Any]]:
     """What ranks compare about the values of all parameters, in JSON: name, strides, and a checksum where ``compare``.
 
     Reads every parameter once, where it is, and waits once for each device. Parameters on the meta device have no
@@ -52,7 +52,7 @@ def described_values(modules: Iterable[ModuleParameters], *, compare: bool) -> l
     ]
 
 
-def described_buffers(named: Iterable[tuple[str, nn.Module]]) -> list[list[Any]]:
+def buffers_to_compare(named: Iterable[tuple[str, nn.Module]]) -> list[list[Any]]:
     """What must be the same of buffers that are sent from rank 0, in JSON: name, shape and dtype."""
     return [
         ["buffer", f"{name}.{key}" if name else key, list(buffer.shape), str(buffer.dtype)]
@@ -62,9 +62,9 @@ def described_buffers(named: Iterable[tuple[str, nn.Module]]) -> list[list[Any]]
     ]
 
 
-def refusal(rank: int, others: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+def difference_text(rank: int, others: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str:
     """What to tell the user about ``others`` ("Rank 3 holds") beside ``rank``, given their first difference in
-    ``described_values``.
+    ``values_to_compare``.
     """
     name = ours[1]
     if ours[2] != theirs[2]:
