@@ -1,4 +1,6 @@
-"""An end that was asked for: all ranks leave behind the same step, although one alone may have been told."""
+"""Ends of a run: signals behind which all ranks leave at the same step, exceptions that other ranks should learn of,
+and random states for a checkpoint, so that a resumed run draws the numbers of a run that never stopped.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Preemption:
     """
 
     exit_code: ClassVar[int] = 75
-    """What a program should exit with that was ended so and can be taken up: ``EX_TEMPFAIL`` of ``sysexits.h``."""
+    """The exit code of a program that ended so and can be resumed: ``EX_TEMPFAIL`` of ``sysexits.h``."""
 
     def __init__(self, model: nn.Module, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1):
         """Raises ``ConfigError`` for ``every`` below 1.
@@ -62,7 +64,7 @@ class Preemption:
         self._former: dict[signal.Signals, Any] = {}
         self._entered = False
         self._noted = False
-        # When the first signal came.
+        # The time of the first signal.
         self._told_at: float | None = None
         self._agreed = False
         self._calls = 0
@@ -147,9 +149,6 @@ class Preemption:
         self._noted = True
 
 
-# Exceptions of a training program that other ranks should hear of.
-
-
 @contextmanager
 def tell_failures(model: nn.Module) -> Iterator[None]:
     """Let other ranks know of an exception that leaves the block: around the whole loop of training, say.
@@ -171,9 +170,6 @@ def tell_failures(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         sharded.tell_failure(error)
         raise
-
-
-# Random states of all ranks, for a checkpoint: a run that is taken up draws what the run that never stopped draws.
 
 
 def random_states(model: nn.Module) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from polyshard import ShardConfig, _torch_private
 from polyshard.errors import RankMismatchError
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard.runtime.peers import Peers
-from polyshard.setup import shard
+from polyshard.setup import agree
 from polyshard.setup.agree import Meeting
 from torch import nn
 
@@ -269,7 +269,7 @@ def report_of_8b(world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         model = nn.Sequential(nn.Embedding(128256, 4096), *(Block() for _ in range(32)), nn.Linear(4096, 128256))
     reports: list[list[Any]] = []
     with monkeypatch.context() as patched:
-        patched.setattr(shard, "stands_alone", lambda *arguments: False)
+        patched.setattr(agree, "stands_alone", lambda *arguments: False)
         patched.setattr(shard, "agree", lambda report, *others: reports.append(list(report)))
         policy = {"name": "module_class", "classes": [Block]}
         polyshard.shard(model, replace(config(0, world_size), policy=policy))

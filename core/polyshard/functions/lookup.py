@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 from ..errors import UnsupportedError
 from ..planning.layout import product
@@ -28,6 +29,19 @@ class ParameterLocation(NamedTuple):
     """Index of the parameter in its unit's layout; None of a flat parameter, which stands for all of them."""
     order: tuple[int, int]
     """Numbers of the root and of its unit: the same on every rank, in whatever order parameters were asked for."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter itself."""
+        if self.slot is None:
+            assert self.unit.flat is not None
+            return self.unit.flat.parameter
+        return self.unit.parameters[self.slot].original
+
+    @property
+    def name(self) -> str:
+        """Its first name; the unit's for a flat parameter."""
+        return self.unit.name if self.slot is None else self.unit.parameters[self.slot].names[0]
 
 
 class LiveRoots:
@@ -170,8 +184,8 @@ def dtensor_of(parameter: torch.Tensor) -> DTensor:
             f"as_dtensor() needs a parameter of which each rank holds a piece, but this one, of shape {placed.shape}, "
             "is whole here, or flat. Use it as it is."
         )
-    unit, shard = found.unit, found.unit.grid.shard
-    where = f"'{unit.parameters[found.slot].names[0]}' (rank {found.root.rank})"
+    shard = found.unit.grid.shard
+    where = f"'{found.name}' (rank {found.root.rank})"
     row = product(placed.shape[1:])
     each = -(-placed.shape[0] // shard.world_size) * row if placed.shape else 0
     numel = product(placed.shape)
