@@ -30,19 +30,34 @@ ROOMS = {
         ("backends", "policies", "layouts", "plugins"),
         "collectives; policies; layouts; precision, offload and listeners. Core knows them by name only",
     ),
+    "polyshard": (
+        tuple(f"core/polyshard/{name}.py" for name in ("__init__", "monitor", "preemption")),
+        "public names; a whole job: replicas that differ, ranks that are slow, ends that a signal asks for",
+    ),
     "checkpoint": ("core/polyshard/checkpoint", "checkpoints: saving, loading, folders"),
     "optim": ("core/polyshard/optim", "optimizers that need whole tensors; averages of weights"),
     "capture": ("core/polyshard/capture", "the whole step as one CUDA graph"),
     "state": ("core/polyshard/state", "state of models and optimizers as objects"),
-    "io": ("core/polyshard/io", "bytes of tensors in files, and ranges of their elements"),
-    "core": ("core/polyshard", "the public functions, the door, and small files of their own"),
+    "api": (
+        tuple(f"core/polyshard/{name}.py" for name in ("api", "extension", "inspect")),
+        "the public functions, the one door, and the one way to extend",
+    ),
     "setup": ("core/polyshard/setup", "one request: plugins, plan, agreement of ranks, build"),
     "functions": ("core/polyshard/functions", "a sharded model between steps, for our functions and torch's"),
     "runtime": ("core/polyshard/runtime", "forward and backward"),
     "planning": ("core/polyshard/planning", "which parameters form units, and where they lie; reads, changes nothing"),
     "registry": ("core/polyshard/registry", "from a name to a plugin"),
+    "listeners": (
+        tuple(f"core/polyshard/{name}.py" for name in ("events", "hookspecs")),
+        "the hooks of listeners, and their calls",
+    ),
     "config": ("core/polyshard/config", "settings, and where each came from"),
+    "io": ("core/polyshard/io", "bytes of tensors in files, and ranges of their elements"),
     "interfaces": ("core/polyshard/interfaces", "the contracts that plugins implement"),
+    "base": (
+        tuple(f"core/polyshard/{name}.py" for name in ("_torch_private", "_version", "errors", "nested")),
+        "errors, walks of nested values, private names of torch",
+    ),
 }
 
 
@@ -51,7 +66,7 @@ def files(room: str) -> list[Path]:
     folders = ROOMS[room][0]
     found: list[Path] = []
     for folder in (folders,) if isinstance(folders, str) else folders:
-        inside = (ROOT / folder).glob("*.py") if room == "core" else (ROOT / folder).rglob("*.py")
+        inside = [ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py")
         found += [path.relative_to(ROOT) for path in inside]
     return sorted(found)
 
@@ -73,8 +88,9 @@ def listing() -> str:
     """One line a file, room by room, as Markdown."""
     lines: list[str] = []
     for room, (folders, about) in ROOMS.items():
-        where = folders if isinstance(folders, str) else "`, `".join(folders)
-        lines += [f"**{room}** (`{where}`): {about}.", ""]
+        where = (folders,) if isinstance(folders, str) else folders
+        shown = "" if where[0].endswith(".py") else f" (`{'`, `'.join(where)}`)"
+        lines += [f"**{room}**{shown}: {about}.", ""]
         for path in files(room):
             said = _first_sentence(ROOT / path)
             if said:
