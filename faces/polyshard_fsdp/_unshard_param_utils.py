@@ -48,7 +48,7 @@ def _unshard_params(
     holders = [each for each in instances if each._handle is not None]
     for each in holders:
         unit = _unit_of(each)
-        unit.take_up_changes()
+        unit.adopt_changes()
         if with_grads:
             _refuse_unreduced(unit)
     for each in instances:

@@ -270,7 +270,7 @@ def report_of_8b(world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     reports: list[list[Any]] = []
     with monkeypatch.context() as patched:
         patched.setattr(agree, "stands_alone", lambda *arguments: False)
-        patched.setattr(shard, "agree", lambda report, *others: reports.append(list(report)))
+        patched.setattr(agree.Agreement, "_meet", lambda self, report, error: reports.append(list(report)))
         policy = {"name": "module_class", "classes": [Block]}
         polyshard.shard(model, replace(config(0, world_size), policy=policy))
     return reports[0]

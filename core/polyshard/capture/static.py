@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import CaptureError
-from ..nested import fields_of, map_tensors
+from ..nested import differ, fields_of, map_tensors
 
 Args = tuple[Any, ...]
 
@@ -290,12 +290,3 @@ def _setting_changed(what: str, value: Any, recorded: Any) -> str:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def differ(these: list[Any], those: list[Any]) -> bool:
-    """Whether two lists of lists or dicts hold other tensors, compared at C speed: what is identical is equal."""
-    try:
-        return these != those
-    except RuntimeError:
-        # Two tensors were compared, so they are not the same.
-        return True

@@ -49,7 +49,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
             f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
             "Use the context that is open."
         )
-    root.take_up_changes(trains=False)
+    root.adopt_changes(trains=False)
     root.unsharded = True
     flats: dict[Unit, torch.Tensor] = {}
     refusals = ExitStack()

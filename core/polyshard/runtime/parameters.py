@@ -63,7 +63,7 @@ class MasterViews(ABC):
         """Make them views of the master."""
 
     @abstractmethod
-    def take_up_changes(self) -> bool:
+    def adopt_changes(self) -> bool:
         """Take over the user's changes since the last forward; returns whether any ``requires_grad`` changed."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class Originals(MasterViews):
             return torch.empty(shape, dtype=self._master.dtype, device=self._master.device)
         return view_of(self._master, *slot.shown(piece.numel), piece.shard_offset)
 
-    def take_up_changes(self) -> bool:
+    def adopt_changes(self) -> bool:
         """Take over the user's changes since the last forward; returns whether any ``requires_grad`` changed.
 
         Called while modules hold the originals.
@@ -287,7 +287,7 @@ class FlatMaster:
             )
         self.parameter.requires_grad_(trained == {True})
 
-    def take_up_changes(self) -> None:
+    def adopt_changes(self) -> None:
         """Take over data that the user gave the flat parameter since the last forward.
 
         Raises:

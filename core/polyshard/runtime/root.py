@@ -118,7 +118,7 @@ class Root(Step):
             self.recorder.peers.withdraw()
         if self.audit is not None and self.audit.done:
             self.end_audit()
-        self.take_up_changes()
+        self.adopt_changes()
         if _torch_private.in_transform():
             raise UnsupportedError(
                 f"torch.func (vmap, grad, jvp) called '{type(module).__name__}', which is sharded (rank {self.rank}): "
@@ -148,7 +148,7 @@ class Root(Step):
         if self.events.active:
             self.events.step_begin(module)
 
-    def take_up_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
+    def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
         """Take over changes that the user made to the model since the last forward.
 
         Args:
@@ -167,7 +167,7 @@ class Root(Step):
                     unit.hide()
                 looks.refuse_ties()
             for unit in self.units:
-                unit.take_up_changes()
+                unit.adopt_changes()
             if looks is not None:
                 looks.refuse_new(trains=torch.is_grad_enabled() if trains is None else trains, anew=all_modules)
         except PolyshardError as error:

@@ -463,7 +463,7 @@ class Unit:
         """Whether the unit is released after a forward; ``turns``: its backward is expected to follow at once."""
         return self.reshard_policy is Reshard.ALWAYS or (self.reshard_policy is Reshard.UNLESS_TURNING and not turns)
 
-    def take_up_changes(self) -> None:
+    def adopt_changes(self) -> None:
         """Take over changes that the user made to the originals since the last forward.
 
         Raises:
@@ -473,8 +473,8 @@ class Unit:
             # Modules may hold views, which are no changes.
             self.hide()
         if self.flat is not None:
-            self.flat.take_up_changes()
-        if self.originals.take_up_changes() and self.prepared:
+            self.flat.adopt_changes()
+        if self.originals.adopt_changes() and self.prepared:
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:
