@@ -70,10 +70,8 @@ def _compare(model: nn.Module, root: ShardedModel) -> None:
 
 #: Elements that are summed at once: what bounds the memory that a checksum takes.
 _AT_ONCE = 1 << 20
-
 #: Odd, so that no power of two is lost by multiplying with them in 64 bits.
 _SPREAD, _STEP = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D
-
 #: By the bytes of an element. None of 64 bits: two changes of the highest would cancel, whatever multiplies them.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -140,7 +138,6 @@ def _raise(
 
 #: Steps of each ``every`` that are measured, at most.
 _MEASURED = 10
-
 #: Of a step's time, by which a straggler is behind the median at least: less is not worth a machine.
 _WORTH = 0.05
 

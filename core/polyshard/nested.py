@@ -15,12 +15,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["distinct_tensors", "iter_hidden_tensors", "iter_tensors", "map_tensors"]
-
 T = TypeVar("T")
-
 #: Types of most values that are no tensors: found without asking for every kind of container.
 PLAIN = frozenset((type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size))
-
 #: Stands for a field without a value.
 _UNSET = object()
 

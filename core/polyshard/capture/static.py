@@ -15,9 +15,7 @@ from ..errors import CaptureError
 from ..nested import differ, fields_of, map_tensors
 
 Args = tuple[Any, ...]
-
 Kwargs = Mapping[str, Any]
-
 #: Types of constants in a recording: compared by value, and immutable.
 _CONSTANTS = (
     type(None),

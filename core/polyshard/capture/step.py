@@ -17,7 +17,6 @@ from .graph import Capturer, Recording, capturer_for
 from .static import OptimizerWatch, StaticInputs, optimizer_obstacle, to_device
 
 __all__ = ["CaptureFallback", "CaptureMode", "CapturedStep"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

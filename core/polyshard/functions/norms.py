@@ -161,13 +161,10 @@ def check_norm_type(norm_type: float, call: str, rank: int) -> None:
 
 #: Norms with a larger relative difference are of different gradients, and not of one that was rounded twice.
 _TOLERANCE = 1e-5
-
 #: Groups that together reach the ranks among which a unit is reduced; see ``RankGrid.everyone``.
 Everyone = tuple[Collectives, ...]
-
 #: The gradients of a norm, by the ranks that share them; None for parameters outside of units.
 GradientsByGrid = dict[RankGrid | None, list[torch.Tensor]]
-
 #: Names and gradients of parameters outside of units; called where ranks differ.
 Outside = Callable[[], Iterable[tuple[str, torch.Tensor | None]]]
 

@@ -25,9 +25,7 @@ from .norms import make_scales_readable
 
 #: States of torch's optimizers that are one number for a parameter, whatever its shape.
 NOT_BY_ELEMENT = frozenset({"step", "eta", "mu", "mu_product"})
-
 _ELEMENTWISE = "an optimizer that treats elements alike"
-
 #: Names of ``torch.optim`` whose update of an element depends on other elements, the reason, and what to use instead.
 _NOT_ELEMENTWISE = {
     "Muon": ("orthogonalises whole matrices", "polyshard.optim.Muon"),
@@ -37,9 +35,7 @@ _NOT_ELEMENTWISE = {
     ),
     "LBFGS": ("takes inner products over all elements", _ELEMENTWISE),
 }
-
 _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
-
 _SCALER = "torch.amp.grad_scaler"
 
 

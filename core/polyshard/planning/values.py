@@ -94,10 +94,8 @@ def send_from_first(tensors: Iterable[torch.Tensor], collectives: Collectives, d
 
 #: Words of 8 bytes that are summed apart. A prime, so that rows of a matrix do not fall on each other.
 _COLUMNS = 1021
-
 #: Words of a parameter that does not begin at a word, and is copied in pieces to be summed.
 _COPIED_WORDS = _COLUMNS << 12
-
 #: Odd, so that a change of one column cannot vanish; about 2**64 divided by the golden ratio.
 _SPREAD = -7046029254386353131
 

@@ -28,9 +28,7 @@ from .reduce import Contribution, Reducer, ReductionInput
 from .streams import CommStreams
 
 _gradient_of = attrgetter("grad")
-
 _is_trained = attrgetter("requires_grad")
-
 #: Attribute of a module under which ``_Direct`` stands.
 _DIRECT = "_polyshard_direct"
 

@@ -48,7 +48,6 @@ from .unit import Unit
 
 #: Under which the hooks stand; torch's own keys are numbers.
 _KEY = "polyshard"
-
 #: Functions that compute gradients; ``manual_backward`` is Lightning's.
 _DIFFERENTIATES = frozenset({"backward", "manual_backward"})
 
@@ -308,9 +307,7 @@ def _joined(prefix: str, key: str) -> str:
 
 # Weak on both sides: the latter leads to the former.
 _guards: WeakKeyDictionary[nn.Module, ref[RegistrationGuard]] = WeakKeyDictionary()
-
 _installing = threading.Lock()
-
 _installed: list[RemovableHandle] = []
 
 

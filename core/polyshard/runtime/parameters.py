@@ -18,9 +18,7 @@ from ..planning.plan import ManagedParameter
 from .gather import view_of
 
 _address_of = torch.Tensor.data_ptr
-
 _is_trained = attrgetter("requires_grad")
-
 _dtype_of = attrgetter("dtype")
 
 

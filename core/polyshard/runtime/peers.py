@@ -25,24 +25,17 @@ from ..planning.values import checksum
 
 #: Seconds that a rank whose wait failed gives the others to post.
 GRACE_S = 1.5
-
 #: Seconds for one exchange: the machine that holds the store may have failed.
 _LIMIT_S = 3.0
-
 #: Seconds between two reads of others' posts: at first, and at most. Each pause is twice the one before.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
-
 #: The latest posts that are read, by at most as many ranks and by more: thousands post the same, all at once.
 _MOST, _OF_THOUSANDS = 256, 16
-
 #: The latest posts that are read of ranks whose program raised, for which the others wait.
 _MOST_RAISED = 8
-
 #: Kinds of posts. ``_RAISED`` and ``_ALL`` also name the lists of ranks that posted.
 _RAISED, _WAITED, _SILENT, _WITHDRAWN = "raised", "waited", "silent", "withdrawn"
-
 _ALL = "all"
-
 #: The last posts of other ranks, by rank.
 Posts = Mapping[int, Mapping[str, Any]]
 

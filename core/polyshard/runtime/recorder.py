@@ -38,16 +38,12 @@ from ..interfaces import UnitSpec
 from .peers import Peers, Posts
 
 _LOGGER = logging.getLogger(__name__)
-
 #: Communications that are remembered.
 REMEMBERED = 1000
-
 #: The fraction of the time limit after which a silent rank posts: those that wait read posts at its end.
 _POSTS_AT = 0.9
-
 #: The fraction of the time limit between two looks.
 _LOOKS_AT = 0.02
-
 #: The innermost calls of a posted stack.
 _CALLS = 12
 

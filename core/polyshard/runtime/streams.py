@@ -50,7 +50,6 @@ from .gather import GatherRecord, end_gather, start_gathers
 from .recorder import Issued, Recorder
 
 _HERE: AbstractContextManager[Any] = nullcontext()
-
 #: Reductions, or launches of several, whose inputs may be alive at once: one travels while another is filled.
 REDUCTIONS_ALIVE = 2
 
