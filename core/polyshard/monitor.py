@@ -62,7 +62,7 @@ def _compare(model: nn.Module, root: ShardedModel) -> None:
         everyone = mine.new_empty(group.world_size * mine.numel())
         group.all_gather(everyone, mine).wait()
         differing = torch.maximum(differing, (everyone.view(group.world_size, -1) != mine).any().to(differing.dtype))
-    # Shards that are the same everywhere must hear of the one that is not.
+    # Groups whose shards are equal must know of the one that differs.
     root.collectives.all_reduce(differing, op=ReduceOp.MAX).wait()
     if differing.item():
         _raise(model, root, groups, sums)
@@ -232,8 +232,8 @@ class Stragglers:
         self._calls = self._waits = None
         pending, self._round = self._round, None
         if pending is not None and kind is None:
-            # Communicators may be closed next. Behind an exception another rank may never come to it; what is on its
-            # way then keeps its memory by itself.
+            # Communicators may be closed next. After an exception another rank may never reach the exchange, which
+            # then keeps its memory by itself.
             pending.read()
 
     def step(self) -> tuple[Straggler, ...]:

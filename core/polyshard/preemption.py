@@ -85,7 +85,7 @@ class Preemption:
             for each in self._signals:
                 self._former[each] = signal.signal(each, self._note)
         except BaseException:
-            # One of them cannot be taken, as SIGKILL: nobody would put back the others.
+            # Some signals, such as SIGKILL, cannot be taken: put back the others.
             self._put_back()
             raise
         self._entered = True
@@ -98,8 +98,8 @@ class Preemption:
         self._entered = False
         pending, self._round = self._round, None
         if pending is not None and kind is None:
-            # Communicators may be closed next. Behind an exception another rank may never come to it; what is on its
-            # way then keeps its memory by itself.
+            # Communicators may be closed next. After an exception another rank may never reach the exchange, which
+            # then keeps its memory by itself.
             pending.read()
 
     def request(self) -> None:
@@ -153,10 +153,10 @@ class Preemption:
 def tell_failures(model: nn.Module) -> Iterator[None]:
     """Let other ranks know of an exception that leaves the block: around the whole loop of training, say.
 
-    Ranks that wait for this one then raise ``PeerFailedError`` with its words and traceback instead of an error that
-    says only that it did not come. An exception in the model's forward or backward is told without this; one of a data
-    loader, of an optimizer or of a save is not. ``KeyboardInterrupt`` and ``SystemExit`` are not told, and over NCCL no
-    rank raises: the words are in the report that ``docs/reliability.md`` describes.
+    Ranks that wait for this one then raise ``PeerFailedError`` with its text and traceback, instead of an error that
+    knows only that it is missing. Exceptions of the model's forward or backward reach other ranks without this; those
+    of a data loader, of an optimizer or of a save do not. ``KeyboardInterrupt`` and ``SystemExit`` never do. Over NCCL
+    no rank raises: the text is in the report that ``docs/reliability.md`` describes.
 
     Args:
         model: The outermost sharded module. No rank waits for another here, and each may enter it by itself.
