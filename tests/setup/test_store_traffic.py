@@ -235,15 +235,15 @@ def test_a_rank_that_raised_is_heard_among_thousands_at_little_cost() -> None:
     with tcp_store() as port:
         store = CountingStore(port)
         peers = [Peers(store, "failed", rank, world_size) for rank in range(400)]
-        peers[7].tell(ValueError("no batch"), "3")
+        peers[7].post_error(ValueError("no batch"), "3")
         for each in peers[8:]:
-            # What `ask` says, without listening.
-            each.tell_silence("4", 2.0, "a stack")
+            # What `post_wait` writes, without reading.
+            each.post_silence("4", 2.0, "a stack")
         store.traffic = Traffic()
-        heard = peers[0].ask("4")
+        heard = peers[0].post_wait("4")
         assert store.traffic.requests <= 100
         assert store.traffic.longest_key <= KEY
-    assert "Rank 7 raised ValueError: no batch" in (peers[0].raised(heard) or "")
+    assert "Rank 7 raised ValueError: no batch" in (peers[0].raised_text(heard) or "")
     assert len(heard) <= 32
 
 
