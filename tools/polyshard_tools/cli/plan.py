@@ -210,13 +210,10 @@ def _print_verdict(found: Plan) -> None:
         return
     verdict = {True: "It fits", False: "It does not fit", None: "Without activations it takes"}[found.fits]
     colon = "" if found.fits is None else ":"
-    print(f"\n{verdict}{colon} {_shown(found.peak_nbytes)} of {_shown(found.memory_nbytes)}.", end="")
-    if found.largest_samples is not None:
-        print(
-            f" The largest batch that does is {found.largest_samples}." if found.largest_samples else " No batch does."
-        )
-    else:
-        print()
+    largest = f" The largest batch that does is {found.largest_samples}." if found.largest_samples else ""
+    if found.largest_samples == 0:
+        largest = " No batch does."
+    print(f"\n{verdict}{colon} {_shown(found.peak_nbytes)} of {_shown(found.memory_nbytes)}.{largest}")
 
 
 def _unit_of(nbytes: int) -> tuple[int, str]:
@@ -258,9 +255,11 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--out {arguments.out!r}: there is no such folder.")
     ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     with _collectives(arguments.collectives, _device(arguments.device)) as collectives:
+        on_cuda = collectives.device.type == "cuda"
+        device = torch.cuda.get_device_name(collectives.device) if on_cuda else "CPU"
         source = (
             f"bench-links: {collectives.world_size} ranks, collectives {arguments.collectives!r}, "
-            f"{_described(collectives)}, torch {torch.__version__}"
+            f"{device}, torch {torch.__version__}"
         )
         links = bench_machine(collectives, ranks_per_host, arguments.name, source, sizes, arguments.rounds)
         if collectives.rank == 0:
@@ -297,11 +296,6 @@ def _device(kind: str | None) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def _described(collectives: Collectives) -> str:
-    device = collectives.device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _sizes_of(text: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,9 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "TorchDispatchMode",
     "argument",
-    "efficient_attention",
-    "flash_attention",
-    "plain_attention",
+    "attention",
     "tree_leaves",
     "tree_map",
 ]
@@ -27,15 +25,8 @@ __all__ = [
 _aten = torch.ops.aten
 
 
-def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, causal: bool, scale: float | None
-) -> torch.Tensor:
-    """``[batch, heads, length, width]``, halves; keys and values may have fewer heads."""
-    found = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)
-    return cast("torch.Tensor", found[0])
-
-
-def efficient_attention(
+def attention(
+    kernel: Literal["flash", "efficient", "math"],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -44,22 +35,19 @@ def efficient_attention(
     causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """The same with a bias ``[batch, heads, length, length]``, in any dtype."""
-    found = _aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout, causal, scale=scale)
-    return cast("torch.Tensor", found[0])
+    """Attention by one of them.
 
-
-def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    """The same of any number of dimensions, by products and a softmax."""
-    found = _aten._scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, None, scale=scale)
+    ``flash``: ``[batch, heads, length, width]``, halves, no bias; keys and values may have fewer heads. ``efficient``:
+    the same with a bias ``[batch, heads, length, length]``, in any dtype. ``math``: any number of dimensions, by
+    products and a softmax.
+    """
+    if kernel == "flash":
+        found = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)
+    elif kernel == "efficient":
+        operands = (query, key, value, bias, True, dropout, causal)
+        found = _aten._scaled_dot_product_efficient_attention(*operands, scale=scale)
+    else:
+        found = _aten._scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, None, scale=scale)
     return cast("torch.Tensor", found[0])
 
 

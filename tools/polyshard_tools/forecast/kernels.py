@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ._torch_private import argument, efficient_attention, flash_attention, plain_attention, tree_leaves
+from ._torch_private import argument, attention, tree_leaves
 from .recording import Bound, StepRecorder
 
 #: Operations that give memory and launch nothing.
@@ -126,7 +126,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     if attn_mask is None and query.dtype in _HALVES and query.shape[-1] <= _WIDEST_HEAD and query.ndim == 4:
-        return flash_attention(query, key, value, dropout_p, is_causal, scale)
+        return attention("flash", query, key, value, None, dropout_p, is_causal, scale)
     # Other kernels take every head of keys and values by itself, and a mask of floats.
     heads = query.shape[-3]
     if enable_gqa and key.shape[-3] != heads:
@@ -134,9 +134,9 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
     if query.ndim != 4:
-        return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return attention("math", query, key, value, attn_mask, dropout_p, is_causal, scale)
     bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-    return efficient_attention(query, key, value, bias, dropout_p, is_causal, scale)
+    return attention("efficient", query, key, value, bias, dropout_p, is_causal, scale)
 
 
 class _RmsNorm(torch.autograd.Function):
