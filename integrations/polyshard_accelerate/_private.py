@@ -1,7 +1,7 @@
 """Names of Accelerate that it does not promise, read and set here alone. Seen in 1.15.0.
 
 ``Accelerator._models`` and ``_optimizers`` are what it saves and loads; there is no other way to leave some of them out
-of that. ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook`` are the ordered dicts of its hooks, of which
+of that. ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook`` are the ordered dicts of its hooks, where
 ours must be first. ``_dataloaders`` and ``_schedulers`` are set back where ``prepare`` fails. ``native_amp`` says
 whether ``prepare_model`` puts autocast around a forward, and whether gradients are unscaled; ``scaler_handler`` has the
 scaler's settings.
@@ -40,7 +40,7 @@ def give_scaler(accelerator: Any) -> None:
 
 @contextmanager
 def forgotten_on_failure(accelerator: Any) -> Iterator[None]:
-    """Leave the accelerator without what was prepared inside, where that raises."""
+    """Forget all that was prepared inside, where that raises."""
     before = {name: list(getattr(accelerator, name)) for name in _LISTS}
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is asked of Transformers that it does not promise to keep, as it is in version 5.23.
+"""Names of Transformers that it does not promise to keep, as they are in version 5.23.
 
 - ``core_model_loading`` and ``conversion_mapping``: which names and shapes a checkpoint on the Hub has for a model
   whose modules were renamed or fused since. ``from_pretrained`` and ``save_pretrained`` alone apply them, to whole

@@ -66,7 +66,7 @@ class _Misfits:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     differing: dict[str, list[str]] = field(default_factory=dict)
-    """Names by what is said of them."""
+    """Names by the difference."""
 
     def refuse(self, saved: Saved, model: str, rank: int) -> None:
         rows = {
@@ -178,7 +178,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 class StandIn(torch.Tensor):
-    """A tensor on the meta device of which each element is an element of a named tensor, and it is known which.
+    """A tensor on the meta device; each of its elements is known to be an element of a named tensor.
 
     Slicing, ``cat``, ``stack``, ``chunk``, ``transpose`` and their like lead to further stand-ins. What computes, or
     puts elements into rows of another length, raises ``UnsupportedError``.
@@ -375,7 +375,7 @@ class Part:
         return Box(self.origin, tuple(sizes))
 
     def within(self, box: Box) -> Part | None:
-        """What of it lies in ``box``; None for nothing."""
+        """The part of it in ``box``; None for nothing."""
         offsets, sizes, origin = list(self.offsets), list(self.sizes), list(self.origin)
         for index, dim in enumerate(self.dims):
             low = max(self.offsets[index], box.offsets[index])

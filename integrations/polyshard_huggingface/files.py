@@ -67,7 +67,7 @@ class Saved:
     tensors: Mapping[str, SavedTensor]
 
     def identity(self) -> list[Any]:
-        """What is the same for ranks that were given the same checkpoint, whatever its folder is called there."""
+        """Equal for ranks that were given the same checkpoint, whatever its folder is called there."""
         return [[each.name, str(each.dtype), each.shape, each.file.name, each.offset] for each in self.tensors.values()]
 
 
@@ -216,7 +216,7 @@ class OpenFiles:
         write_at(self._descriptors[file], [memory], offset, file)
 
     def sync(self) -> None:
-        """Make what was written durable."""
+        """Make all writes durable."""
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
 

@@ -193,7 +193,7 @@ def _planned(
     shapes = {name: each.shape for each in held for name in each.names}
     away, left_out = _private.tied_away(module), _private.left_out_of_files(module)
     kept = {next((name for name in each.names if name not in away), each.names[0]): each for each in held}
-    # As the model names them: what is computed with together is written together.
+    # In the model's order: tensors that are computed with together are written together.
     order = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
     kept = {name: kept[name] for name in dict.fromkeys(order) if name in kept} | kept
     tensors = {name: (each.shape, each.dtype) for name, each in kept.items()}
@@ -251,8 +251,8 @@ def _write(held: Iterable[ModelTensor], plan: _Plan, placed: Mapping[str, SavedT
 def _commit(directory: Path, folder: Path, shards: Shards) -> None:
     """Move everything from ``directory`` into ``folder``.
 
-    What is killed in between leaves weights that are whole or a folder without an index or ``model.safetensors``, which
-    nothing takes for a checkpoint.
+    A process that is killed in between leaves weights that are whole or a folder without an index or
+    ``model.safetensors``, which nothing takes for a checkpoint.
     """
     for path in directory.iterdir():
         descriptor = os.open(path, os.O_RDONLY)

@@ -6,7 +6,7 @@ methods are those that its own engines go through; a version that lacks one is r
 - ``_build_accelerator_args``: what the ``Accelerator`` is made with;
 - ``_move_model_to_device``, ``_prepare_for_training``, ``_wrap_model``: where a model is placed and wrapped;
 - ``_save``, ``_save_optimizer_and_scheduler``: what a checkpoint's folder gets;
-- ``_load_from_checkpoint``, ``_load_optimizer_and_scheduler``, ``_load_best_model``: what is read of it;
+- ``_load_from_checkpoint``, ``_load_optimizer_and_scheduler``, ``_load_best_model``: the reads of it;
 - ``PreTrainedModel._init_weights``: how a module's own parameters begin;
 - ``Accelerator._optimizers``: the optimizers that it prepared.
 """

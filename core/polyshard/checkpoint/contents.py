@@ -107,7 +107,7 @@ def require_saveable(
     writes: bool = True,
     also: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise if ``save`` would refuse what is there now, or state that the optimizers will make. Every rank calls it.
+    """Raise if ``save`` would refuse the state as it is now, or as the optimizers will make it. Every rank calls it.
 
     ``remedy``: what to do, as sentences. ``writes``: whether the files will be this package's; without, others write
     the state that is put together. ``also``: looks at other things, and raises where it finds something.

@@ -151,7 +151,7 @@ def require_plain(value: torch.Tensor, where: str) -> None:
 
 
 def decode(value: Json, tensor: Callable[[Json], torch.Tensor]) -> Any:
-    """What was encoded.
+    """The value that was encoded.
 
     ``value``: JSON. ``tensor``: gives the tensor of an entry. Its elements may be filled later, also where it becomes
     an array.

@@ -42,7 +42,7 @@ class Entry:
     marker: Marker
 
     def problem(self, *, verified: bool) -> str | None:
-        """What is wrong with its files; None for nothing. ``verified``: whether what they hold is looked at."""
+        """The problem with its files; None without one. ``verified``: whether their contents are looked at."""
         try:
             if verified:
                 reading.verify(self.directory)
@@ -60,7 +60,7 @@ class Contents:
     entries: tuple[Entry, ...]
     """Committed checkpoints, in the order of their commits."""
     unreadable: tuple[str, ...] = ()
-    """What is wrong with directories whose marker cannot be read."""
+    """The problems of directories whose marker cannot be read."""
 
     @classmethod
     def of(cls, folder: Path) -> Contents:
@@ -313,7 +313,7 @@ def _lock(path: Path, *, wait: bool) -> int | None:
 
 
 def _clear(target: Path) -> None:
-    """Remove what is at ``target`` where that is a save that did not end."""
+    """Remove a save at ``target`` that did not end."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ConfigError(f"{target} is in the way: it is no directory. Remove it, or save another step.")
     if (target / MARKER).exists():

@@ -36,7 +36,7 @@ from .encoding import (
 )
 
 NAME = "manifest.json"
-#: Of the files' content, each with a digest of its own: what is read to have some bytes of it.
+#: Bytes of a file that have a digest of their own, and are read together.
 BLOCK = 4 << 20
 #: Of what begins in a file.
 ALIGNMENT = 64
@@ -80,7 +80,7 @@ class StoredFile:
     size: int
     """In bytes."""
     blocks: tuple[str, ...]
-    """The digest of every ``BLOCK`` bytes, the last one's of what is left."""
+    """The digest of every ``BLOCK`` bytes, the last one's of the rest."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StoredOptimizer:
     """One optimizer or several, as one."""
 
     state: Mapping[str, Mapping[str, StoredTensor | Json]]
-    """By parameter and name of the state; what is no tensor is encoded."""
+    """By parameter and name of the state; other values are encoded."""
     groups: Sequence[Mapping[str, Json]]
     """Encoded settings."""
     kind: Any
@@ -317,7 +317,7 @@ def chunk_as_json(offsets: Iterable[int], sizes: Iterable[int], file: str, at: i
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What was known when a checkpoint was committed."""
+    """The facts of a checkpoint at its commit."""
 
     step: int
     world_size: int

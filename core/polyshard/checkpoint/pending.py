@@ -254,11 +254,11 @@ class PendingSave:
     def own_failure(self) -> BaseException | None:
         """Wait until this rank's own part is written, or was not; returns why it was not."""
         self._written.wait()
-        # Where it was written, what came behind it is another rank's, or the commit's.
+        # Where it was written, a later failure is another rank's, or the commit's.
         return None if self._written_here else self._failure
 
     def failure(self, *, wait: bool) -> BaseException | None:
-        """Why there is no checkpoint. ``wait``: until that is known here; else what is known so far."""
+        """Why there is no checkpoint. ``wait``: until that is known here; else as far as it is known."""
         if wait:
             self._notes.look_now()
             self._thread.join()

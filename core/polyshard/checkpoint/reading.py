@@ -43,7 +43,7 @@ class _Wanted:
     low: int
     high: int
     part: torch.Tensor
-    """What is to be filled."""
+    """The target."""
     strides: tuple[int, ...] | None
     """Of its elements among those bytes; None where they are the bytes, in order."""
     left: int = 0

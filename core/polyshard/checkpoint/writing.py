@@ -62,7 +62,7 @@ class Document:
         precision: Mapping[str, Any],
         extra: Mapping[str, Any],
     ) -> Document:
-        """Encode what is not tensors by name.
+        """Encode all but the tensors by name.
 
         Raises ConfigTypeError: there is something that cannot be written; names the way there.
         """
@@ -259,7 +259,7 @@ def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _blocks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Pieces of ``BLOCK`` bytes together; the last ones of what is left."""
+    """Pieces of ``BLOCK`` bytes together; the last ones of the rest."""
     block: list[memoryview] = []
     room = BLOCK
     for piece in pieces:

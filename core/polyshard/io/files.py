@@ -38,7 +38,7 @@ MOST = 4
 
 
 def damaged(directory: Path, what: str) -> CheckpointDamagedError:
-    """The error that says of ``directory`` what is wrong with it. ``what`` begins with a file's name, quoted."""
+    """The error of a damaged ``directory``. ``what`` begins with a file's name, quoted."""
     return CheckpointDamagedError(f"{directory} is damaged: {what}. {REMEDY}")
 
 
@@ -190,7 +190,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _take_off(pieces: list[memoryview], count: int) -> None:
-    """Leave what is behind the first ``count`` bytes."""
+    """Take the first ``count`` bytes off."""
     while pieces and count >= len(pieces[0]):
         count -= len(pieces.pop(0))
     if count:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-#: What is copied from a device at once. A power of two: torch keeps pinned memory in such sizes.
+#: Bytes that are copied from a device at once. A power of two: torch keeps pinned memory in such sizes.
 SEGMENT = 64 << 20
 
 

@@ -19,7 +19,7 @@ from .whole_tensors import Parameters, WholeTensorOptimizer
 #: layers in neural networks"); torch.optim.Muon has the same.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
-#: Dtypes of which Triton computes half of a symmetric product.
+#: Dtypes in which Triton computes half of a symmetric product.
 _HALVES = (torch.bfloat16, torch.float16)
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 

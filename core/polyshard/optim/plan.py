@@ -39,7 +39,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor of which this rank holds a piece, or all of it."""
+    """A tensor that this rank holds a piece of, or all of."""
 
     parameter: nn.Parameter
     name: str
@@ -263,7 +263,7 @@ class Round:
         self._sizes = [sum(each.numel for each in held) for held in self.held]
         self._outgoing = [sum(wholes[each].size(index) for each in owned) for owned in mine]
         self._incoming = [sum(wholes[each].size(source) for each in self.own) for source in range(shards)]
-        # Whose piece of which own tensor, in the order of the memory that arrives.
+        # Rows of own tensors and the ranges of their pieces, in the order of the memory that arrives.
         self._arrivals = [
             (row, *wholes[each].pieces[source])
             for source in range(shards)
@@ -284,7 +284,7 @@ class Round:
         return outgoing if self._peers.shard is None else self._empty(sum(self._incoming))
 
     def everyone(self, outgoing: torch.Tensor) -> torch.Tensor:
-        """Memory for what became of this rank's pieces, a row for each replica: ``outgoing`` where there is one."""
+        """Memory for the results of this rank's pieces, a row for each replica: ``outgoing`` where there is one."""
         if self._peers.replicate is None:
             return outgoing.unsqueeze(0)
         longest = max(self._sizes)
@@ -326,7 +326,7 @@ class Round:
         return [wholes[row, start:stop] for row, start, stop in self._arrivals]
 
     def results(self, everyone: torch.Tensor) -> dict[int, torch.Tensor]:
-        """By tensor, what became of this rank's piece: 1-D, in storage order."""
+        """By tensor, the result of this rank's piece: 1-D, in storage order."""
         return {
             each.index: row.narrow(0, each.offset, each.numel)
             for row, held in zip(everyone, self.held, strict=True)

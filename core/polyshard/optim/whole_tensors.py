@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors, over parameters of which each rank holds a piece."""
+"""Optimizers that need whole tensors, over parameters that each rank holds a piece of."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
         self._changes = 0
         self._units: Sequence[object] = ()
         self._dtype = dtype
-        # What ``transform`` keeps of tensors of which there are pieces, on the rank that owns each.
+        # The state that ``transform`` keeps of tensors in pieces, on the rank that owns each.
         self._kept: dict[nn.Parameter, dict[str, Any]] = {}
         super().__init__(params, defaults)
 
@@ -53,7 +53,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
         gradients: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
     ) -> None:
-        """Write what is brought together into ``places``, one a piece, of its shape, in ``dtype``: the gradients.
+        """Write the contributions of pieces into ``places``, one a piece, of its shape, in ``dtype``: the gradients.
 
         Pieces know nothing of each other: what is written to an element may follow from that element alone.
         """

@@ -39,7 +39,7 @@ class Reported:
     number: int
     """How many they are."""
     report: list[Any] | None
-    """A list of rows of JSON values, each of which begins with its title; None where it could not be read."""
+    """Rows of JSON values, each beginning with its title; None where it could not be read."""
 
     @property
     def speaker(self) -> int:
@@ -48,7 +48,7 @@ class Reported:
 
     @staticmethod
     def listed(ranks: Sequence[int], number: int) -> str:
-        """So many ``ranks`` in words, of which some may be unknown."""
+        """``ranks`` in words; ``number``: how many there are, unknown ones too."""
         shown = list(ranks[:_RANKS])
         return f"{shown}" if len(shown) == number else f"{shown} ({number} in all)"
 

@@ -100,7 +100,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
     Sharded parameters are ``CheckpointTensor`` of the whole parameter's shape over this rank's memory: saving copies
     one chunk at a time, loading writes the shards in place. Parameters that are not sharded, and buffers, are plain
-    tensors. What has several names is there once, under the first of ``named_parameters()`` or ``named_buffers()``.
+    tensors. A tensor with several names is there once, under the first of ``named_parameters()`` or
+    ``named_buffers()``.
 
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.

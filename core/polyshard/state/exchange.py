@@ -26,7 +26,7 @@ _AT_ONCE = 64 << 20
 _SHOWN = 4
 #: Where in a row of numbers the digest is.
 _DIGEST = slice(2, None)
-#: What became of a rank's part.
+#: How a rank's part ended.
 _DONE, _FAILED, _DAMAGED = 0, 1, 2
 
 
@@ -36,7 +36,7 @@ def speaks(collectives: Collectives) -> bool:
 
 
 def coordinates(collectives: Collectives) -> bool:
-    """Whether this rank does what is done once: the first does, and one that stands alone."""
+    """Whether this rank does the work of one rank: the first does, and one that stands alone."""
     return collectives.rank == 0 or not speaks(collectives)
 
 
@@ -128,7 +128,7 @@ class Answers:
     def __init__(self, collectives: Collectives, number: int, text: str, key: str | None = None) -> None:
         """Every rank calls it, with its own answer. A rank that stands alone asks nobody.
 
-        ``key``: what is compared of it; None for ``text``.
+        ``key``: compared in the place of ``text``, where it is not None.
         """
         self._collectives = collectives
         self._own = text.encode(errors="backslashreplace")

@@ -133,7 +133,7 @@ class OptimizerRestore:
         self._read_scalars()
 
     def commit(self) -> None:
-        """Give the optimizer what was read into ``targets``."""
+        """Give the optimizer the values in ``targets``."""
         state = {parameter: flat.finish() for parameter, flat in self._flat.items()}
         for parameter, name, key in self._entries:
             value = self._tensors[key] if key in self._tensors else self.targets[key]
@@ -295,7 +295,7 @@ class _FlatState:
         return {key: self._source.blank(key) for keys in self._scalars.values() for key in keys.values()}
 
     def take_scalars(self, values: Mapping[str, Any]) -> None:
-        """Take what was read into ``scalars``. Raises ConfigError: two parameters have different values."""
+        """Take the values in ``scalars``. Raises ConfigError: two parameters have different values."""
         for name, keys in self._scalars.items():
             (first, key), *others = keys.items()
             for other, other_key in others:

@@ -22,12 +22,12 @@ _STAGER = (
 )
 
 
-#: Under which a model's values, and an optimizer's, lie in what is saved and loaded.
+#: Keys of a model's values, and an optimizer's, in all that is saved and loaded.
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
 class CheckpointTensor(torch.Tensor):
-    """Stands for a whole tensor of which this rank holds some chunks, possibly none.
+    """Stands for a whole tensor. This rank holds some of its chunks, possibly none.
 
     It has the whole tensor's shape, dtype and device and the memory of one element; computing with it raises. The
     planners of ``torch.distributed.checkpoint`` look for a tensor with the three dunder methods below, by which
@@ -127,7 +127,7 @@ def _metadata_of(box: Box) -> ChunkStorageMetadata:
 
 
 def of_piece(slot: Slot, piece: Piece | None, flat: torch.Tensor) -> CheckpointTensor:
-    """The parameter of ``slot``, or a tensor of its geometry, of which this rank holds ``piece``.
+    """The parameter of ``slot``, or a tensor of its geometry; this rank holds ``piece`` of it.
 
     Args:
         slot: The whole parameter.

@@ -52,7 +52,7 @@ class Source(ABC):
 
     @abstractmethod
     def entry(self, key: str) -> Any | None:
-        """What is said about ``key``: ``TensorStorageMetadata`` of a tensor; None where there is none."""
+        """The metadata of ``key``: ``TensorStorageMetadata`` of a tensor; None where there is none."""
 
     @abstractmethod
     def paths(self, *prefix: str) -> Mapping[str, tuple[Any, ...]]:
@@ -334,7 +334,7 @@ def _replicated(value: Any) -> Any:
 
 
 def chunks_of(value: torch.Tensor) -> Iterable[Chunk]:
-    """What of ``value`` this rank holds."""
+    """This rank's parts of ``value``."""
     if isinstance(value, CheckpointTensor):
         return value.chunks
     if not _in_chunks(value):

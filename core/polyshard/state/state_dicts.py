@@ -28,7 +28,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class StateForm(enum.Enum):
-    """What stands for a tensor of a sharded model in a state dict."""
+    """The form of a sharded model's tensors in a state dict."""
 
     SHARDED = "sharded"
     """A ``CheckpointTensor`` over this rank's memory, of the whole tensor's shape: nothing is copied or sent."""

@@ -332,7 +332,7 @@ _STAND_INS: Mapping[Group, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class StoodInPlugins(ChosenPlugins):
-    """Plugins of which some are stand-ins, those among them that a policy names for a unit."""
+    """Plugins, some of them stand-ins, also those that a policy names for a unit."""
 
     workbench: Workbench
 

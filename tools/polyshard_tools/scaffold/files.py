@@ -125,7 +125,7 @@ def _end_of_table(lines: list[str], header: int) -> int:
 
 
 def write_all(added: Mapping[Path, str], changed: Mapping[Path, str]) -> None:
-    """Write ``added``, none of which is there, then ``changed``, all of which are, in order.
+    """Write ``added``, new files, then ``changed``, files that are there, in order.
 
     Raises ``OSError``, and then everything is as it was: ``FileExistsError`` for a file of ``added`` that is there.
     """
