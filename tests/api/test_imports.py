@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_distribution import install
+from polyshard import inspect
 
 #: A fresh interpreter runs these one after another: what one must not import, those before it must not either.
 STATEMENTS = (
@@ -78,3 +80,22 @@ def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
     # What draws is imported when something is drawn.
     assert "polyshard_plugins.trace" in traced
     assert "matplotlib" not in traced
+
+
+def test_the_door_hands_out_no_class_of_the_runtime() -> None:
+    source = Path(inspect.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    inner = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("runtime", "functions", "setup"))
+        for alias in node.names
+    }
+    # Where a model stands, the type of one argument of shard(), and what notes streams for plans.
+    inner -= {"Phase", "Initializer", "Stream", "StreamRecorder"}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    assert len(functions) > 40
+    for function in functions:
+        returned = function.returns
+        named = set() if returned is None else {node.id for node in ast.walk(returned) if isinstance(node, ast.Name)}
+        assert not named & inner, f"{function.name} of polyshard.inspect hands out {named & inner}"
