@@ -59,7 +59,7 @@ def _no_lending() -> AbstractContextManager[None]:
     def refusing(self: Bindings, index: int, parameter: Any) -> torch.Tensor:
         return ShardedParameter.of(parameter)
 
-    return _replaced((Bindings, "_guard", refusing), (build, "LazyParameters", dict))
+    return _replaced((Bindings, "_stand_in", refusing), (build, "LazyParameters", dict))
 
 
 def _no_stand_ins() -> AbstractContextManager[None]:

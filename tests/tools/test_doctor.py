@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -259,7 +260,8 @@ def test_ranks_that_hang_are_ended_and_what_they_did_is_told(tmp_path: Path) -> 
             os.kill(process, 0)
     finding = only(doctor.trial_section([outcome]))
     assert finding.level is PROBLEM
-    assert "did not end within 1 s (rank 0: comparing, rank 1: training)" in finding.what
+    # Longer on a busy machine.
+    assert re.search(r"did not end within \d+ s \(rank 0: comparing, rank 1: training\)", finding.what)
     # Of the rank that came least far.
     assert "waiting for rank 1" in finding.why
     assert "look at gathers and reductions" in finding.cure
