@@ -35,10 +35,9 @@ import polyshard_huggingface
 import torch
 from memory import Memory
 from ranks import Ranks
+from runs import FailedError, environment, together
 from torch import nn
 from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value
-
-from runs import FailedError, environment, together
 
 #: As in polyshard/huggingface/files.py.
 _REQUEST_NBYTES = 16 * 2**20

@@ -34,10 +34,9 @@ from measure import undisturbed
 from memory import Memory, larger
 from payoff import summarise, table
 from ranks import Ranks
+from runs import FailedError, Taken, environment, timed, together
 from switches import AGAIN, MECHANISMS, WHOLE, Mechanism
 from workloads import WORKLOADS, Batches, Workload
-
-from runs import FailedError, Taken, environment, timed, together
 
 #: Batches that everyone goes round.
 _POOL = 8

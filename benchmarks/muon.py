@@ -34,10 +34,9 @@ from measure import spread, undisturbed
 from polyshard.optim import Muon, for_matrices
 from polyshard.optim.muon import newton_schulz
 from ranks import Ranks
+from runs import environment, together
 from torch import nn
 from workloads import WORKLOADS, Batches, Block, LanguageModel, Workload, initial_value
-
-from runs import environment, together
 
 _HANG_S = 150.0
 _POOL = 8

@@ -31,10 +31,9 @@ from contenders import Site
 from measure import spread, undisturbed
 from memory import Memory
 from ranks import Ranks
+from runs import FailedError, environment, timed, together
 from torch import nn
 from workloads import WORKLOADS, Batches, Block, LanguageModel, Workload, initial_value
-
-from runs import FailedError, environment, timed, together
 
 _NONE = "none"
 #: Parts of the device's share that may stay, in per cent.

@@ -33,10 +33,9 @@ from measure import spread, undisturbed
 from memory import Memory, larger
 from options import Settings, make_parser, settings_of
 from ranks import Ranks
+from runs import FailedError, Taken, environment, timed, together
 from summary import summarise, table, train_table
 from workloads import Batches, Workload
-
-from runs import FailedError, Taken, environment, timed, together
 
 #: Batches that a timed peer goes round.
 _POOL = 8

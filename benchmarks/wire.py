@@ -37,10 +37,9 @@ from polyshard_backends.fake import FakeCollectives
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import Fp8, Int8
 from ranks import Ranks
+from runs import environment
 from summary import table, train_table
 from workloads import WORKLOADS, Batches, Block, LanguageModel, Workload
-
-from runs import environment
 
 _HANG_S = 150.0
 _NUMEL = 1 << 20

@@ -184,7 +184,7 @@ def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
             trained and frozen parameters.
     """
     root = outermost_root(model, "flat_parameters()")
-    root.take_up_changes()
+    root.adopt_changes()
     flat = [parameter for unit in root.units for parameter in unit.flatten()]
     live_roots.flattened.add(root)
     managed = {original for unit in root.units for original in unit.originals.tensors}

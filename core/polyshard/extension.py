@@ -24,7 +24,7 @@ from .runtime.gradients import Gradients
 from .runtime.hooks import ForwardHooks, output_hook, pass_through_in
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder
-from .runtime.parameters import MasterViews, Originals, Recipient, become
+from .runtime.parameters import GradientTarget, MasterViews, Originals, become
 from .runtime.reduce import Copies, Reducer, ReductionInput
 from .runtime.root import Root, root_of
 from .runtime.step import Phase
@@ -42,6 +42,7 @@ __all__ = [
     "FlatBuffer",
     "FlatLayout",
     "ForwardHooks",
+    "GradientTarget",
     "Gradients",
     "ManagedParameter",
     "MasterViews",
@@ -49,7 +50,6 @@ __all__ = [
     "Originals",
     "Phase",
     "RankGrid",
-    "Recipient",
     "Reducer",
     "ReductionInput",
     "Reshard",

@@ -336,13 +336,13 @@ class ShardedModel:
         """
         self._root.refuse_ended(call)
 
-    def take_up_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
-        """Take over what the user did to parameters since the last forward; see ``Root.take_up_changes``.
+    def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
+        """Take over what the user did to parameters since the last forward; see ``Root.adopt_changes``.
 
         Raises:
             ParameterChangedError: a parameter was removed, replaced by an unlike one, tied, or came later and trains.
         """
-        self._root.take_up_changes(trains=trains, all_modules=all_modules)
+        self._root.adopt_changes(trains=trains, all_modules=all_modules)
 
     def refuse_moved(self) -> None:
         """Raise where modules moved, so that a name is another parameter's now.
@@ -366,7 +366,7 @@ class ShardedModel:
 
     def tell_failure(self, error: Exception) -> None:
         """Let the other ranks know of an exception of this rank's program."""
-        self._root.recorder.tell(error)
+        self._root.recorder.post_error(error)
 
     def fail(self, error: CollectiveError) -> None:
         """Let every later use be refused: a communication did not end, and ranks stand at different places."""
@@ -608,13 +608,13 @@ def idle_model(model: nn.Module, call: str) -> ShardedModel:
 
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
-        ParameterChangedError: as ``ShardedModel.take_up_changes``.
+        ParameterChangedError: as ``ShardedModel.adopt_changes``.
     """
     refuse_broken(model, call)
     found = outermost_model(model, call)
     found.refuse_inside_step(call)
     # All modules: nobody may take one rank's values for the model's.
-    found.take_up_changes(trains=True, all_modules=True)
+    found.adopt_changes(trains=True, all_modules=True)
     return found
 
 

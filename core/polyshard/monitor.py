@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same parameters still hold the same bits of them."""
+"""Checks of ranks while they train: replicas whose parameters differ, and stragglers for which the others wait."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from .inspect import ShardedModel, ShardedUnit, WaitingTimes, idle_model
 from .interfaces import Collectives, ReduceOp
 from .state.exchange import Round, gathering, speaks
 
-#: Elements that are summed at once: what bounds the memory that a checksum takes.
-_AT_ONCE = 1 << 20
-#: Odd, so that no power of two is lost by multiplying with them in 64 bits.
-_SPREAD, _STEP = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D
-#: By the bytes of an element. None of 64 bits: two changes of the highest would cancel, whatever multiplies them.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_LOGGER = logging.getLogger(__name__)
 
 
 def check_replicas(model: nn.Module) -> None:
@@ -67,10 +62,18 @@ def _compare(model: nn.Module, root: ShardedModel) -> None:
         everyone = mine.new_empty(group.world_size * mine.numel())
         group.all_gather(everyone, mine).wait()
         differing = torch.maximum(differing, (everyone.view(group.world_size, -1) != mine).any().to(differing.dtype))
-    # Shards that are the same everywhere must hear of the one that is not.
+    # Groups whose shards are equal must know of the one that differs.
     root.collectives.all_reduce(differing, op=ReduceOp.MAX).wait()
     if differing.item():
         _raise(model, root, groups, sums)
+
+
+#: Elements that are summed at once: what bounds the memory that a checksum takes.
+_AT_ONCE = 1 << 20
+#: Odd, so that no power of two is lost by multiplying with them in 64 bits.
+_SPREAD, _STEP = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D
+#: By the bytes of an element. None of 64 bits: two changes of the highest would cancel, whatever multiplies them.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def _checksums(units: Sequence[ShardedUnit], device: torch.device) -> torch.Tensor:
@@ -132,11 +135,6 @@ def _raise(
         "changes parameters on some ranks alone, or at those ranks' devices."
     )
 
-
-# Ranks that hold up the others: whose own part of a step takes longer than that of most.
-
-
-_LOGGER = logging.getLogger(__name__)
 
 #: Steps of each ``every`` that are measured, at most.
 _MEASURED = 10
@@ -234,8 +232,8 @@ class Stragglers:
         self._calls = self._waits = None
         pending, self._round = self._round, None
         if pending is not None and kind is None:
-            # Communicators may be closed next. Behind an exception another rank may never come to it; what is on its
-            # way then keeps its memory by itself.
+            # Communicators may be closed next. After an exception another rank may never reach the exchange, which
+            # then keeps its memory by itself.
             pending.read()
 
     def step(self) -> tuple[Straggler, ...]:
@@ -284,8 +282,8 @@ class Stragglers:
         own_s, wall_s = waits.read()
         return own_s / self._measured, wall_s / self._measured
 
-    def _judge(self, told: Sequence[float], root: ShardedModel) -> tuple[Straggler, ...]:
-        own, whole = told[::2], told[1::2]
+    def _judge(self, times: Sequence[float], root: ShardedModel) -> tuple[Straggler, ...]:
+        own, whole = times[::2], times[1::2]
         known = [seconds for seconds in own if not math.isnan(seconds)]
         if not known:
             if not self._told_unseen and root.rank == 0:

@@ -1,4 +1,4 @@
-"""Tensors in nested values: tuples, lists, dicts and dataclasses of them, as forwards take and return.
+"""Tensors in nested values, as forwards take and return them: in tuples, lists, dicts, dataclasses and attributes.
 
 Nothing here recurses: values may be nested as deep as memory allows, and contain themselves.
 """
@@ -14,34 +14,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+__all__ = ["distinct_tensors", "iter_hidden_tensors", "iter_tensors", "map_tensors"]
 T = TypeVar("T")
-
 #: Types of most values that are no tensors: found without asking for every kind of container.
 PLAIN = frozenset((type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size))
-
 #: Stands for a field without a value.
 _UNSET = object()
-
-
-def items_of(value: Any) -> Sequence[Any] | None:
-    """What the container ``value`` holds, in order; None for anything else. Fields that are not set are left out."""
-    if type(value) in PLAIN:
-        return None
-    if isinstance(value, PackedSequence):
-        return (value.data,)
-    if isinstance(value, (tuple, list)):
-        return value
-    if isinstance(value, dict):
-        return list(value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return list(fields_of(value).values())
-    return None
-
-
-def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of the dataclass instance ``value`` that are set, by name."""
-    found = ((field.name, getattr(value, field.name, _UNSET)) for field in dataclasses.fields(value))
-    return {name: item for name, item in found if item is not _UNSET}
 
 
 def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -172,39 +150,6 @@ class _Copy:
                     object.__setattr__(new, name, self._of(item))
 
 
-def slots_of(kind: type) -> list[str]:
-    """The names of all slots of instances of ``kind``, as attributes: those of base classes too, and mangled."""
-    names = []
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            owner = base.__name__.lstrip("_")
-            names.append(f"_{owner}{name}" if private and owner else name)
-    return names
-
-
-def copy_fields(value: Any) -> Any:
-    """A shallow copy of a dataclass instance, every attribute as it is.
-
-    ``dataclasses.replace`` would run ``__init__`` and ``__post_init__`` again, which fails for fields with init=False
-    and may recompute what forward had set.
-    """
-    copied = object.__new__(type(value))
-    if hasattr(value, "__dict__"):
-        copied.__dict__.update(value.__dict__)
-    for name in slots_of(type(value)):
-        if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-            object.__setattr__(copied, name, getattr(value, name))
-    return copied
-
-
-# Tensors in the attributes of what a forward returns, beside those in containers.
-
-
-__all__ = ["distinct_tensors", "iter_hidden_tensors", "iter_tensors", "map_tensors"]
-
-
 def iter_hidden_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in the attributes of objects in ``value`` that ``iter_tensors`` does not open.
 
@@ -239,3 +184,60 @@ def _attributes_of(value: Any) -> Iterable[Any]:
         return ()
     slots = [getattr(value, name, None) for name in slots_of(type(value)) if name != "__dict__"]
     return [*getattr(value, "__dict__", {}).values(), *slots]
+
+
+def items_of(value: Any) -> Sequence[Any] | None:
+    """What the container ``value`` holds, in order; None for anything else. Fields that are not set are left out."""
+    if type(value) in PLAIN:
+        return None
+    if isinstance(value, PackedSequence):
+        return (value.data,)
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, dict):
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return list(fields_of(value).values())
+    return None
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of the dataclass instance ``value`` that are set, by name."""
+    found = ((field.name, getattr(value, field.name, _UNSET)) for field in dataclasses.fields(value))
+    return {name: item for name, item in found if item is not _UNSET}
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names of all slots of instances of ``kind``, as attributes: those of base classes too, and mangled."""
+    names = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            owner = base.__name__.lstrip("_")
+            names.append(f"_{owner}{name}" if private and owner else name)
+    return names
+
+
+def copy_fields(value: Any) -> Any:
+    """A shallow copy of a dataclass instance, every attribute as it is.
+
+    ``dataclasses.replace`` would run ``__init__`` and ``__post_init__`` again, which fails for fields with init=False
+    and may recompute what forward had set.
+    """
+    copied = object.__new__(type(value))
+    if hasattr(value, "__dict__"):
+        copied.__dict__.update(value.__dict__)
+    for name in slots_of(type(value)):
+        if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+            object.__setattr__(copied, name, getattr(value, name))
+    return copied
+
+
+def differ(these: list[Any], those: list[Any]) -> bool:
+    """Whether two lists of lists or dicts hold other tensors, compared at C speed: identical tensors are equal."""
+    try:
+        return these != those
+    except RuntimeError:
+        # Two tensors were compared, so they are not the same.
+        return True

@@ -1,4 +1,6 @@
-"""An end that was asked for: all ranks leave behind the same step, although one alone may have been told."""
+"""Ends of a run: signals behind which all ranks leave at the same step, exceptions that other ranks should learn of,
+and random states for a checkpoint, so that a resumed run draws the numbers of a run that never stopped.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Preemption:
     """
 
     exit_code: ClassVar[int] = 75
-    """What a program should exit with that was ended so and can be taken up: ``EX_TEMPFAIL`` of ``sysexits.h``."""
+    """The exit code of a program that ended so and can be resumed: ``EX_TEMPFAIL`` of ``sysexits.h``."""
 
     def __init__(self, model: nn.Module, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1):
         """Raises ``ConfigError`` for ``every`` below 1.
@@ -62,7 +64,7 @@ class Preemption:
         self._former: dict[signal.Signals, Any] = {}
         self._entered = False
         self._noted = False
-        # When the first signal came.
+        # The time of the first signal.
         self._told_at: float | None = None
         self._agreed = False
         self._calls = 0
@@ -83,7 +85,7 @@ class Preemption:
             for each in self._signals:
                 self._former[each] = signal.signal(each, self._note)
         except BaseException:
-            # One of them cannot be taken, as SIGKILL: nobody would put back the others.
+            # Some signals, such as SIGKILL, cannot be taken: put back the others.
             self._put_back()
             raise
         self._entered = True
@@ -96,8 +98,8 @@ class Preemption:
         self._entered = False
         pending, self._round = self._round, None
         if pending is not None and kind is None:
-            # Communicators may be closed next. Behind an exception another rank may never come to it; what is on its
-            # way then keeps its memory by itself.
+            # Communicators may be closed next. After an exception another rank may never reach the exchange, which
+            # then keeps its memory by itself.
             pending.read()
 
     def request(self) -> None:
@@ -147,17 +149,14 @@ class Preemption:
         self._noted = True
 
 
-# Exceptions of a training program that other ranks should hear of.
-
-
 @contextmanager
 def tell_failures(model: nn.Module) -> Iterator[None]:
     """Let other ranks know of an exception that leaves the block: around the whole loop of training, say.
 
-    Ranks that wait for this one then raise ``PeerFailedError`` with its words and traceback instead of an error that
-    says only that it did not come. An exception in the model's forward or backward is told without this; one of a data
-    loader, of an optimizer or of a save is not. ``KeyboardInterrupt`` and ``SystemExit`` are not told, and over NCCL no
-    rank raises: the words are in the report that ``docs/reliability.md`` describes.
+    Ranks that wait for this one then raise ``PeerFailedError`` with its text and traceback, instead of an error that
+    knows only that it is missing. Exceptions of the model's forward or backward reach other ranks without this; those
+    of a data loader, of an optimizer or of a save do not. ``KeyboardInterrupt`` and ``SystemExit`` never do. Over NCCL
+    no rank raises: the text is in the report that ``docs/reliability.md`` describes.
 
     Args:
         model: The outermost sharded module. No rank waits for another here, and each may enter it by itself.
@@ -171,9 +170,6 @@ def tell_failures(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         sharded.tell_failure(error)
         raise
-
-
-# Random states of all ranks, for a checkpoint: a run that is taken up draws what the run that never stopped draws.
 
 
 def random_states(model: nn.Module) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ class FlatGradients(Gradients):
     input: FlatInput
 
     def __init__(self, unit: Any) -> None:
-        super().__init__(unit, unit.layout, unit.dtypes, unit.originals.recipients, unit.keeper)
+        super().__init__(unit, unit.layout, unit.dtypes, unit.originals.gradient_targets, unit.keeper)
         self.input = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
         self._unit = unit
         self._training_dtypes = unit.dtypes
@@ -159,9 +159,9 @@ class FlatGradients(Gradients):
         if all(gradient is None for gradient in gradients):
             return None
         shard = torch.zeros(self._layout.shard_numel, dtype=self._dtypes.grad, device=self._unit.master.device)
-        for recipient, gradient in zip(self._recipients, gradients, strict=True):
+        for target, gradient in zip(self._targets, gradients, strict=True):
             if gradient is not None:
-                view_of(shard, recipient.shape, recipient.stride, recipient.offset).copy_(gradient)
+                view_of(shard, target.shape, target.stride, target.offset).copy_(gradient)
         return shard
 
     def drop_unreduced_if_cleared(self) -> None:

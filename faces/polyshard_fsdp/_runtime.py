@@ -381,12 +381,17 @@ class ForwardOrder:
         if self._is_first:
             self._first.clear()
 
-    def _compare_ranks(self, handle: FlatParamHandle) -> None:
+    def _gather(self, value: int) -> list[int]:
         collectives = self._collectives
-        indices = torch.zeros(collectives.world_size, dtype=torch.int32, device=collectives.device)
-        mine = torch.tensor([self._handles.index(handle)], dtype=torch.int32, device=collectives.device)
-        collectives.all_gather(indices, mine).wait()
-        names = [self._names[self._handles[index]] for index in indices.tolist()]
+        everyone = torch.zeros(collectives.world_size, dtype=torch.int32, device=collectives.device)
+        collectives.all_gather(everyone, torch.tensor([value], dtype=torch.int32, device=collectives.device)).wait()
+        return everyone.tolist()
+
+    def _compare_ranks(self, handle: FlatParamHandle) -> None:
+        # Two gathers, as FSDP sends: programs that count them find its number.
+        self._gather(len(self._names[handle]))
+        indices = self._gather(self._handles.index(handle))
+        names = [self._names[self._handles[index]] for index in indices]
         for (rank, each), (other, another) in itertools.combinations(enumerate(names), 2):
             if each == another:
                 continue

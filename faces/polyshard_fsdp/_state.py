@@ -277,7 +277,7 @@ class FSDPInstance:
             unit.take_up_home(refuse_offload=False)
             return
         if not unit.misplaced:
-            unit.take_up_changes()
+            unit.adopt_changes()
         with unit.without_originals():
             unit.handle.register_flat_param()
             try:

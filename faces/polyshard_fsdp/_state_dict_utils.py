@@ -354,7 +354,7 @@ class FullForm(_Form):
                 )
             return
         _refuse_busy(instance)
-        unit.take_up_changes()
+        unit.adopt_changes()
         self._open = _Summoned(unit, shows, False, False)
         instance._summoned = True
 
@@ -524,7 +524,7 @@ class LocalForm(_Form):
                 "of shards. Leave summon_full_params first."
             )
         _refuse_busy(instance)
-        self.unit.take_up_changes()
+        self.unit.adopt_changes()
 
     def _own_numel(self, unit: FlatUnit) -> int:
         shard_numel = unit.layout.shard_numel

@@ -15,12 +15,12 @@ from polyshard.extension import (
     Bindings,
     FlatBuffer,
     FlatLayout,
+    GradientTarget,
     ManagedParameter,
     MasterViews,
     Originals,
     Phase,
     RankGrid,
-    Recipient,
     Reshard,
     ShardedParameter,
     Shown,
@@ -238,14 +238,14 @@ class FlatUnit(Unit):
         self.conceal()
         super().reshard()
 
-    def take_up_changes(self) -> None:
+    def adopt_changes(self) -> None:
         if self.prepared and self.bindings.shown is not Shown.ORIGINALS:
             self.conceal()
             self.bindings.show(Shown.ORIGINALS)
         self.flat_gradients.drop_unreduced_if_cleared()
         self.take_up_home()
         if self._checks_writeback or not self.handle.use_orig_params:
-            super().take_up_changes()
+            super().adopt_changes()
         elif self.originals.retrained() and self.prepared:
             self.follow_requires_grad()
 
@@ -419,7 +419,7 @@ class FlatUnit(Unit):
         if self.permanent or self.state is not UnitState.SHARDED:
             return
         if step.phase is Phase.IDLE:
-            self.take_up_changes()
+            self.adopt_changes()
             if not self.prepared:
                 self.prepare()
             self.order_gathers_after_writes()
@@ -458,8 +458,8 @@ class FlatOriginal(MasterViews):
         self.expose()
 
     @property
-    def recipients(self) -> list[Recipient]:
-        return [Recipient(self._flat_param, 0, tuple(self._master.shape), (1,))]
+    def gradient_targets(self) -> list[GradientTarget]:
+        return [GradientTarget(self._flat_param, 0, tuple(self._master.shape), (1,))]
 
     @property
     def trained(self) -> list[bool]:
@@ -468,7 +468,7 @@ class FlatOriginal(MasterViews):
     def expose(self) -> None:
         self._flat_param.data = self._master
 
-    def take_up_changes(self) -> bool:
+    def adopt_changes(self) -> bool:
         return self.retrained()
 
     def retrained(self) -> bool:

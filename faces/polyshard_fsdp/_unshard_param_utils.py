@@ -48,7 +48,7 @@ def _unshard_params(
     holders = [each for each in instances if each._handle is not None]
     for each in holders:
         unit = _unit_of(each)
-        unit.take_up_changes()
+        unit.adopt_changes()
         if with_grads:
             _refuse_unreduced(unit)
     for each in instances:
@@ -123,7 +123,7 @@ class _Summoned:
                 view.copy_(current)
         own = dict(zip(unit.originals.tensors, shelved, strict=True))
         mine = own_part(unit, whole)
-        for each in unit.originals.recipients:
+        for each in unit.originals.gradient_targets:
             gradient = own[each.parameter]
             if gradient is not None:
                 gradient.copy_(view_of(mine, each.shape, each.stride, each.offset))

@@ -67,4 +67,4 @@ class _Answers:
         # would hold others.
         for unit in self._units.values():
             if not is_whole_now(unit):
-                unit.take_up_changes()
+                unit.adopt_changes()

@@ -78,7 +78,7 @@ class FSDPModule:
                 root.begin_gathers()
             for unit in units:
                 if rests and not unit.ahead:
-                    unit.take_up_changes()
+                    unit.adopt_changes()
                 if not unit.prepared:
                     unit.prepare()
                 unit.choose_buffer(module_state.governing.training)

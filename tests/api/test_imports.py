@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_distribution import install
+from polyshard import inspect
 
 #: A fresh interpreter runs these one after another: what one must not import, those before it must not either.
 STATEMENTS = (
@@ -60,14 +62,15 @@ def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
     *core, resolved, sharded, traced = (set(json.loads(line)) for line in done.stdout.splitlines())
     assert len(core) == 3
     # A plugin package or a configuration alone needs no engine.
-    assert {name for name in core[0] if name.startswith("polyshard.engine")} == set()
+    assert {name for name in core[0] if name.startswith("polyshard.runtime")} == set()
     # Of 300 packages beside, which share names with built-in plugins, nothing is imported.
     assert "polyshard.runtime.root" in sharded
     assert {name for name in traced if name.startswith("crowd_")} == set()
     for modules in core:
         # Core imports no plugin and no test tool.
         assert "polyshard" in modules
-        assert {name for name in modules if name.startswith("polyshard_")} == set()
+        rooms = ("polyshard_backends", "polyshard_policies", "polyshard_layouts", "polyshard_plugins", "polyshard_fsdp")
+        assert {name for name in modules if name.startswith(rooms)} == set()
         assert "pytest" not in modules
         assert "polyshard_testing" not in modules
     # One plugin brings its package alone.
@@ -77,3 +80,22 @@ def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
     # What draws is imported when something is drawn.
     assert "polyshard_plugins.trace" in traced
     assert "matplotlib" not in traced
+
+
+def test_the_door_hands_out_no_class_of_the_runtime() -> None:
+    source = Path(inspect.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    inner = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("runtime", "functions", "setup"))
+        for alias in node.names
+    }
+    # Where a model stands, the type of one argument of shard(), and what notes streams for plans.
+    inner -= {"Phase", "Initializer", "Stream", "StreamRecorder"}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    assert len(functions) > 40
+    for function in functions:
+        returned = function.returns
+        named = set() if returned is None else {node.id for node in ast.walk(returned) if isinstance(node, ast.Name)}
+        assert not named & inner, f"{function.name} of polyshard.inspect hands out {named & inner}"

@@ -35,6 +35,6 @@ def test_train_eval(ranks: Pools, strategy: ShardingStrategy) -> None:
     ranks.run(2, exec_order.eval_is_unchecked, strategy)
 
 
-def test_checks_cost_one_gather_a_unit_in_the_first_iteration_alone(ranks: Pools) -> None:
+def test_checks_cost_two_gathers_a_unit_in_the_first_iteration_alone(ranks: Pools) -> None:
     # Two units run in a forward: the root and one of the two paths.
-    assert ranks.run(2, exec_order.gathers) == [([2, 2, 2], [4, 2, 2])] * 2
+    assert ranks.run(2, exec_order.gathers) == [([2, 2, 2], [6, 2, 2])] * 2

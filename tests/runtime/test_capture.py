@@ -15,7 +15,7 @@ import pytest
 import torch
 from parity import Net, assert_all_close, draw, on_ranks, seeded, train_reference
 from polyshard import CapturedStep, CaptureMode
-from polyshard.capture.graph import Recorder, Recording
+from polyshard.capture.graph import Capturer, Recording
 from polyshard.errors import CaptureError
 from polyshard_backends.threaded import ThreadedWorld
 from rerun import Rerun, Rerunning, alone, captured, momentum, on_thread, reference, stepping, whole
@@ -35,7 +35,7 @@ class Failing(Rerun):
 class FailingOnRankOne(CapturedStep[Any, Any]):
     """Records, but for rank 1."""
 
-    def _make_recorder(self) -> Recorder:
+    def _make_capturer(self) -> Capturer:
         return Failing() if self._sharded.rank == 1 else Rerun()
 
 

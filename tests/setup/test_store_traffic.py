@@ -17,7 +17,7 @@ from polyshard import ShardConfig, _torch_private
 from polyshard.errors import RankMismatchError
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard.runtime.peers import Peers
-from polyshard.setup import shard
+from polyshard.setup import agree
 from polyshard.setup.agree import Meeting
 from torch import nn
 
@@ -236,15 +236,15 @@ def test_a_rank_that_raised_is_heard_among_thousands_at_little_cost() -> None:
     with tcp_store() as port:
         store = CountingStore(port)
         peers = [Peers(store, "failed", rank, world_size) for rank in range(400)]
-        peers[7].tell(ValueError("no batch"), "3")
+        peers[7].post_error(ValueError("no batch"), "3")
         for each in peers[8:]:
-            # What `ask` says, without listening.
-            each.tell_silence("4", 2.0, "a stack")
+            # What `post_wait` writes, without reading.
+            each.post_silence("4", 2.0, "a stack")
         store.traffic = Traffic()
-        heard = peers[0].ask("4")
+        heard = peers[0].post_wait("4")
         assert store.traffic.requests <= 100
         assert store.traffic.longest_key <= KEY
-    assert "Rank 7 raised ValueError: no batch" in (peers[0].raised(heard) or "")
+    assert "Rank 7 raised ValueError: no batch" in (peers[0].raised_text(heard) or "")
     assert len(heard) <= 32
 
 
@@ -269,8 +269,8 @@ def report_of_8b(world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         model = nn.Sequential(nn.Embedding(128256, 4096), *(Block() for _ in range(32)), nn.Linear(4096, 128256))
     reports: list[list[Any]] = []
     with monkeypatch.context() as patched:
-        patched.setattr(shard, "stands_alone", lambda *arguments: False)
-        patched.setattr(shard, "agree", lambda report, *others: reports.append(list(report)))
+        patched.setattr(agree, "stands_alone", lambda *arguments: False)
+        patched.setattr(agree.Agreement, "_meet", lambda self, report, error: reports.append(list(report)))
         policy = {"name": "module_class", "classes": [Block]}
         polyshard.shard(model, replace(config(0, world_size), policy=policy))
     return reports[0]

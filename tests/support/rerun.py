@@ -11,7 +11,7 @@ import polyshard
 import torch
 from parity import Block, Net, Training, draw, seeded, train_reference, units_of
 from polyshard import CapturedStep, CaptureMode
-from polyshard.capture.graph import Recorder, Recording
+from polyshard.capture.graph import Capturer, Recording
 from polyshard.interfaces import CollectivesCapabilities, PluginContext
 from polyshard.nested import iter_tensors
 from polyshard_backends.fake import FakeCollectives
@@ -46,7 +46,7 @@ class _Rerun(Recording[T]):
         pass
 
 
-class Rerun(Recorder):
+class Rerun(Capturer):
     """Replays by running the step again."""
 
     def obstacle(self) -> str | None:
@@ -62,7 +62,7 @@ class Rerun(Recorder):
 class Rerunning(CapturedStep[Any, Any]):
     """With ``Rerun`` in the place of the CUDA graph."""
 
-    def _make_recorder(self) -> Recorder:
+    def _make_capturer(self) -> Capturer:
         return Rerun()
 
 

@@ -31,13 +31,13 @@ from ..nested import iter_tensors
 T = TypeVar("T")
 
 
-def recorder_for(device: torch.device, groups: Iterable[Collectives]) -> Recorder:
-    """The recorder for steps on ``device`` that communicate over ``groups``."""
-    return GraphRecorder(device, groups) if device.type == "cuda" else NoRecorder(device)
+def capturer_for(device: torch.device, groups: Iterable[Collectives]) -> Capturer:
+    """The capturer for steps on ``device`` that communicate over ``groups``."""
+    return CudaCapturer(device, groups) if device.type == "cuda" else NoCapturer(device)
 
 
 class Recording(ABC, Generic[T]):
-    """A step that was recorded."""
+    """A recorded step."""
 
     @abstractmethod
     def replay(self) -> T:
@@ -45,14 +45,14 @@ class Recording(ABC, Generic[T]):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of its memory, once it no longer runs."""
+        """Free its memory, once it no longer runs."""
 
 
-class Recorder(ABC):
+class Capturer(ABC):
     """Runs steps so that they can be recorded, and records one."""
 
     def obstacle(self) -> str | None:
-        """Why nothing can be recorded on this device; None where it can."""
+        """The reason why this device cannot record; None where it can."""
         return None
 
     def warm_up(self, step: Callable[[], T]) -> T:
@@ -65,11 +65,11 @@ class Recorder(ABC):
 
         Raises:
             CaptureError: it returned a tensor that is not on the device.
-            Exception: what ``step`` raised. Nothing of the recording is left.
+            Exception: from ``step``. Nothing of the recording is left.
         """
 
 
-class NoRecorder(Recorder):
+class NoCapturer(Capturer):
     """For devices that cannot record."""
 
     def __init__(self, device: torch.device) -> None:
@@ -84,14 +84,14 @@ class NoRecorder(Recorder):
         raise CaptureError(str(self.obstacle()))
 
 
-class GraphRecorder(Recorder):
+class CudaCapturer(Capturer):
     """Records CUDA graphs."""
 
     def __init__(self, device: torch.device, groups: Iterable[Collectives]) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._groups = tuple(groups)
-        # Two: what the warm-up leaves on its stream (a library's workspace) must not become part of the graph, and the
-        # caller's may be the default stream, which records nothing.
+        # Two: memory that the warm-up leaves on its stream (a library's workspace) must not become part of the graph,
+        # and the caller's may be the default stream, which records nothing.
         self._warm_up_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # PyTorch's allocators may hold on to the graph of a capture that failed.
@@ -146,7 +146,7 @@ class GraphRecorder(Recorder):
                 graph.reset()
             else:
                 _torch_private.abandon_capture_pool(index, pool)
-                # The one that took part still believes in the capture, and would refuse to draw outside of it.
+                # The generator still takes part in the capture, and would refuse to draw outside of it.
                 generator.graphsafe_set_state(before)
                 self._failed.append(graph)
             raise

@@ -1,4 +1,4 @@
-"""The tensors that a recorded step reads: allocated once, filled before each replay."""
+"""Inputs and optimizers of a recorded step: tensors filled before each replay, state and settings that must stay."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import CaptureError
-from ..nested import fields_of, map_tensors
+from ..nested import differ, fields_of, map_tensors
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
-
-#: What a recording may contain as a constant: compared by value, and nothing in it can change unseen.
+#: Types of constants in a recording: compared by value, and immutable.
 _CONSTANTS = (
     type(None),
     bool,
@@ -34,23 +33,6 @@ _CONSTANTS = (
 )
 
 
-class _Container(NamedTuple):
-    """Stands for a container in a list of leaves: two of them are alike if type and keys are."""
-
-    kind: type
-    keys: tuple[object, ...]
-
-    def __str__(self) -> str:
-        keys = self.keys
-        size = f"{keys[0]} items" if len(keys) == 1 and isinstance(keys[0], int) else f"keys {list(keys)}"
-        return f"a {self.kind.__name__} of {size}"
-
-
-def to_device(args: Args, kwargs: Kwargs, device: torch.device) -> tuple[Args, dict[str, Any]]:
-    """The arguments with every tensor on ``device``; the copy of a pinned tensor does not hold up the host."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, dict(kwargs)))
-
-
 class StaticInputs:
     """Static tensors in the places of the tensors of one call's arguments.
 
@@ -60,7 +42,7 @@ class StaticInputs:
 
     Raises:
         CaptureError: naming an argument that cannot be static: a tensor that wants a gradient or is not strided, or an
-            object of which it cannot be told whether it changed.
+            object whose changes cannot be noticed.
     """
 
     def __init__(self, args: Args, kwargs: Kwargs, device: torch.device) -> None:
@@ -123,6 +105,11 @@ class StaticInputs:
         return None
 
 
+def to_device(args: Args, kwargs: Kwargs, device: torch.device) -> tuple[Args, dict[str, Any]]:
+    """The arguments with every tensor on ``device``; the copy of a pinned tensor does not hold up the host."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, dict(kwargs)))
+
+
 def _leaves(args: Args, kwargs: Kwargs) -> Iterator[tuple[str, object]]:
     for index, value in enumerate(args):
         yield from _walk(f"argument {index}", value)
@@ -150,6 +137,18 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, object]]:
         yield from _walk(inner, item)
 
 
+class _Container(NamedTuple):
+    """Stands for a container in a list of leaves: two of them are alike if type and keys are."""
+
+    kind: type
+    keys: tuple[object, ...]
+
+    def __str__(self) -> str:
+        keys = self.keys
+        size = f"{keys[0]} items" if len(keys) == 1 and isinstance(keys[0], int) else f"keys {list(keys)}"
+        return f"a {self.kind.__name__} of {size}"
+
+
 def _refuse(path: str, value: object) -> None:
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
@@ -170,9 +169,6 @@ def _shortened(value: object) -> str:
         return f"a {type(value).__name__}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# What a recorded step takes for granted about an optimizer: where its state lies, and its settings.
 
 
 def optimizer_obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
@@ -198,7 +194,7 @@ def optimizer_obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -
 class OptimizerWatch:
     """An optimizer as it was before a step was recorded.
 
-    Keeps the state's tensors alive: a replay writes to them, whatever became of the optimizer.
+    Keeps the state's tensors alive: a replay writes to them, even after the optimizer is gone.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -292,12 +288,3 @@ def _setting_changed(what: str, value: Any, recorded: Any) -> str:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def differ(these: list[Any], those: list[Any]) -> bool:
-    """Whether two lists of lists or dicts hold other tensors, compared at C speed: what is identical is equal."""
-    try:
-        return these != those
-    except RuntimeError:
-        # Two tensors were compared, so they are not the same.
-        return True

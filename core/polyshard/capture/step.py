@@ -13,11 +13,10 @@ from torch import nn
 from ..errors import CaptureError, ConfigError, ConfigTypeError, PolyshardError
 from ..inspect import RecordedModel, ShardedModel, outermost_model
 from ..nested import map_tensors
-from .graph import Recorder, Recording, recorder_for
+from .graph import Capturer, Recording, capturer_for
 from .static import OptimizerWatch, StaticInputs, optimizer_obstacle, to_device
 
 __all__ = ["CaptureFallback", "CaptureMode", "CapturedStep"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -144,12 +143,12 @@ class CapturedStep(Generic[P, T]):
         self._fallback = _fallback(fallback)
         self._check_arguments()
         self._device = self._sharded.collectives.device
-        self._recorder = self._make_recorder()
+        self._capturer = self._make_capturer()
         self._graph: _Graph[T] | None = None
         self._warm = 0
         self._mode = CaptureMode.WARMING_UP
         self._reason: str | None = None
-        obstacle = self._recorder.obstacle() or self._sharded.capture_obstacle()
+        obstacle = self._capturer.obstacle() or self._sharded.capture_obstacle()
         if obstacle is not None:
             self._give_up(obstacle)
 
@@ -175,7 +174,7 @@ class CapturedStep(Generic[P, T]):
             return self._run(*to_device(args, kwargs, self._device))
         if self._graph is None and (self._warm < self._warmup or self._sharded.warming_up):
             moved = to_device(args, kwargs, self._device)
-            outputs = self._recorder.warm_up(lambda: self._run(*moved))
+            outputs = self._capturer.warm_up(lambda: self._run(*moved))
             self._warm += 1
             return outputs
         graph = self._replayable(args, kwargs)
@@ -204,12 +203,12 @@ class CapturedStep(Generic[P, T]):
         self._warm = 0
         self._mode = CaptureMode.WARMING_UP
         self._reason = None
-        obstacle = self._recorder.obstacle() or self._sharded.capture_obstacle()
+        obstacle = self._capturer.obstacle() or self._sharded.capture_obstacle()
         if obstacle is not None:
             self._give_up(obstacle)
 
-    def _make_recorder(self) -> Recorder:
-        return recorder_for(self._device, self._sharded.groups)
+    def _make_capturer(self) -> Capturer:
+        return capturer_for(self._device, self._sharded.groups)
 
     def _check_arguments(self) -> None:
         rank = self._sharded.rank
@@ -265,7 +264,7 @@ class CapturedStep(Generic[P, T]):
         cause: Exception | None = None
         try:
             inputs = StaticInputs(args, kwargs, self._device)
-            recording = self._recorder.record(lambda: self._recorded(inputs))
+            recording = self._capturer.record(lambda: self._recorded(inputs))
             graph = _Graph(recording, inputs, before, optimizers)
             obstacle = _left_behind(gradients, optimizers)
         except Exception as error:

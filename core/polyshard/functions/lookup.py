@@ -1,4 +1,4 @@
-"""The models that are sharded in this process, for functions of torch that are given their parameters alone."""
+"""The sharded models of this process, found by their parameters: for functions of torch that get parameters alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 from ..errors import UnsupportedError
 from ..planning.layout import product
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Found(NamedTuple):
+class ParameterLocation(NamedTuple):
     """A parameter of a sharded model."""
 
     root: Root
@@ -27,33 +28,45 @@ class Found(NamedTuple):
     slot: int | None
     """Index of the parameter in its unit's layout; None of a flat parameter, which stands for all of them."""
     order: tuple[int, int]
-    """Of the root and of its unit: the same on every rank, whatever the order in which parameters were given."""
+    """Numbers of the root and of its unit: the same on every rank, in whatever order parameters were asked for."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter itself."""
+        if self.slot is None:
+            assert self.unit.flat is not None
+            return self.unit.flat.parameter
+        return self.unit.parameters[self.slot].original
+
+    @property
+    def name(self) -> str:
+        """Its first name; the unit's for a flat parameter."""
+        return self.unit.name if self.slot is None else self.unit.parameters[self.slot].names[0]
 
 
 class LiveRoots:
     """Every root that ``polyshard.shard`` or ``fully_shard`` made, for as long as its model lives.
 
-    A step does not touch it: parameters are looked up when somebody asks for one, and gradients lead to their units
-    over their parameters.
+    Steps do not touch it: parameters are looked up on request, and gradients by the parameters that hold them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: How many models were sharded so far. What was found before the latest may be something else now.
+        #: How many models were sharded so far. Locations found before the latest may have changed.
         self.changes = 0
-        # Places by the parameters' ids: a reference to a parameter may lead to its model, which would then never go.
+        # Unit and slot by the parameters' ids: a reference to a parameter may keep its model alive for ever.
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
-        # All of those, and some that were.
+        # The ids of all these parameters, and some of former models.
         self._known: frozenset[int] = frozenset()
-        # Ids of parameters in their modules that are no unit's; of those roots that were asked.
+        # Ids of parameters outside of units, for roots that were asked for them.
         self._outside: weakref.WeakKeyDictionary[Root, frozenset[int]] = weakref.WeakKeyDictionary()
-        #: All of these roots, and some that went; for those who ask at every step.
+        #: All of these roots, and some whose models are gone; for uses in every step.
         self.references: tuple[weakref.ref[Root], ...] = ()
-        #: Those whose units an optimizer sees as flat parameters.
+        #: Roots whose units an optimizer sees as flat parameters.
         self.flattened: weakref.WeakSet[Root] = weakref.WeakSet()
 
     def add(self, root: Root) -> None:
-        """Know the parameters of ``root`` from now on."""
+        """Find the parameters of ``root`` from now on."""
         places = {
             id(parameter.original): (number, slot)
             for number, unit in enumerate(root.units)
@@ -71,13 +84,13 @@ class LiveRoots:
         return [root for root, _ in self._entries()]
 
     def may_hold(self, tensor: torch.Tensor) -> bool:
-        """Whether ``find`` may find ``tensor``, at a fraction of its cost: for what is asked of every new tensor."""
+        """Whether ``find`` may find ``tensor``, at a fraction of its cost: for calls on every new tensor."""
         # Flat parameters are 1-D, and made later.
         return id(tensor) in self._known or (tensor.ndim == 1 and bool(self.flattened))
 
-    def find(self, tensors: Sequence[torch.Tensor]) -> list[Found | None]:
-        """For each of ``tensors`` where it lies; None for what is no parameter of a sharded model."""
-        found: list[Found | None] = [None] * len(tensors)
+    def find(self, tensors: Sequence[torch.Tensor]) -> list[ParameterLocation | None]:
+        """The location of each of ``tensors``; None for a tensor that is no parameter of a sharded model."""
+        found: list[ParameterLocation | None] = [None] * len(tensors)
         for age, (root, places) in enumerate(self._entries()):
             flats = {id(unit.flat.parameter): number for number, unit in enumerate(root.units) if unit.flat is not None}
             for index, (key, tensor) in enumerate(zip(map(id, tensors), tensors, strict=True)):
@@ -87,19 +100,19 @@ class LiveRoots:
                     unit = root.units[number]
                     # An id outlives its object.
                     if unit.parameters[slot].original is tensor:
-                        found[index] = Found(root, unit, slot, (age, number))
+                        found[index] = ParameterLocation(root, unit, slot, (age, number))
                 elif key in flats:
                     number = flats[key]
-                    found[index] = Found(root, root.units[number], None, (age, number))
+                    found[index] = ParameterLocation(root, root.units[number], None, (age, number))
         return found
 
     def around(self, tensors: Sequence[torch.Tensor]) -> Root | None:
-        """The first root whose model has one of ``tensors`` outside of its units; None where none has."""
+        """The first root whose model has one of ``tensors`` outside of its units; None for no such root."""
         asked = set(map(id, tensors))
         for root, places in self._entries():
             outside = self._outside.get(root)
             if outside is None:
-                # A walk that a wrap need not pay for.
+                # At first use: sharding does not pay for it.
                 outside = frozenset(map(id, root.module_states[0].module.parameters())) - places.keys()
                 self._outside[root] = outside
             may_be = not asked.isdisjoint(outside)
@@ -111,15 +124,12 @@ class LiveRoots:
     def _entries(self) -> list[tuple[Root, dict[int, tuple[int, int]]]]:
         with self._lock:
             entries = list(self._places.items())
-        # A root whose units went to a larger one is on its way out.
+        # A root whose units joined a larger one is about to be freed.
         return [(root, places) for root, places in entries if all(unit.step is root for unit in root.units)]
 
 
-#: Torch's functions are one for the whole process, and so is what they must know.
+#: One for the process, as torch's functions are.
 live_roots = LiveRoots()
-
-
-# Which part of a whole parameter this rank holds, and which the others do.
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +184,8 @@ def dtensor_of(parameter: torch.Tensor) -> DTensor:
             f"as_dtensor() needs a parameter of which each rank holds a piece, but this one, of shape {placed.shape}, "
             "is whole here, or flat. Use it as it is."
         )
-    unit, shard = found.unit, found.unit.grid.shard
-    where = f"'{unit.parameters[found.slot].names[0]}' (rank {found.root.rank})"
+    shard = found.unit.grid.shard
+    where = f"'{found.name}' (rank {found.root.rank})"
     row = product(placed.shape[1:])
     each = -(-placed.shape[0] // shard.world_size) * row if placed.shape else 0
     numel = product(placed.shape)
@@ -190,7 +200,7 @@ def dtensor_of(parameter: torch.Tensor) -> DTensor:
             f"{type(shard).__name__} is behind no process group of torch.distributed, which a DTensor of {where} "
             "needs. Choose collectives of processes, such as gloo or nccl."
         )
-    # Late: it takes longer to import than everything here.
+    # Imported late: it takes longer to import than everything here.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 

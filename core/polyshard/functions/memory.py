@@ -1,4 +1,4 @@
-"""What memory one rank needs."""
+"""The memory that one rank needs, by the layouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..runtime.reduce import Way
+from ..runtime.reduce import ReduceMode
 from ..runtime.root import Root
 from ..runtime.streams import REDUCTIONS_ALIVE
 
@@ -21,13 +21,13 @@ class MemoryReport:
     parameters: int
     """Elements of the whole model."""
     padding: int
-    """Elements of all flat buffers that belong to no parameter: what layouts leave for alignment, and equal slices."""
+    """Elements of all flat buffers that belong to no parameter: gaps for alignment and for equal slices."""
     master_nbytes: int
     """Master shards."""
     gradient_nbytes: int
     """Gradient shards, from a backward to the next ``zero_grad``."""
     gathered_nbytes: int
-    """Gather buffers alive at once at most: what is kept, the computing unit, and those prefetched, in batches."""
+    """Gather buffers alive at once at most: units that are kept, the one that computes, and prefetched batches."""
     reduction_nbytes: int
     """Inputs of the reductions in flight. Of small units that travel together their gradients instead, which are held
     until then, and one bucket's inputs twice: as the units lay them out, and as they travel."""
@@ -35,9 +35,9 @@ class MemoryReport:
     """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. After the first
     forward the one that ran last may join them, and under ``reshard_after_forward="auto"`` more."""
     parked: tuple[str, ...] = ()
-    """Names of the units whose masters and gradients an offload manager keeps; so does an optimizer its state there."""
+    """Names of the units whose masters and gradients an offload manager keeps; an optimizer's state is there, too."""
     parked_nbytes: int = 0
-    """Of ``master_nbytes``, what belongs to these."""
+    """The bytes of ``master_nbytes`` that are parked."""
 
     def optimizer_nbytes(self, states: int) -> int:
         """Bytes of an optimizer with ``states`` tensors of a master's size (AdamW: 2)."""
@@ -87,37 +87,37 @@ def memory_report(root: Root) -> MemoryReport:
 
 
 def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
-    """Of units that are released, largest first: one that computes, and those ahead of it."""
+    """Bytes of ``released`` units, largest first, that are alive at once: one that computes, and those ahead of it."""
     ahead = root.execution_order.ahead
     single = sum(released[: 1 + ahead])
     if not ahead:
         return single
-    # The last module state ahead may be the first of a batch, and the module state that computes the first of the batch before it.
+    # The last module state ahead may be the first of a batch, and the one that computes the first of the batch before.
     batch = root.execution_order.batch_nbytes
     return min(sum(released), max(single, sum(released[:ahead]) + batch, 2 * batch))
 
 
 def _reduced_nbytes(root: Root) -> int:
-    """Of the two largest inputs, whether they are one unit's, one module state's or a bucket's."""
+    """Bytes of the two largest inputs: of a unit, a module state or a bucket each."""
     reducer = root.reducer
     inputs: list[int] = []
-    nbytes = dict.fromkeys(Way, 0)
+    nbytes = dict.fromkeys(ReduceMode, 0)
     for module_state in root.module_states:
         reduced = [unit.gradients for unit in module_state.units if unit.trainable and not unit.resident]
         for _, same in groupby(reduced, lambda each: (each.unit.grid.shard, each.input.dtype, each.input.result_dtype)):
             together = list(same)
             sizes = [each.input.nbytes for each in together]
             total, grid = sum(sizes), together[0].unit.grid
-            way = reducer.way_together(sizes, grid)
-            if way is Way.ALONE:
+            mode = reducer.mode_of_module(sizes, grid)
+            if mode is ReduceMode.ALONE:
                 inputs += sizes
-            elif way is Way.GROUPED and total > reducer.room[way]:
+            elif mode is ReduceMode.GROUPED and total > reducer.limits[mode]:
                 inputs.append(total)
             else:
-                nbytes[way] += total
-    for way in (Way.GROUPED, Way.MERGED):
-        total, room = nbytes[way], reducer.room[way]
+                nbytes[mode] += total
+    for mode in (ReduceMode.GROUPED, ReduceMode.MERGED):
+        total, room = nbytes[mode], reducer.limits[mode]
         inputs += [min(total, room), min(max(0, total - room), room)]
-    # Both go back to the pool of the stream that reduces before the next bucket's come from there.
-    copied = 2 * min(nbytes[Way.MERGED], reducer.room[Way.MERGED])
+    # Both return to the pool of the stream that reduces before the next bucket takes its memory there.
+    copied = 2 * min(nbytes[ReduceMode.MERGED], reducer.limits[ReduceMode.MERGED])
     return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + copied

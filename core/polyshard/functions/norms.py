@@ -1,10 +1,10 @@
-"""What a gradient scaler on a device tells optimizers of gradients in host memory.
+"""Gradient norms over all shards, and scales of a gradient scaler for gradients in host memory.
 
 [Note: scales that arrive late]
-``torch.amp.GradScaler`` and torch's fused optimizers bring scale and finding to where gradients are by copies that the
-host does not wait for, into pinned memory. Host code reads them at once: gradients are then multiplied by what was
-there before, and an infinity that was found is overwritten by the copy that comes behind it. From host memory, which is
-not pinned, copies to the device are made before the call returns, and those to the host are none.
+``torch.amp.GradScaler`` and torch's fused optimizers copy scale and finding to the gradients' memory, which may be
+pinned host memory: the host does not wait for these copies, and reads too early. Gradients are then multiplied by older
+values, and a copy that arrives later overwrites an infinity that was found. Copies from host memory that is not pinned
+end before the call returns, and within the host none are made. So scales are moved to the host first.
 """
 
 from __future__ import annotations
@@ -24,47 +24,6 @@ from ..runtime.root import Root
 from ..runtime.unit import Unit
 
 
-def in_reach(scales: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """``scales``, on the host where one of the gradients is: see the note. Waits for the device then."""
-    if scales.device.type == "cpu" or not any(_is_hosted(parameter) for parameter in parameters):
-        return scales
-    return scales.cpu()
-
-
-def bring_in_reach(optimizer: torch.optim.Optimizer) -> None:
-    """The same for what a scaler left with an optimizer that unscales by itself, before its step."""
-    scale = getattr(optimizer, "grad_scale", None)
-    if not isinstance(scale, torch.Tensor):
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    told = {"grad_scale": in_reach(scale, parameters)}
-    finding = getattr(optimizer, "found_inf", None)
-    if isinstance(finding, torch.Tensor):
-        told["found_inf"] = in_reach(finding, parameters)
-    for name, value in told.items():
-        setattr(optimizer, name, value)
-
-
-def _is_hosted(parameter: torch.Tensor) -> bool:
-    return parameter.grad is not None and parameter.grad.device.type == "cpu"
-
-
-# Gradient norms over all shards.
-
-
-#: Relative difference from which on norms are those of different gradients, and not of one that was rounded twice.
-_TOLERANCE = 1e-5
-
-#: Groups that together reach the ranks among which a unit is reduced; see ``RankGrid.everyone``.
-Everyone = tuple[Collectives, ...]
-
-#: What a norm is taken of, by the ranks that share it; None for what lies outside of units.
-Held = dict[RankGrid | None, list[torch.Tensor]]
-
-#: Names and gradients of what lies outside of units; asked for where ranks differ.
-Outside = Callable[[], Iterable[tuple[str, torch.Tensor | None]]]
-
-
 def clip_grad_norm(
     root: Root, module: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
@@ -78,16 +37,16 @@ def clip_grad_norm(
         RankMismatchError: gradients of parameters outside of units differ between ranks.
         NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
-    refuse_order(norm_type, "clip_grad_norm_", root.rank)
+    check_norm_type(norm_type, "clip_grad_norm_", root.rank)
     managed: set[nn.Parameter] = set()
-    held: Held = {}
+    held: GradientsByGrid = {}
     grid: RankGrid | None = None
     group: list[torch.Tensor] = []
     for unit in root.units:
         managed.update(unit.originals.tensors)
         if unit.grid is not grid:
             grid = unit.grid
-            # A rank without a part of any parameter still takes part in the reduction.
+            # A rank without a piece of any parameter still takes part in the reduction.
             group = held.setdefault(grid, [])
         group += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
     outside = [parameter for parameter in module.parameters() if parameter not in managed]
@@ -98,9 +57,9 @@ def clip_grad_norm(
     def named() -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, each.grad) for name, each in module.named_parameters() if each not in managed)
 
-    wide = accumulator(root.units, trained)
-    told = told_of(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
-    total = agreed_norm(root, root.units, held, norm_type, wide, told, named)
+    wide = norm_dtype(root.units, trained)
+    text = norm_text(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
+    total = agreed_norm(root, root.units, held, norm_type, wide, text, named)
     if error_if_nonfinite:
         _refuse_not_finite(root, total, outside)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -113,48 +72,41 @@ def clip_grad_norm(
     return total
 
 
-def told_of(norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False) -> str:
-    """What ranks compare of a norm beside that there is one: each scales its own pieces by what it was given."""
-    # A tensor would have to be waited for.
-    most = f", at most {float(max_norm)}" if isinstance(max_norm, int | float) else ""
-    return f" of order {float(norm_type)}{most}{', finite or an error' if error_if_nonfinite else ''}"
-
-
 def agreed_norm(
     root: Root,
     units: Iterable[Unit],
-    held: Held,
+    held: GradientsByGrid,
     norm_type: float,
     wide: torch.dtype,
-    told: str,
+    text: str,
     outside: Outside,
 ) -> torch.Tensor:
     """The norm over all of ``held``, 0-dim on the compute device, the same on every rank.
 
-    ``units``: those that gradients are of, for messages.
+    ``units``: of the gradients, for messages; ``text``: see ``norm_text``.
 
     [Note: norms of what lies outside of units]
     The reduction makes a unit's gradients those of all its ranks. Nothing does that for a parameter outside of units,
-    nor between the worlds of units that are sharded over different ranks: each rank could come to a norm of its own,
-    and scale its pieces of one gradient differently. Where there are such parameters, ranks therefore take the largest
-    norm that any of them has of these. All scale alike then, whatever happened. Norms that differ are an error, where
-    the host need not wait for the device to see it: on the CPU at each call, on other devices at the first that has
-    gradients (of the first three), and at each with ``check_ranks="always"``.
+    nor between the worlds of units that are sharded over different ranks: each rank could compute another norm, and
+    scale its pieces of one gradient differently. Where there are such parameters, ranks therefore take the largest norm
+    that any of them has of these, so that all scale alike. Norms that differ are an error, where the host can see it
+    without waiting for the device: on the CPU at each call, on other devices at the first that has gradients (of the
+    first three), and at each with ``check_ranks="always"``.
 
     Raises:
-        RankMismatchError: the ranks' norms differ of what should be one gradient; on all ranks.
+        RankMismatchError: the ranks' norms of one gradient differ; on all ranks.
     """
     device = root.collectives.device
     alike = {grid: grid.everyone for grid in held if grid is not None}
-    # In one order on all ranks, which a set has not.
+    # In one order on all ranks, unlike a set.
     first = _first_of_each(dict.fromkeys(alike.values()))
-    # What ranks have alike, they are known to have so among themselves alone.
+    # Ranks of a grid have the same gradients; ranks of different grids may not.
     kinds = dict.fromkeys(first.values())
     unsure = [each for each in kinds if each] if len(kinds) > 1 or None in held else []
     if unsure:
-        told += ", with parameters outside of units" if None in held else ", of units over different ranks"
+        text += ", with parameters outside of units" if None in held else ", of units over different ranks"
     meeting = [grid.shard for grid in alike] + [group for each in unsure for group in each]
-    with root.meeting("norm of gradients", dict.fromkeys(meeting), told):
+    with root.meeting("norm of gradients", dict.fromkeys(meeting), text):
         norms: dict[Everyone | None, list[torch.Tensor]] = {}
         for grid, tensors in held.items():
             norm = _group_norm(None if grid is None else grid.shard, tensors, norm_type, wide, device)
@@ -175,6 +127,46 @@ def agreed_norm(
             agreed = most[0].masked_fill(most[1] > 0, math.nan)
             total = _together([*norms.get(everyone, ()), agreed], norm_type)
     return total
+
+
+def norm_text(norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False) -> str:
+    """The arguments of a norm, for ranks to compare: each rank scales its own pieces by its own ``max_norm``."""
+    # Reading a tensor would wait for the device.
+    most = f", at most {float(max_norm)}" if isinstance(max_norm, int | float) else ""
+    return f" of order {float(norm_type)}{most}{', finite or an error' if error_if_nonfinite else ''}"
+
+
+def norm_dtype(units: Iterable[Unit], outside: Iterable[torch.Tensor] = ()) -> torch.dtype:
+    """The dtype in which norms add up: fp64 where any gradient is, else fp32. The same on all ranks.
+
+    ``outside``: parameters, since a rank may have no gradient where others have one.
+    """
+    if any(unit.dtypes.grad == torch.float64 for unit in units):
+        return torch.float64
+    return torch.float64 if any(each.dtype == torch.float64 for each in outside) else torch.float32
+
+
+def check_norm_type(norm_type: float, call: str, rank: int) -> None:
+    """Raise where norms of shards do not make a norm of the whole.
+
+    Raises:
+        ConfigError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ConfigError(
+            f"{call} got norm_type={norm_type} (rank {rank}): norms of shards combine for positive orders alone. Give "
+            "2.0, 1.0 or inf."
+        )
+
+
+#: Norms with a larger relative difference are of different gradients, and not of one that was rounded twice.
+_TOLERANCE = 1e-5
+#: Groups that together reach the ranks among which a unit is reduced; see ``RankGrid.everyone``.
+Everyone = tuple[Collectives, ...]
+#: The gradients of a norm, by the ranks that share them; None for parameters outside of units.
+GradientsByGrid = dict[RankGrid | None, list[torch.Tensor]]
+#: Names and gradients of parameters outside of units; called where ranks differ.
+Outside = Callable[[], Iterable[tuple[str, torch.Tensor | None]]]
 
 
 def _first_of_each(all_of_them: Collection[Everyone]) -> dict[Everyone, Everyone]:
@@ -201,7 +193,7 @@ def _together(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _may_read(root: Root, device: torch.device) -> bool:
-    """Whether what ranks have of a norm is looked at: see [Note: norms of what lies outside of units]."""
+    """Whether the host reads the ranks' norms: see [Note: norms of what lies outside of units]."""
     if not root.check_ranks or not root.collectives.capabilities.can_communicate:
         return False
     if device.type == "cpu":
@@ -215,9 +207,9 @@ def _refuse_different(
 ) -> None:
     largest, unknown, smallest = most.tolist()
     smallest = -smallest
-    # Norms of nothing say nothing.
+    # Norms of zero show no difference: compare later ones too.
     root.norms_to_compare = 0 if largest > 0 else max(0, root.norms_to_compare - 1)
-    # What is not finite shows in the norm, on all ranks.
+    # A norm that is not finite is so on all ranks.
     if unknown or math.isinf(largest) or largest - smallest <= _TOLERANCE * largest:
         return
     found: list[dict[str, float | None]] = [{name: _plain_norm(gradient) for name, gradient in outside()}]
@@ -260,8 +252,8 @@ def _differ(norms: Sequence[float | None]) -> bool:
 def _refuse_not_finite(root: Root, total: torch.Tensor, outside: Sequence[nn.Parameter]) -> None:
     bad = (~total.isfinite()).to(torch.float32)
     if outside or any(unit.grid.shard is None or unit.grid.replicate is not None for unit in root.units):
-        # What lies on several ranks should be the same there, but a fault may have hit one of them alone, and all must
-        # come to the exchange below or none.
+        # Ranks that hold the same should have the same, but a fault may have hit one of them alone, and all must reach
+        # the exchange below or none.
         root.collectives.all_reduce(bad, op=ReduceOp.MAX).wait()
     if not bad.item():
         return
@@ -290,29 +282,6 @@ def _all_finite(parameters: Iterable[torch.Tensor]) -> bool:
     return all(bool(each.grad.isfinite().all()) for each in parameters if each.grad is not None)
 
 
-def refuse_order(norm_type: float, call: str, rank: int) -> None:
-    """Raise where norms of shards do not make a norm of the whole.
-
-    Raises:
-        ConfigError: ``norm_type`` is not positive.
-    """
-    if not norm_type > 0:
-        raise ConfigError(
-            f"{call} got norm_type={norm_type} (rank {rank}): norms of shards combine for positive orders alone. Give "
-            "2.0, 1.0 or inf."
-        )
-
-
-def accumulator(units: Iterable[Unit], outside: Iterable[torch.Tensor] = ()) -> torch.dtype:
-    """The dtype in which norms add up: fp64 where any gradient is, else fp32. The same on all ranks.
-
-    ``outside``: parameters, since a rank may have no gradient where others have one.
-    """
-    if any(unit.dtypes.grad == torch.float64 for unit in units):
-        return torch.float64
-    return torch.float64 if any(each.dtype == torch.float64 for each in outside) else torch.float32
-
-
 def _group_norm(
     shard: Collectives | None,
     tensors: Sequence[torch.Tensor],
@@ -324,9 +293,9 @@ def _group_norm(
     infinite = math.isinf(norm_type)
     power = _power(tensors, norm_type, wide, device)
     if shard is not None and infinite:
-        told = torch.stack(_without_nan(power))
-        shard.all_reduce(told, op=ReduceOp.MAX).wait()
-        power = told[0].masked_fill(told[1] > 0, math.nan)
+        largest = torch.stack(_without_nan(power))
+        shard.all_reduce(largest, op=ReduceOp.MAX).wait()
+        power = largest[0].masked_fill(largest[1] > 0, math.nan)
     elif shard is not None:
         shard.all_reduce(power, op=ReduceOp.SUM).wait()
     return power if infinite else power ** (1.0 / norm_type)
@@ -346,7 +315,24 @@ def _power(
     places: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in present:
         places.setdefault(gradient.device, []).append(gradient)
-    # By device: one launch each, which a mixed list would not have, and one copy of what is parked elsewhere.
+    # One launch for each device, which a mixed list would not have, and one copy of parked gradients' norms.
     parts = [torch.stack(_torch_private.foreach_norm(each, norm_type, wide)).to(device) for each in places.values()]
     norms = parts[0] if len(parts) == 1 else torch.cat(parts)
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+
+
+def readable_scales(scales: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """``scales``, on the host where a gradient is there: [Note: scales that arrive late]. Waits for the device then."""
+    hosted = (each.grad is not None and each.grad.device.type == "cpu" for each in parameters)
+    return scales.cpu() if scales.device.type != "cpu" and any(hosted) else scales
+
+
+def make_scales_readable(optimizer: torch.optim.Optimizer) -> None:
+    """Move the scales that a scaler left with an optimizer that unscales by itself; called before its step."""
+    if not isinstance(getattr(optimizer, "grad_scale", None), torch.Tensor):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name in ("grad_scale", "found_inf"):
+        value = getattr(optimizer, name, None)
+        if isinstance(value, torch.Tensor):
+            setattr(optimizer, name, readable_scales(value, parameters))

@@ -1,7 +1,8 @@
-"""Optimizers of other packages that keep their state in blocks of a few bits, each with a scale of its own.
+"""Checks of optimizers before their first step: updates, groups and states that cannot be right on pieces.
 
-They count blocks from where the tensor begins that they are given: a piece. Where that is no whole number of blocks
-behind the parameter's beginning, other elements share a scale than on the unsharded model.
+Some optimizers of other packages keep their state in blocks of a few bits, each with a scale of its own. They count
+blocks from the beginning of their tensor, which is a piece. Where that is not a whole number of blocks behind the
+parameter's beginning, other elements share a scale than on the unsharded model, and a warning says so.
 """
 
 from __future__ import annotations
@@ -19,86 +20,13 @@ import torch
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..runtime.unit import Unit
-from .lookup import Found, LiveRoots
-from .norms import bring_in_reach
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """How an optimizer divides a tensor."""
-
-    size: int
-    """Elements of a block."""
-    smallest: int
-    """Elements of a tensor below which its state is in full precision."""
-    whole: bool
-    """Whether that is so of a tensor that is not all whole blocks, too."""
-
-    def divides(self, numel: int) -> bool:
-        """Whether a tensor of so many elements has its state in blocks."""
-        return numel >= self.smallest and not (self.whole and numel % self.size)
-
-    def differ(self, unit: Unit, slot: int) -> bool:
-        """Whether blocks of the pieces of a parameter, on any rank, are not those of the whole.
-
-        Pieces that are too small to be divided are more exact than the whole, and do not count.
-        """
-        ranges = [unit.layout.range_of(slot, rank) for rank in range(unit.grid.shard_size)]
-        there = [(start, stop - start) for start, stop in ranges if start < stop]
-        if not self.divides(unit.layout.slots[slot].numel):
-            return any(self.divides(numel) for _, numel in there)
-        return any(
-            start % self.size and max(before, numel) >= self.smallest for (_, before), (start, numel) in pairwise(there)
-        )
-
-
-def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
-    """Warn where the result differs from the unsharded model's. ``groups``: parameters in units that are cut."""
-    blocks = _blocks_of(optimizer)
-    if blocks is None:
-        return
-    # One of the ranks says it.
-    for each in (each for group in groups for each in group if each.root.rank == 0):
-        kind = f"{type(optimizer).__name__} keeps its state in blocks of {blocks.size} elements"
-        if each.slot is None:
-            if each.unit.layout.shard_numel >= blocks.smallest:
-                warnings.warn(
-                    f"{kind}, and divides the flat parameter of unit '{each.unit.name}' otherwise than each of its "
-                    "parameters (rank 0): the result differs slightly from the unsharded model's. Give the optimizer "
-                    "model.parameters(), and shard with layout={'name': 'blocks', 'size': 4096}.",
-                    stacklevel=2,
-                )
-                return
-        elif blocks.differ(each.unit, each.slot):
-            warnings.warn(
-                f"{kind}, and ranks cut '{each.unit.parameters[each.slot].names[0]}' inside of some (rank 0): the "
-                "result differs slightly from the unsharded model's. Shard with layout={'name': 'blocks', 'size': "
-                "4096}, or filter this warning.",
-                stacklevel=2,
-            )
-            return
-
-
-def _blocks_of(optimizer: torch.optim.Optimizer) -> _Blocks | None:
-    """None of optimizers that treat all elements of a tensor alike."""
-    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
-    if "bitsandbytes" in packages:
-        settings = getattr(optimizer, "args", None)
-        if getattr(settings, "optim_bits", 32) == 8:
-            return _Blocks(256, getattr(settings, "min_8bit_size", 4096), whole=False)
-    size = getattr(optimizer, "block_size", None) if "torchao" in packages else None
-    # Its optimizer that only rounds has one block of all.
-    return _Blocks(int(size), 4096, whole=True) if size and math.isfinite(size) else None
-
-
-# What of optimizers cannot be right on pieces of parameters, found at an optimizer's first step.
-
+from .lookup import LiveRoots, ParameterLocation
+from .norms import make_scales_readable
 
 #: States of torch's optimizers that are one number for a parameter, whatever its shape.
 NOT_BY_ELEMENT = frozenset({"step", "eta", "mu", "mu_product"})
-
 _ELEMENTWISE = "an optimizer that treats elements alike"
-#: Names of ``torch.optim`` whose update of an element depends on others of the parameter, on which, and what to take.
+#: Names of ``torch.optim`` whose update of an element depends on other elements, the reason, and what to use instead.
 _NOT_ELEMENTWISE = {
     "Muon": ("orthogonalises whole matrices", "polyshard.optim.Muon"),
     "Adafactor": (
@@ -112,20 +40,20 @@ _SCALER = "torch.amp.grad_scaler"
 
 
 class OptimizerCheck:
-    """Looks at each optimizer once, before its first step after a model was sharded or it got another group.
+    """Checks each optimizer once, before its first step after a model was sharded or it got another group.
 
-    What it refuses follows from parameter groups and whole shapes alone, so alike on all ranks.
+    Parameter groups and whole shapes alone decide, so that all ranks decide alike.
     """
 
     def __init__(self, live: LiveRoots) -> None:
         self._live = live
-        # And how many parameter groups they had.
+        # With the number of their parameter groups.
         self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._warned: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """To be called before each step of each optimizer.
+        """Called before each step of each optimizer.
 
         Raises:
             UnsupportedError: it computes with whole parameters, one of these has a hook that never fires, or a flat
@@ -138,7 +66,7 @@ class OptimizerCheck:
             return
         if self._passed.get(optimizer) != len(optimizer.param_groups):
             self._look_at(optimizer)
-        bring_in_reach(optimizer)
+        make_scales_readable(optimizer)
         for reference in self._live.references:
             root = reference()
             if root is not None and root.unfilled:
@@ -147,16 +75,16 @@ class OptimizerCheck:
                 self._note_outdated(optimizer)
 
     def _refuse_unfilled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to update parameters of which no rank had a gradient beside those of which one had.
+        """Raise for a flat parameter that is about to update parameters of which no rank had a gradient.
 
-        By themselves they would have ``.grad`` None, and be left alone. Here they would decay, go on by their momentum,
-        and count a step. Which they are was found among all ranks.
+        By themselves they would have ``.grad`` None, and stay as they are. Here they would decay, go on by their
+        momentum, and count a step.
         """
         for group in optimizer.param_groups:
             if _leaves_zeros_alone(optimizer, group):
                 continue
             for found in self._live.find(group["params"]):
-                if found is None or found.slot is not None or _parameter(found).grad is None:
+                if found is None or found.slot is not None or found.parameter.grad is None:
                     continue
                 unit, unfilled = found.unit, found.unit.gradients.unfilled
                 if unfilled:
@@ -171,11 +99,11 @@ class OptimizerCheck:
                     )
 
     def forget(self) -> None:
-        """Another model was sharded, whose parameters optimizers may hold already."""
+        """Check all optimizers again: they may hold parameters of a model that was sharded now."""
         self._passed.clear()
 
     def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:
-        """What forwards have gathered is older than the parameters from now on."""
+        """Note that the parameters that forwards have gathered are older than the masters from now on."""
         for group in optimizer.param_groups:
             for found in self._live.find(group["params"]):
                 if found is not None and found.root.runs_here and not found.unit.permanent:
@@ -189,7 +117,7 @@ class OptimizerCheck:
             if each.root.replaced is not None:
                 context, values = each.root.replaced
                 raise StateError(
-                    f"{type(optimizer).__name__} was to update '{_name(each)}' inside of {context} (rank "
+                    f"{type(optimizer).__name__} was to update '{each.name}' inside of {context} (rank "
                     f"{each.root.rank}), where the model holds its {values}. Leave it first."
                 )
         _refuse_dead_hooks(each for group in found for each in group)
@@ -209,7 +137,7 @@ class OptimizerCheck:
             answered = all(each.root.answers_state_dicts for group in groups for each in group)
             if optimizer not in self._guarded and not answered:
                 self._guarded.add(optimizer)
-                # That module makes the first step itself to have a state at all.
+                # That module makes the first step itself, to create a state.
                 guard = _StateGuard(fresh=_asked_for_states())
                 optimizer.register_state_dict_pre_hook(guard.refuse)
                 optimizer.register_load_state_dict_pre_hook(guard.refuse)
@@ -229,7 +157,7 @@ class _StateGuard:
         self._fresh = fresh
 
     def refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """To be called before ``state_dict`` and before ``load_state_dict``.
+        """Called before ``state_dict`` and before ``load_state_dict``.
 
         Raises:
             StateError: that module calls it.
@@ -251,31 +179,31 @@ def _asked_for_states() -> bool:
     return _torch_private.called_from(_STATE_DICTS)
 
 
-def _refuse_dead_hooks(found: Iterable[Found]) -> None:
+def _refuse_dead_hooks(found: Iterable[ParameterLocation]) -> None:
     for each in found:
         if each.slot is None or each.unit.resident or each.root.unsharded:
             continue
         original = each.unit.parameters[each.slot].original
         if _torch_private.tensor_hooks(original):
             raise UnsupportedError(
-                f"'{_name(each)}' has a hook from register_hook (rank {each.root.rank}), which a backward never calls: "
+                f"'{each.name}' has a hook from register_hook (rank {each.root.rank}), which a backward never calls: "
                 "autograd sees the gathered parameter. Remove it, and use register_post_accumulate_grad_hook, which "
                 "is called with the gradient of this rank's piece."
             )
 
 
-def _warn_of_underflow(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _warn_of_underflow(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     scaled = [
         each
         for group in groups
         for each in group
-        # One of the ranks says it.
+        # Rank 0 alone warns.
         if each.root.rank == 0 and each.unit.trainable and each.unit.caster.capabilities.loss_scaling
     ]
     if scaled and not _torch_private.called_from(_SCALER):
         first = next((each for each in scaled if torch.float16 in _travels_in(each)), scaled[0])
         warnings.warn(
-            f"{type(optimizer).__name__} steps without a torch.amp.GradScaler, and gradients of '{_name(first)}' pass "
+            f"{type(optimizer).__name__} steps without a torch.amp.GradScaler, and gradients of '{first.name}' pass "
             "through a dtype in which small ones become zero. Scale the loss, and step by "
             "scaler.step(optimizer); where the loss is scaled by something else, filter this warning.",
             stacklevel=2,
@@ -283,42 +211,42 @@ def _warn_of_underflow(optimizer: torch.optim.Optimizer, groups: Sequence[Sequen
 
 
 def _leaves_zeros_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a gradient of zeros is to it what none is."""
+    """Whether a gradient of zeros changes as little as no gradient."""
     return type(optimizer) is torch.optim.SGD and not group["momentum"] and not group["weight_decay"]
 
 
-def _travels_in(found: Found) -> tuple[torch.dtype, ...]:
+def _travels_in(found: ParameterLocation) -> tuple[torch.dtype, ...]:
     dtypes = found.unit.dtypes
     return dtypes.compute, dtypes.wire, dtypes.reduce
 
 
-def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     for name, (does, instead) in _NOT_ELEMENTWISE.items():
         kind = getattr(torch.optim, name, None)
         if kind is not None and isinstance(optimizer, kind):
             first = next(each for group in groups for each in group)
             raise UnsupportedError(
-                f"torch.optim.{name} {does}, and of '{_name(first)}' each rank holds a piece (rank {first.root.rank}). "
+                f"torch.optim.{name} {does}, and of '{first.name}' each rank holds a piece (rank {first.root.rank}). "
                 f"Use {instead}, strategy='no_shard', or pass what it trains in ignored_parameters, and average its "
                 "gradients over ranks."
             )
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     for group in groups:
         for each in group:
             if each.slot is not None and each.unit.flat is not None and each.unit.trainable:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} holds '{_name(each)}', whose gradient arrives in the flat parameter "
+                    f"{type(optimizer).__name__} holds '{each.name}', whose gradient arrives in the flat parameter "
                     f"of unit '{each.unit.name}' (rank {each.root.rank}): it would never be updated. Give the "
                     "optimizer what polyshard.flat_parameters returned."
                 )
 
 
-def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
-    """Refuse what an optimizer kept of whole parameters before they were sharded."""
+def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
+    """Raise for state of whole parameters from before they were sharded."""
     if not type(optimizer).__module__.startswith("torch.optim."):
-        # Others may keep of whole parameters what they like.
+        # Other optimizers may keep state of whole parameters.
         return
     for group in groups:
         for each in group:
@@ -330,14 +258,14 @@ def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequ
                     continue
                 if isinstance(value, torch.Tensor) and tuple(value.shape) == whole != tuple(original.shape):
                     raise StateError(
-                        f"{type(optimizer).__name__} has '{name}' of the whole '{_name(each)}', {whole}, of which this "
+                        f"{type(optimizer).__name__} has '{name}' of the whole '{each.name}', {whole}, of which this "
                         f"rank holds a piece (rank {each.root.rank}): it stepped before the model was sharded. Shard "
                         "first, or load its state with polyshard.checkpoint."
                     )
 
 
-def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
-    """Refuse groups that ``p.ndim >= 2`` made after sharding, which no piece fulfils."""
+def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
+    """Raise for groups that were chosen by ``p.ndim >= 2`` after sharding, when no piece has two dimensions."""
     dims = [
         [len(each.unit.layout.slots[each.slot].shape) for each in group if each.slot is not None] for group in groups
     ]
@@ -362,16 +290,16 @@ def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[S
         raise ConfigError(
             f"The parameter groups of {type(optimizer).__name__} look as if they were chosen by the shapes of pieces "
             f"(rank {first.root.rank}): group {index} {'is empty' if empty else 'decays and holds no sharded matrix'}, "
-            f"and '{_name(first)}', of shape {first.unit.layout.slots[first.slot].shape}, is in group {there}. A "
+            f"and '{first.name}', of shape {first.unit.layout.slots[first.slot].shape}, is in group {there}. A "
             "sharded parameter may be 1-D: choose by polyshard.placement(parameter).shape, by name, or before "
             "sharding. If it is meant so, leave an empty group out, and give matrices a group of their own."
         )
 
 
 def _harmless(empty: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a group without parameters may have been chosen by names or whole shapes: as a trainer does, which gives
-    biases and norms of a model that has none a group that decays less. A group that was meant for matrices and lost
-    them to their pieces' shapes has a setting of its own, or decays most.
+    """Whether a group without parameters may have been chosen by names or whole shapes: a trainer makes a group that
+    decays less for biases and norms, also of a model without any. A group that was meant for matrices, and lost them
+    by their pieces' shapes, has a setting of its own, or decays most.
     """
     aside = ("params", "param_names", "weight_decay")
     settings = {key: value for key, value in empty.items() if key not in aside}
@@ -382,17 +310,17 @@ def _harmless(empty: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> 
     )
 
 
-def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
     """Warn where no group decays, as after ``p.ndim >= 2`` whose empty group was left out or never made."""
     given = optimizer.param_groups
     if not optimizer.defaults.get("weight_decay") or any(group.get("weight_decay") for group in given):
         return
-    flattened = next((each for group in groups for each in group if _dims(each) >= 2 > _parameter(each).ndim), None)
+    flattened = next((each for group in groups for each in group if _dims(each) >= 2 > each.parameter.ndim), None)
     alone = len(given) > 2 and all(len(group["params"]) == 1 for group in given)
     mixed = any(len({_dims(each) >= 2 for each in group}) > 1 for group in groups)
     if flattened is not None and flattened.root.rank == 0 and (mixed or alone):
         warnings.warn(
-            f"No parameter group of {type(optimizer).__name__} decays, and '{_name(flattened)}' is a matrix of which "
+            f"No parameter group of {type(optimizer).__name__} decays, and '{flattened.name}' is a matrix of which "
             f"each rank holds a 1-D piece: were groups chosen by p.ndim? Choose by "
             "polyshard.placement(parameter).shape, by name, or with polyshard.optim.decay_groups. If nothing is to "
             "decay, give the optimizer itself weight_decay=0.",
@@ -400,17 +328,74 @@ def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Seque
         )
 
 
-def _dims(found: Found) -> int:
-    """Of the whole parameter; 1 of a flat one."""
+def _dims(found: ParameterLocation) -> int:
+    """Dimensions of the whole parameter; 1 of a flat one."""
     return 1 if found.slot is None else len(found.unit.layout.slots[found.slot].shape)
 
 
-def _parameter(found: Found) -> torch.Tensor:
-    if found.slot is None:
-        assert found.unit.flat is not None
-        return found.unit.flat.parameter
-    return found.unit.parameters[found.slot].original
+def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
+    """Warn where the result differs from the unsharded model's. ``groups``: parameters in units that are cut."""
+    blocks = _blocks_of(optimizer)
+    if blocks is None:
+        return
+    # Rank 0 alone warns.
+    for each in (each for group in groups for each in group if each.root.rank == 0):
+        kind = f"{type(optimizer).__name__} keeps its state in blocks of {blocks.size} elements"
+        if each.slot is None:
+            if each.unit.layout.shard_numel >= blocks.smallest:
+                warnings.warn(
+                    f"{kind}, and divides the flat parameter of unit '{each.unit.name}' otherwise than each of its "
+                    "parameters (rank 0): the result differs slightly from the unsharded model's. Give the optimizer "
+                    "model.parameters(), and shard with layout={'name': 'blocks', 'size': 4096}.",
+                    stacklevel=2,
+                )
+                return
+        elif blocks.differ(each.unit, each.slot):
+            warnings.warn(
+                f"{kind}, and ranks cut '{each.unit.parameters[each.slot].names[0]}' inside of some (rank 0): the "
+                "result differs slightly from the unsharded model's. Shard with layout={'name': 'blocks', 'size': "
+                "4096}, or filter this warning.",
+                stacklevel=2,
+            )
+            return
 
 
-def _name(found: Found) -> str:
-    return found.unit.name if found.slot is None else found.unit.parameters[found.slot].names[0]
+def _blocks_of(optimizer: torch.optim.Optimizer) -> _Blocks | None:
+    """The blocks of ``optimizer``; None where it treats all elements of a tensor alike."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    if "bitsandbytes" in packages:
+        settings = getattr(optimizer, "args", None)
+        if getattr(settings, "optim_bits", 32) == 8:
+            return _Blocks(256, getattr(settings, "min_8bit_size", 4096), whole=False)
+    size = getattr(optimizer, "block_size", None) if "torchao" in packages else None
+    # torchao's optimizer that only rounds has a single block.
+    return _Blocks(int(size), 4096, whole=True) if size and math.isfinite(size) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """How an optimizer divides a tensor."""
+
+    size: int
+    """Elements of a block."""
+    smallest: int
+    """Elements of a tensor below which its state is in full precision."""
+    whole: bool
+    """Whether the state of a tensor that is not made of whole blocks is in full precision, too."""
+
+    def divides(self, numel: int) -> bool:
+        """Whether a tensor of ``numel`` elements has its state in blocks."""
+        return numel >= self.smallest and not (self.whole and numel % self.size)
+
+    def differ(self, unit: Unit, slot: int) -> bool:
+        """Whether blocks of a parameter's pieces, on any rank, are not those of the whole parameter.
+
+        Pieces that are too small to be divided are more exact than the whole, and do not count.
+        """
+        ranges = [unit.layout.range_of(slot, rank) for rank in range(unit.grid.shard_size)]
+        there = [(start, stop - start) for start, stop in ranges if start < stop]
+        if not self.divides(unit.layout.slots[slot].numel):
+            return any(self.divides(numel) for _, numel in there)
+        return any(
+            start % self.size and max(before, numel) >= self.smallest for (_, before), (start, numel) in pairwise(there)
+        )

@@ -41,8 +41,8 @@ class StreamRecorder(Protocol):
 class RecordedStreams(HostStreams):
     """Runs everything where it is issued, as ``HostStreams`` does, and reports the stream that a device would take.
 
-    Memory comes and goes as with streams: a reduction is delivered when it is issued, and its input let go of when
-    compute would have been ordered behind it.
+    Memory is taken and released as with streams: a reduction is delivered when it is issued, and its input released
+    when compute would have been ordered behind it.
     """
 
     def __init__(self, streams: StreamRecorder) -> None:

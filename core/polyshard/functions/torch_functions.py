@@ -1,13 +1,13 @@
 """Torch's own functions, made right for parameters of which each rank holds a piece.
 
 [Note: torch's functions]
-``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` look at the tensors that they are given. Of a sharded
-model these are this rank's pieces: each rank would clip by a norm of its own, and step or skip by an overflow of its
-own. ``parameters_to_vector`` or an initialiser would return other elements, or the same random numbers on every rank,
-without a word. Programs have imported these names long before a model is sharded. So the first ``shard()`` exchanges
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` read the tensors that they get. Of a sharded model these
+are this rank's pieces: each rank would clip by a norm of its own, and step or skip by an overflow of its own.
+``parameters_to_vector`` or an initialiser would return other elements, or the same random numbers on every rank,
+without an error. Programs have imported these names long before a model is sharded. So the first ``shard()`` exchanges
 the functions behind the names, once in a process: each looks for parameters of sharded models among its arguments, and
-calls torch's own where there are none. Tensors of a class of their own, which would answer for themselves, are no way:
-torch's foreach and fused optimizers take plain tensors alone. ``restore_torch`` puts torch's own functions back.
+calls torch's own where there are none. A tensor subclass is no alternative: torch's foreach and fused optimizers take
+plain tensors alone. ``restore_torch`` puts torch's own functions back.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..runtime.activation_checkpoint import Checkpointed
 from ..runtime.guards import forget_registrations
 from ..runtime.root import Root
 from ..runtime.unit import Unit
-from .lookup import Found, live_roots
-from .norms import Held, accumulator, agreed_norm, in_reach, refuse_order, told_of
+from .lookup import ParameterLocation, live_roots
+from .norms import GradientsByGrid, agreed_norm, check_norm_type, norm_dtype, norm_text, readable_scales
 from .optimizers import OptimizerCheck
 from .whole import guard_state_dicts
 
@@ -164,8 +164,8 @@ class GradientUtilities:
     ) -> torch.Tensor:
         """``torch.nn.utils.get_total_norm`` over all ranks, of gradients or of parameters.
 
-        Gradients of a sharded model must be all that it has: from some of them it does not follow which ranks hold
-        none of those that are meant, and these ranks could not take part.
+        Of a sharded model it needs all gradients: ranks that hold none of a selection would not know that they must
+        take part.
 
         Raises:
             ConfigError: ``norm_type`` is not positive.
@@ -211,7 +211,7 @@ class GradientUtilities:
                     f"torch.amp.GradScaler does not unscale fp16 gradients, which unit '{unit.name}' has (rank "
                     f"{unit.grid.world.rank}). Keep the model in fp32 and shard it with precision='fp16'."
                 )
-        inv_scale, found_inf = in_reach(inv_scale, given), in_reach(found_inf, given)
+        inv_scale, found_inf = readable_scales(inv_scale, given), readable_scales(found_inf, given)
         findings = self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         device = root.collectives.device
         worst = torch.zeros((), dtype=torch.float32, device=device)
@@ -225,15 +225,15 @@ class GradientUtilities:
             for group in groups:
                 if group is not None:
                     group.all_reduce(worst, op=ReduceOp.MAX).wait()
-        # A rank that holds no element of anything has found nothing, which torch would take for a mistake. One finding
-        # alone: fused optimizers are told the sum over devices, and skip a step where that is 1.
+        # A rank without any element has no finding, which is an error to torch. One finding alone: fused optimizers
+        # get the sum over devices, and skip a step where that is 1.
         return {device: worst}
 
     def _norm(
         self,
         given: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor | None],
-        found: Sequence[Found | None],
+        found: Sequence[ParameterLocation | None],
         norm_type: float,
         error_if_nonfinite: bool,
         foreach: bool | None,
@@ -241,22 +241,22 @@ class GradientUtilities:
         max_norm: float | None = None,
     ) -> torch.Tensor:
         """The norm of ``tensors``: those that are ``given``, or their gradients."""
-        inside: list[tuple[Found, torch.Tensor | None]] = []
+        inside: list[tuple[ParameterLocation, torch.Tensor | None]] = []
         outside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         strange: list[torch.Tensor] = []
         for parameter, tensor, each in zip(given, tensors, found, strict=True):
             if each is not None:
                 inside.append((each, tensor))
             elif tensor is not None and type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-                # It answers for itself.
+                # A subclass such as DTensor computes its own norm.
                 strange.append(tensor)
             elif tensor is not None or parameter.requires_grad:
                 outside.append((parameter, tensor))
         inside.sort(key=lambda pair: pair[0].order)
         first = inside[0][0].root
         order = float(norm_type)
-        refuse_order(order, call, first.rank)
-        held: Held = {}
+        check_norm_type(order, call, first.rank)
+        held: GradientsByGrid = {}
         grid: RankGrid | None = None
         group: list[torch.Tensor] = []
         for each, tensor in inside:
@@ -283,16 +283,16 @@ class GradientUtilities:
             [each.unit for each, _ in inside],
             held,
             order,
-            accumulator((each.unit for each, _ in inside), (parameter for parameter, _ in outside)),
-            told_of(order, max_norm, error_if_nonfinite=error_if_nonfinite),
+            norm_dtype((each.unit for each, _ in inside), (parameter for parameter, _ in outside)),
+            norm_text(order, max_norm, error_if_nonfinite=error_if_nonfinite),
             named,
         )
         # The norm of norms is the norm. Torch's own raises where that is asked for.
         return self._total_norm([total, *strange], order, error_if_nonfinite, foreach)
 
-    def _find_gradients(self, tensors: Sequence[torch.Tensor], found: list[Found | None]) -> None:
+    def _find_gradients(self, tensors: Sequence[torch.Tensor], found: list[ParameterLocation | None]) -> None:
         """Find what among ``tensors`` is a gradient of a sharded model, by where it lies: views of one count as it."""
-        # Strangers' tensors may be of any kind, with no address to ask for.
+        # Other tensors may be of any kind, without an address.
         wanted = {
             (tensor.data_ptr(), tensor.numel()): index
             for index, tensor in enumerate(tensors)
@@ -307,7 +307,7 @@ class GradientUtilities:
                         continue
                     index = wanted.get((gradient.data_ptr(), gradient.numel()))
                     if index is not None:
-                        found[index] = Found(root, unit, None, (age, number))
+                        found[index] = ParameterLocation(root, unit, None, (age, number))
                         if unit.grid.shard is not None:
                             seen.append(unit)
                     elif gradient.numel() and unit.grid.shard is not None:
@@ -321,7 +321,7 @@ class GradientUtilities:
                 )
 
 
-def _spans_ranks(found: Sequence[Found | None]) -> bool:
+def _spans_ranks(found: Sequence[ParameterLocation | None]) -> bool:
     """Whether this rank may not answer alone: others hold pieces, or may have other gradients of what is no unit's."""
     grids = [each.unit.grid for each in found if each is not None]
     if any(grid.shard is not None for grid in grids):
@@ -330,8 +330,10 @@ def _spans_ranks(found: Sequence[Found | None]) -> bool:
     return several and not all(grid.alone for grid in grids)
 
 
-def _as_flat(given: list[torch.Tensor], found: list[Found | None]) -> tuple[list[torch.Tensor], list[Found | None]]:
-    """Put units' flat parameters in the place of originals, whose gradients arrive there."""
+def _as_flat(
+    given: list[torch.Tensor], found: list[ParameterLocation | None]
+) -> tuple[list[torch.Tensor], list[ParameterLocation | None]]:
+    """Replace originals by their units' flat parameters where these receive the gradients."""
     flattened: dict[Unit, set[int]] = {}
     for each in found:
         if each is not None and each.slot is not None and each.unit.flat is not None:
@@ -346,7 +348,7 @@ def _as_flat(given: list[torch.Tensor], found: list[Found | None]) -> tuple[list
                 f"not, but all of them have one gradient, that of their flat parameter (rank {unit.grid.world.rank}). "
                 "Clip all of them, or do without polyshard.flat_parameters."
             )
-    tensors: dict[torch.Tensor, Found | None] = {}
+    tensors: dict[torch.Tensor, ParameterLocation | None] = {}
     for tensor, each in zip(given, found, strict=True):
         if each is not None and each.slot is not None and each.unit.flat is not None:
             tensors[each.unit.flat.parameter] = each._replace(slot=None)
@@ -374,7 +376,7 @@ def _reaches_every_rank(units: Iterable[Unit]) -> bool:
 
 
 def _follow_checkpoints() -> None:
-    # Torch tells no module that its forward runs under a checkpoint, and ranks have to know ([Note: recomputation]).
+    # A module cannot see that its forward runs under a checkpoint, and ranks have to know ([Note: recomputation]).
 
     def called(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
         # None means True to torch.
@@ -403,7 +405,7 @@ def _follow_inner_backwards() -> None:
             raise
         for reference in live_roots.references:
             root = reference()
-            # One inside of another backward is a part of that, and asks when it ends.
+            # A backward inside of another one ends with that.
             if root is not None and root.active is not None and not _torch_private.in_backward():
                 root.end_inner_backward()
 
@@ -497,7 +499,7 @@ def _parametrize(
     found = _first(each for each in there if each is not None)
     if found is not None:
         raise UnsupportedError(
-            f"torch.nn.utils.parametrize.{name} would replace '{_name(found)}', which is sharded (rank "
+            f"torch.nn.utils.parametrize.{name} would replace '{found.name}', which is sharded (rank "
             f"{found.root.rank}): what came in its place would be no part of the sharded model. Do it before sharding."
         )
     return torchs(module, tensor_name, *args, **kwargs)
@@ -514,7 +516,7 @@ def _divide(call: str, torchs: Callable[..., nn.Module], module: nn.Module, *arg
     found = _first(module.parameters())
     if found is not None:
         raise UnsupportedError(
-            f"{call} would divide '{_name(found)}', which is sharded (rank {found.root.rank}), a second time, and put "
+            f"{call} would divide '{found.name}', which is sharded (rank {found.root.rank}), a second time, and put "
             "what is no part of the sharded model in its place. Leave it out; what tensor parallelism is to divide has "
             "to be in ignored_modules of polyshard.shard."
         )
@@ -528,7 +530,7 @@ def _prune(
     found = None if parameter is None else _first([parameter])
     if found is not None and not found.root.unsharded:
         raise UnsupportedError(
-            f"torch.nn.utils.prune would replace '{_name(found)}', which is sharded (rank {found.root.rank}). Prune "
+            f"torch.nn.utils.prune would replace '{found.name}', which is sharded (rank {found.root.rank}). Prune "
             "before sharding, or, together with prune.remove, inside of 'with polyshard.unsharded(model, "
             "writeback=True)'."
         )
@@ -539,14 +541,12 @@ def _refuse_pieces(call: str, tensors: Iterable[torch.Tensor], instead: str) -> 
     found = _first(tensors, lambda each: each.unit.grid.shard is not None and not each.root.unsharded)
     if found is not None:
         raise StateError(
-            f"{call} got '{_name(found)}', of which this rank holds a piece (rank {found.root.rank}), and means whole "
+            f"{call} got '{found.name}', of which this rank holds a piece (rank {found.root.rank}), and means whole "
             f"parameters. {instead}."
         )
 
 
-def _first(tensors: Iterable[torch.Tensor], counts: Callable[[Found], bool] = lambda _: True) -> Found | None:
+def _first(
+    tensors: Iterable[torch.Tensor], counts: Callable[[ParameterLocation], bool] = lambda _: True
+) -> ParameterLocation | None:
     return next((each for each in live_roots.find(list(tensors)) if each is not None and counts(each)), None)
-
-
-def _name(found: Found) -> str:
-    return found.unit.name if found.slot is None else found.unit.parameters[found.slot].names[0]

@@ -1,4 +1,8 @@
-"""Whole parameters in full precision, outside of compute."""
+"""Whole parameters in full precision, outside of compute, and state dicts of modules whose parameters are sharded.
+
+Pieces under the names of whole parameters would look like a model to whoever saves them. So ``state_dict`` and
+``load_state_dict`` of a module work with whole parameters, or raise; only callers that ask for pieces get pieces.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
             f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
             "Use the context that is open."
         )
-    root.take_up_changes(trains=False)
+    root.adopt_changes(trains=False)
     root.unsharded = True
     flats: dict[Unit, torch.Tensor] = {}
     refusals = ExitStack()
@@ -68,7 +72,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
         for unit in flats:
             for parameter in unit.parameters:
                 for module, key in parameter.sites:
-                    # What was removed stays so, for the next forward to refuse: something else computes in its place.
+                    # A removed parameter stays removed: the next forward raises for it.
                     if key in module._parameters:
                         module._parameters[key] = parameter.original
             unit.originals.expose()
@@ -119,12 +123,12 @@ def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:
 
 
 def write_back(unit: Unit, whole: torch.Tensor) -> None:
-    """Keep this rank's part of what stands under the parameters' names, which were views of ``whole``, in the master.
+    """Copy this rank's elements of ``whole``, whose views the parameters are, to the master.
 
-    ``whole``: ``[padded_numel]``, in the master's dtype; gets what was assigned in the place of its views.
+    ``whole``: ``[padded_numel]``, in the master's dtype. Tensors that replaced its views are copied into it first.
 
     Raises:
-        ParameterChangedError: something of another shape was assigned.
+        ParameterChangedError: a replacement has another shape.
     """
     with torch.no_grad():
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
@@ -147,7 +151,7 @@ def _expose_whole(unit: Unit) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         flat = gather_whole(unit, unit.master)
         if flat.data_ptr() == unit.master.data_ptr():
-            # What is written without writeback must not reach the master.
+            # Without writeback, writes must not reach the master.
             flat = flat.clone()
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
             become(parameter.original, view_of(flat, slot.shape, slot.stride, slot.offset))
@@ -155,19 +159,13 @@ def _expose_whole(unit: Unit) -> torch.Tensor:
 
 
 def _refuse_gradient(parameter: ManagedParameter, rank: int, _: torch.Tensor) -> None:
-    # Modules that are no unit, and plain uses of a parameter, have no output that a module state watches.
+    # Modules without a unit, and plain uses of a parameter, have no output that a module state watches.
     if _torch_private.will_accumulate(parameter.original):
         raise StateError(
             f"A backward inside unsharded() on rank {rank} reached '{parameter.names[0]}': its gradient would be whole "
             "and this rank's alone. Run forward and backward outside of unsharded(), or use "
             "torch.autograd.grad."
         )
-
-
-# What ``state_dict`` and ``load_state_dict`` mean for a module with sharded parameters: whole ones, or an error.
-#
-# This rank's pieces under the names of whole parameters look like a model to whoever saves them. They are given to those
-# alone who ask for pieces.
 
 
 _of_pieces: ContextVar[bool] = ContextVar("polyshard_state_dicts_of_pieces", default=False)
@@ -223,7 +221,7 @@ class _Guard:
             value: Any = state_dict.get(prefix + key)
             slot, piece = self.unit.layout.slots[index], pieces.get(index)
             gathers = _is_dtensor(value)
-            # Whatever else there is will not fit, and torch says so.
+            # Torch raises for other values.
             if not gathers and (type(value) is not torch.Tensor and type(value) is not nn.Parameter):
                 continue
             if not self._shows_pieces:
@@ -237,7 +235,7 @@ class _Guard:
                     "rank takes its part of, or load what polyshard.local_state_dict returned with "
                     "polyshard.load_local_state_dict."
                 )
-            # Of any mesh, cut otherwise than the parameter. All ranks come by here.
+            # A DTensor may be of any mesh, and cut otherwise than the parameter. All ranks pass here.
             whole = value.detach().full_tensor() if gathers else value.detach()
             if whole.stride() != slot.stride:
                 whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(
@@ -245,10 +243,10 @@ class _Guard:
                 )
             start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
             own = whole.as_strided(*slot.shown(stop - start), whole.storage_offset() + start)
-            # What was gathered is nobody else's, and would be kept alive by a piece that is assigned.
+            # A piece that is assigned would keep the gathered tensor alive.
             state_dict[prefix + key] = own.clone() if gathers else own
 
-    # A module that is copied or pickled by itself holds pieces as before, and may not drag the model along.
+    # A module that is copied or pickled by itself still holds pieces, and may not take the model along.
     def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
         return self
 
@@ -276,7 +274,7 @@ class _Guard:
 
 
 def _is_dtensor(value: object) -> bool:
-    # Where nobody has imported them, which takes long, there are none.
+    # Importing them takes long, and without the import there are no DTensors.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(value, tensors.DTensor)
 

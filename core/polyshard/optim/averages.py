@@ -102,14 +102,14 @@ class AveragedWeights:
                 sharded.copy_into_masters(self._averages, self._weights())
                 yield
                 if writeback:
-                    sharded.take_up_changes()
+                    sharded.adopt_changes()
                     with torch.no_grad():
                         for average, weights in zip(self._averages, self._weights(), strict=True):
                             average.copy_(weights)
             finally:
                 try:
                     # A tensor that replaced a parameter inside is restored like other changes.
-                    sharded.take_up_changes()
+                    sharded.adopt_changes()
                 finally:
                     sharded.copy_into_masters(trained, self._weights())
 
@@ -135,5 +135,5 @@ def _between_steps(model: nn.Module, call: str) -> ShardedModel:
     sharded = outermost_model(model, call)
     sharded.refuse_inside_step(call)
     sharded.refuse_replaced_values(call)
-    sharded.take_up_changes()
+    sharded.adopt_changes()
     return sharded

@@ -1,4 +1,4 @@
-"""What plugins answered about a unit, checked against their contracts: what they may not answer is refused by name."""
+"""Plugins' answers about a unit, checked against their contracts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ from ..interfaces import (
     Work,
 )
 
-#: A ``WireSpec`` sends a multiple of these bytes.
-_WIRE_ALIGNMENT = 16
-
 
 def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: int) -> None:
-    """Refuse a plugin whose capabilities are none.
+    """Raise for a plugin whose ``capabilities`` are not what its contract asks for.
 
     Raises:
-        PluginContractError: saying what its contract asks for.
+        PluginContractError: naming the plugin and the wrong field.
     """
     wanted = next(of for contract, of in _CAPABILITIES.items() if isinstance(plugin, contract))
     answer: Any = plugin.capabilities
@@ -42,7 +39,7 @@ def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: 
         )
     for field in dataclasses.fields(wanted):
         value = getattr(answer, field.name)
-        # Annotations are text here: what is said to be a bool is asked as one, and a tensor or a string would pass.
+        # Annotations are text here. Fields of bool are used in conditions, which a tensor or a string would pass.
         if field.type == "bool" and not isinstance(value, bool):
             raise PluginContractError(
                 f"capabilities of {plugin_name(plugin)} have {field.name}={value!r} (rank {rank}). Answer True "
@@ -58,7 +55,7 @@ _CAPABILITIES: dict[type, type[Any]] = {
 
 
 def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> UnitDtypes:
-    """What ``caster`` answers for the dtypes of ``unit``.
+    """The dtypes of ``unit`` by ``caster``.
 
     Raises:
         PluginContractError: no ``UnitDtypes``, a dtype that parameters cannot compute in or gradients be reduced in, or
@@ -88,8 +85,12 @@ def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> UnitDtypes:
     return answer
 
 
+#: A ``WireSpec`` sends a multiple of these bytes.
+_WIRE_ALIGNMENT = 16
+
+
 def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | None:
-    """How ``unit`` travels in gathers; None for as its compute dtype.
+    """The format in which ``unit`` travels in gathers; None for its compute dtype.
 
     Raises:
         PluginContractError: something else than a ``WireSpec`` of a positive multiple of 16 bytes or None, or a
@@ -144,7 +145,7 @@ def full_precision_in_eval_of(caster: PrecisionCaster, unit: UnitSpec, rank: int
 
 
 def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> frozenset[UnitSpec]:
-    """Which of ``units``, all that ``offload`` serves, it parks.
+    """The units that ``offload`` parks, of all ``units`` that it serves.
 
     Raises:
         PluginContractError: something else than a collection of some of them.
@@ -168,7 +169,7 @@ def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> 
 
 
 def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: int) -> torch.Tensor:
-    """Where ``offload`` parks ``shard`` (``[shard_numel]``, master dtype), checked before a parameter views it.
+    """The tensor in which ``offload`` parks ``shard`` (``[shard_numel]``, master dtype), checked for views of it.
 
     Raises:
         PluginContractError: it is no plain, dense, contiguous tensor of the shard's shape and dtype with memory.
@@ -185,7 +186,7 @@ def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: in
 
 
 def refuse_shared_memory(parked: Iterable[tuple[OffloadManager, UnitSpec, torch.Tensor]], rank: int) -> None:
-    """Refuse masters of two units that lie in the same memory: each step of the optimizer would overwrite one.
+    """Raise for masters of two units in the same memory: each step of the optimizer would overwrite one.
 
     Raises:
         PluginContractError: naming both units.
@@ -206,9 +207,9 @@ def refuse_shared_memory(parked: Iterable[tuple[OffloadManager, UnitSpec, torch.
 def refuse_gradient(
     offload: OffloadManager, unit: UnitSpec, stored: Any, like: torch.Tensor, device: torch.device | None, rank: int
 ) -> None:
-    """Refuse what ``store_grad`` returned where ``.grad`` could not view it.
+    """Raise for a tensor from ``store_grad`` that ``.grad`` cannot view.
 
-    ``like``: the reduced gradient; ``device``: where the master is, None for nowhere in particular.
+    ``like``: the reduced gradient; ``device``: of the master, None for any.
 
     Raises:
         PluginContractError: it is no plain, dense, contiguous tensor of the gradient's shape and dtype, or is not
@@ -240,8 +241,13 @@ def issued(work: Any, operation: str, collectives: Collectives, unit: str) -> Wo
     return done
 
 
+def plugin_name(plugin: object) -> str:
+    """The class of ``plugin`` with its module, for messages."""
+    return f"{type(plugin).__module__}:{type(plugin).__qualname__}"
+
+
 def _fault(tensor: Any, shape: torch.Size, dtype: torch.dtype) -> str:
-    """What is wrong with ``tensor`` in the place of a contiguous one with memory; empty for nothing."""
+    """The fault of ``tensor``, which should be contiguous and have memory, as text; empty for no fault."""
     if not isinstance(tensor, torch.Tensor):
         return f"{tensor!r}"
     if tensor.layout is not torch.strided:
@@ -265,8 +271,3 @@ def _yes_or_no(caster: PrecisionCaster, question: str, answer: Any, about: str, 
 
 def _answered(caster: PrecisionCaster, question: str, answer: object, about: str, rank: int) -> str:
     return f"{question} of {plugin_name(caster)} answered {answer!r} for {about} (rank {rank})"
-
-
-def plugin_name(plugin: object) -> str:
-    """Where the class of ``plugin`` is, for messages."""
-    return f"{type(plugin).__module__}:{type(plugin).__qualname__}"

@@ -1,4 +1,4 @@
-"""Which ranks share a unit's shards, and which hold the same shard."""
+"""The ranks that share a unit's shards, and those that hold the same shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankGrid:
     """
 
     world: Collectives
-    """All ranks; what the plugin gave."""
+    """All ranks; from the plugin."""
     shard: Collectives | None
     """Ranks among which a unit is cut; None where each rank holds whole units."""
     replicate: Collectives | None
@@ -47,16 +47,16 @@ class RankGrid:
 
     @property
     def everyone(self) -> tuple[Collectives, ...]:
-        """Groups through which a value reaches all ranks, one after the other; none where there is no other rank."""
+        """Groups through which a value reaches all ranks, one after the other; empty for a single rank."""
         replicas = self.replicate.world_size if self.replicate else 1
         if self.world.world_size == self.shard_size * replicas:
             return () if self.alone else (self.world,)
-        # A drop-in may know the two groups alone.
+        # A drop-in may have the two groups alone.
         return tuple(each for each in (self.shard, self.replicate) if each is not None)
 
     @property
     def blends(self) -> bool:
-        """Whether means of elements depend on what lies beside them."""
+        """Whether means of elements depend on the elements beside them."""
         return any(each.capabilities.blends for each in (self.shard, self.replicate) if each is not None)
 
     @property
@@ -83,7 +83,7 @@ class RankGrid:
     ) -> Work:
         """``reduce(result, wire)`` of units that have shards, in one launch where the backend can.
 
-        ``results``: what each ``result`` is a part of; needed where there are replicas, which reduce it as a whole.
+        ``results``: the memory of which each ``result`` is a range; needed for replicas, which reduce it as a whole.
         """
         shard = self.shard
         assert shard is not None
@@ -134,7 +134,7 @@ def group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]
 
 
 def strategy_for(config: ShardConfig, world_size: int) -> Strategy:
-    """The configured one; of a single rank, that which shards nothing."""
+    """The configured strategy; for a single rank the one that shards nothing."""
     return Strategy.NO_SHARD if world_size == 1 else config.strategy
 
 

@@ -1,4 +1,7 @@
-"""Where each parameter lies in a unit's flat buffer, and how ranks cut it. Pure arithmetic."""
+"""The places of parameters in a unit's flat buffer, how ranks cut it, and checks of a layout plugin's answer.
+
+Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one parameter that lies in one rank's shard."""
+    """The elements of one parameter that lie in one rank's shard."""
 
     slot: int
     """Index of the parameter."""
@@ -50,7 +53,7 @@ class Piece:
     stop: int
     """One past the last element within the parameter."""
     shard_offset: int
-    """Where the part starts within the rank's shard, in elements."""
+    """First element within the rank's shard."""
 
     @property
     def numel(self) -> int:
@@ -78,7 +81,7 @@ class FlatLayout:
         return self.shard_numel * self.world_size
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The non-empty parts of parameters in ``rank``'s shard, in order.
+        """The non-empty pieces of parameters in ``rank``'s shard, in order.
 
         Raises:
             IndexError: ``rank`` is not in ``range(world_size)``.
@@ -96,7 +99,7 @@ class FlatLayout:
         return (low - offset, high - offset) if low < high else (0, 0)
 
     def pieces_in(self, start: int, end: int) -> tuple[Piece, ...]:
-        """The non-empty parts of parameters in elements ``start`` to ``end`` (inclusive) of the whole buffer."""
+        """The non-empty pieces of parameters in elements ``start`` to ``end`` (inclusive) of the whole buffer."""
         first = bisect.bisect_right(self.slots, start, key=lambda slot: slot.end)
         found = []
         for index in range(first, len(self.slots)):
@@ -132,49 +135,12 @@ def laid_out(parameters: Sequence[ParameterGeometry], arrangement: Arrangement, 
     return FlatLayout(tuple(slots), slots[-1].end, arrangement.shard_numel, shards)
 
 
-def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """``stride`` where the elements fill a range without gaps or overlaps (channels_last, say), else contiguous."""
-    expected = 1
-    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size == 1:
-            continue
-        if step != expected:
-            return contiguous_stride(shape)
-        expected *= size
-    return tuple(stride)
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides of ``shape``."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def product(sizes: Sequence[int]) -> int:
-    """Product of ``sizes``; 1 where there are none."""
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
-
-
-# What a layout answered for a unit, checked before anything is cut by it, and refused by name.
-
-
 @dataclass(frozen=True, slots=True)
 class NamedLayout:
     """A layout, and how messages name it."""
 
     layout: Layout
-    described: str
+    label: str
     """The plugin, its group and the package that it is from."""
 
     def arrange(self, unit: UnitGeometry, rank: int) -> tuple[tuple[tuple[int, ...], FlatLayout], ...]:
@@ -184,7 +150,7 @@ class NamedLayout:
             ConfigError: the layout did, for what the user asked of it.
             PluginContractError: the layout failed, or answered what its contract does not allow.
         """
-        where = f"{self.described} for unit '{unit.name}' of {unit.shards} shards (rank {rank})"
+        where = f"{self.label} for unit '{unit.name}' of {unit.shards} shards (rank {rank})"
         try:
             answer: Any = self.layout.arrange(unit)
             buffers: Any = tuple(answer) if isinstance(answer, Sequence) else None
@@ -202,8 +168,7 @@ class NamedLayout:
 
 
 def _fault(unit: UnitGeometry, answer: Any, buffers: Any) -> str:
-    """What of ``answer``, ``buffers`` as a tuple, the contract does not allow, and what to answer instead; empty for
-    nothing."""
+    """The fault of ``answer``, whose buffers are ``buffers``, and the right answer, as text; empty for no fault."""
     if buffers is None or not all(isinstance(each, Arrangement) for each in buffers):
         return f"{answer!r}, which is no sequence of Arrangements. Return one for each buffer, nearly always one"
     taken: set[int] = set()
@@ -280,6 +245,40 @@ def _fault_of_rows(unit: UnitGeometry, arrangement: Arrangement) -> str:
 
 
 def _cuts(offset: int, numel: int, size: int) -> Sequence[int]:
-    """The ends of slices inside of a parameter. Behind the second one their distances to it repeat."""
+    """The first two ends of slices inside of a parameter: the others lie at equal distances."""
     first = (offset // size + 1) * size if size else numel
     return range(first, offset + numel, size)[:2] if size else ()
+
+
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """``stride`` where the elements fill a range without gaps or overlaps (channels_last, say), else contiguous."""
+    expected = 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size == 1:
+            continue
+        if step != expected:
+            return contiguous_stride(shape)
+        expected *= size
+    return tuple(stride)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def product(sizes: Sequence[int]) -> int:
+    """Product of ``sizes``; 1 where there are none."""
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple

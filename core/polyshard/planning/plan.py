@@ -36,6 +36,9 @@ from ..errors import (
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import thresholds
 
+#: Attribute under which a sharded module holds its module state.
+MODULE_STATE_ATTRIBUTE = "_polyshard_module_state"
+
 
 @dataclass(eq=False, slots=True)
 class ManagedParameter:
@@ -110,13 +113,6 @@ def _separable(
 def _can_be_called(module: nn.Module) -> bool:
     # A container such as ModuleList has no forward, and so no moment at which its parameters could be gathered.
     return type(module).forward is not nn.Module.forward
-
-
-# Which parameters form which units. Reads the model, changes nothing.
-
-
-#: Attribute under which a sharded module holds its module state.
-MODULE_STATE_ATTRIBUTE = "_polyshard_module_state"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Whether ranks begin with the same values, of which each keeps a part, and rank 0's values for all."""
+"""Initial values: checksums with which ranks compare them, and the broadcast of rank 0's."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ from ..interfaces import Collectives
 from .layout import dense_stride
 from .plan import ModuleParameters
 
-#: Marks what ``described_values`` reports.
+#: Marks what ``values_to_compare`` reports.
 VALUES = "values"
 
-#: Words of 8 bytes that are summed apart. A prime, so that rows of a matrix do not fall on each other.
-_COLUMNS = 1021
-#: Words of a parameter that does not begin at a word, and is copied in pieces to be summed.
-_COPIED_WORDS = _COLUMNS << 12
-#: Odd, so that a change of one column cannot vanish; about 2**64 divided by the golden ratio.
-_SPREAD = -7046029254386353131
 
-
-def described_values(modules: Iterable[ModuleParameters], *, compare: bool) -> list[list[Any]]:
-    """What ranks compare about the values of all parameters, in JSON: name, strides, and a checksum where ``compare``.
+def values_to_compare(modules: Iterable[ModuleParameters], *, compare: bool) -> list[list[Any]]:
+    """A report of all parameters that ranks compare, in JSON: name, strides, and a checksum where ``compare``.
 
     Reads every parameter once, where it is, and waits once for each device. Parameters on the meta device have no
     values; they are reported as such.
@@ -52,8 +45,8 @@ def described_values(modules: Iterable[ModuleParameters], *, compare: bool) -> l
     ]
 
 
-def described_buffers(named: Iterable[tuple[str, nn.Module]]) -> list[list[Any]]:
-    """What must be the same of buffers that are sent from rank 0, in JSON: name, shape and dtype."""
+def buffers_to_compare(named: Iterable[tuple[str, nn.Module]]) -> list[list[Any]]:
+    """A report of the buffers that rank 0 sends, for ranks to compare, in JSON: name, shape and dtype."""
     return [
         ["buffer", f"{name}.{key}" if name else key, list(buffer.shape), str(buffer.dtype)]
         for name, module in named
@@ -62,9 +55,9 @@ def described_buffers(named: Iterable[tuple[str, nn.Module]]) -> list[list[Any]]
     ]
 
 
-def refusal(rank: int, others: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str:
-    """What to tell the user about ``others`` ("Rank 3 holds") beside ``rank``, given their first difference in
-    ``described_values``.
+def difference_text(rank: int, others: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+    """An error message about ``others`` ("Rank 3 holds") beside ``rank``, whose reports first differ in ``ours`` and
+    ``theirs``.
     """
     name = ours[1]
     if ours[2] != theirs[2]:
@@ -80,6 +73,31 @@ def refusal(rank: int, others: str, ours: Sequence[Any], theirs: Sequence[Any]) 
         "model would be a mixture. Seed all ranks alike before the model is built, or set sync_module_states=True, "
         "which takes rank 0's values."
     )
+
+
+def send_from_first(tensors: Iterable[torch.Tensor], collectives: Collectives, device: torch.device) -> None:
+    """Overwrite every tensor, in place, with rank 0's. ``device``: where the collectives take tensors.
+
+    Shapes and dtypes must be the same on all ranks; where the tensors are, and in which memory order, need not.
+    """
+    with torch.no_grad():
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            detached = tensor.detach()
+            travels = detached if detached.device == device and detached.is_contiguous() else None
+            carried = detached.to(device).contiguous() if travels is None else travels
+            collectives.broadcast(carried.view(-1).view(torch.uint8), 0).wait()
+            if travels is None:
+                detached.copy_(carried)
+
+
+#: Words of 8 bytes that are summed apart. A prime, so that rows of a matrix do not fall on each other.
+_COLUMNS = 1021
+#: Words of a parameter that does not begin at a word, and is copied in pieces to be summed.
+_COPIED_WORDS = _COLUMNS << 12
+#: Odd, so that a change of one column cannot vanish; about 2**64 divided by the golden ratio.
+_SPREAD = -7046029254386353131
 
 
 @torch.no_grad()
@@ -113,20 +131,3 @@ def _add(columns: torch.Tensor, words: torch.Tensor) -> None:
     columns += words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
     rest = words[rows * _COLUMNS :]
     columns[: rest.numel()] += rest
-
-
-def send_from_first(tensors: Iterable[torch.Tensor], collectives: Collectives, device: torch.device) -> None:
-    """Overwrite every tensor, in place, with rank 0's. ``device``: where the collectives take tensors.
-
-    Shapes and dtypes must be the same on all ranks; where the tensors are, and in which memory order, need not.
-    """
-    with torch.no_grad():
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            detached = tensor.detach()
-            travels = detached if detached.device == device and detached.is_contiguous() else None
-            carried = detached.to(device).contiguous() if travels is None else travels
-            collectives.broadcast(carried.view(-1).view(torch.uint8), 0).wait()
-            if travels is None:
-                detached.copy_(carried)

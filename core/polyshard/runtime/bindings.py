@@ -1,4 +1,10 @@
-"""Which tensor stands under a parameter's name: the original, the view that computes, or a guard."""
+"""The tensors under a unit's parameter names: the originals, the views that compute, or stand-ins.
+
+Two kinds of stand-ins are seen by other modules' forwards. ``ShardedParameter`` answers about shape and dtype and
+refuses to compute. ``LazyParameter``, of a split module, gathers the parameter when something computes with it. Nearly
+always that happens where another module reads an attribute, and it gets the parameter at once (``LazyParameters``).
+References kept from an earlier forward, and ``head.parameters()``, go around attributes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from ..errors import UnshardedUseError
 from ..nested import map_tensors
 from ..planning.plan import ManagedParameter
 
-#: What may be asked of a parameter whose values are not there.
+#: Functions of torch that read no values.
 _HARMLESS = frozenset(
     {
         "__format__",
@@ -35,26 +41,26 @@ _HARMLESS = frozenset(
         "stride",
     }
 )
-#: Attributes that lead to values.
+#: Attributes that read values.
 _VALUES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
 class Shown(enum.Enum):
-    """What modules see under their parameters' names."""
+    """The tensors that modules see under their parameters' names."""
 
     ORIGINALS = "originals"
     """The user's own parameters: shards, outside of compute."""
     VIEWS = "views"
     """Whole parameters in compute dtype, during the unit's own compute."""
     GUARDS = "guards"
-    """While another unit's forward runs: stand-ins that refuse to compute or, of a part, bring the parameter."""
+    """Stand-ins while another unit's forward runs: they refuse to compute or, of a split module, gather."""
 
 
 class ShardedParameter(torch.Tensor):
-    """A sharded parameter seen from inside somebody else's forward: looking at it is fine, computing with it raises.
+    """A sharded parameter inside another unit's forward: reading its shape is fine, computing with it raises.
 
     The parameter itself is a 1-D piece there. A tied head that computes with it would fail on its shape or, worse,
-    would not.
+    compute something else.
     """
 
     _parameter: ManagedParameter
@@ -77,7 +83,7 @@ class ShardedParameter(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer questions about shape, dtype and the like; refuse anything that reads values."""
+        """Run functions that read no values; raise for all others."""
         name = getattr(func, "__name__", "")
         is_attribute = name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUES
         if is_attribute or name in _HARMLESS:
@@ -94,9 +100,10 @@ class ShardedParameter(torch.Tensor):
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """What one module's names stand for, in the dict where it looks them up."""
+    """The tensors of one module's names, for each state."""
 
     target: dict[str, Any]
+    """The dict in which the module looks names up."""
     of: dict[Shown, dict[str, Any]]
 
 
@@ -113,14 +120,17 @@ class Bindings:
         leaves: Sequence[torch.Tensor],
         *,
         guarded: bool,
-        lends: Sequence[Lend] | None = None,
+        gathers: Sequence[Callable[[], torch.Tensor]] | None = None,
     ) -> None:
-        """``guarded``: views have no memory outside of the unit's compute. ``lends``: of a part, one a parameter."""
+        """``guarded``: views have no memory outside of the unit's compute.
+
+        ``gathers``: of a split module, one a parameter: returns the whole parameter, which the current stream may read.
+        """
         self.shown = Shown.ORIGINALS
-        # Where nothing is ever released, whoever computes gets the leaf whose gradient is reduced.
+        # Memory that is never released is shown everywhere: the leaf collects the gradient that is reduced.
         self._elsewhere = Shown.GUARDS if guarded else Shown.VIEWS
-        self._lends = lends
-        self._lent: list[LazyParameter] = []
+        self._gathers = gathers
+        self._lazy: list[LazyParameter] = []
         self._parameters = tuple(parameters)
         self._swaps = self._collect(leaves)
         self._updates: dict[Shown, list[tuple[dict[str, Any], str, Any]]] = {}
@@ -137,7 +147,7 @@ class Bindings:
         return swaps
 
     def hide(self, computing: bool) -> None:
-        """Let modules see the originals, or, while a forward is ``computing``, what it may see of other units."""
+        """Let modules see the originals or, while a forward is ``computing``, the stand-ins."""
         self.show(self._elsewhere if computing else Shown.ORIGINALS)
 
     def show(self, shown: Shown) -> None:
@@ -150,83 +160,67 @@ class Bindings:
             self.shown = shown
 
     def follow_requires_grad(self) -> None:
-        """Take up a ``requires_grad`` that changed on a view."""
-        for lent in self._lent:
-            lent.follow_requires_grad()
-
-    def _add_guards(self) -> None:
-        if self._elsewhere is Shown.GUARDS:
-            for index, parameter in enumerate(self._parameters):
-                guard = self._guard(index, parameter)
-                for module, attribute in parameter.sites:
-                    self._swaps[module].of[Shown.GUARDS][attribute] = guard
-
-    def _guard(self, index: int, parameter: ManagedParameter) -> torch.Tensor:
-        if self._lends is None:
-            return ShardedParameter.of(parameter)
-        module, attribute = parameter.sites[0]
-        lent = LazyParameter.of(self._swaps[module].of[Shown.VIEWS][attribute], self._lends[index])
-        self._lent.append(lent)
-        return lent
+        """Follow a ``requires_grad`` that changed on a view."""
+        for lazy in self._lazy:
+            lazy.follow_requires_grad()
 
     def _prepare(self) -> None:
         # At first use, which is in the first forward: sharding a model is then as fast as it can be.
-        self._add_guards()
+        if self._elsewhere is Shown.GUARDS:
+            for index, parameter in enumerate(self._parameters):
+                stand_in = self._stand_in(index, parameter)
+                for module, attribute in parameter.sites:
+                    self._swaps[module].of[Shown.GUARDS][attribute] = stand_in
         swaps = list(self._swaps.values())
-        swaps += [_flat_weights(module, swap) for module, swap in self._swaps.items() if isinstance(module, nn.RNNBase)]
+        for module, swap in self._swaps.items():
+            if isinstance(module, nn.RNNBase):
+                weights = {shown: _torch_private.rnn_weights(module, values) for shown, values in swap.of.items()}
+                swaps.append(Swap(module.__dict__, weights))
         self._updates = {
             shown: [(swap.target, name, value) for swap in swaps for name, value in swap.of[shown].items()]
             for shown in Shown
         }
 
-
-def _flat_weights(module: nn.RNNBase, swap: Swap) -> Swap:
-    lists = {shown: _torch_private.rnn_weights(module, values) for shown, values in swap.of.items()}
-    return Swap(module.__dict__, lists)
-
-
-# Stand-ins for the parameters of a part, which bring the real ones where another module computes with them.
-#
-# Nearly always that is where the other module reads them as an attribute, and then it gets the real ones at once. What is
-# left are the ways around attributes: ``head.parameters()``, a reference that was kept from an earlier forward.
-
-
-#: Gives the whole parameter, ordered so that the current stream may read it.
-Lend = Callable[[], torch.Tensor]
+    def _stand_in(self, index: int, parameter: ManagedParameter) -> torch.Tensor:
+        if self._gathers is None:
+            return ShardedParameter.of(parameter)
+        module, attribute = parameter.sites[0]
+        lazy = LazyParameter.of(self._swaps[module].of[Shown.VIEWS][attribute], self._gathers[index])
+        self._lazy.append(lazy)
+        return lazy
 
 
 class LazyParameter(torch.Tensor):
-    """A parameter of a part, seen from outside of the part's forward.
+    """A parameter of a split module, outside of that module's forward.
 
-    Shape, strides, dtype and device are the whole parameter's, and there is no memory behind them. The first operation
-    that needs values computes with the parameter itself, and goes on in the place of this one until the backward of
-    that forward has ended.
+    It has shape, strides, dtype and device of the whole parameter, and no memory. The first operation that needs values
+    gathers the parameter and computes with it, which then replaces this one until the backward of that forward ends.
 
     Operations are caught below autograd, where those of C++ extensions and of autograd functions arrive as well. So
-    autograd takes this tensor for the leaf, and its gradient is passed on to the leaf that it stands for.
+    autograd takes this tensor for the leaf, and a hook passes its gradient on to the true leaf.
     """
 
     _leaf: torch.Tensor
-    _lend: Lend
+    _gather: Callable[[], torch.Tensor]
     _passes_on: bool
 
     @classmethod
-    def of(cls, leaf: torch.Tensor, lend: Lend) -> LazyParameter:
-        """The stand-in of ``leaf``; ``lend`` fills and returns that."""
+    def of(cls, leaf: torch.Tensor, gather: Callable[[], torch.Tensor]) -> LazyParameter:
+        """The stand-in of ``leaf``; ``gather`` fills ``leaf`` and returns it."""
         with torch.inference_mode(False):
-            lent = _torch_private.wrapper_of(cls, leaf)
-        lent._leaf, lent._lend, lent._passes_on = leaf, lend, False
-        lent.follow_requires_grad()
-        return lent
+            lazy = _torch_private.wrapper_of(cls, leaf)
+        lazy._leaf, lazy._gather, lazy._passes_on = leaf, gather, False
+        lazy.follow_requires_grad()
+        return lazy
 
     def follow_requires_grad(self) -> None:
-        """Take up a ``requires_grad`` that changed on the leaf."""
+        """Follow a ``requires_grad`` that changed on the leaf."""
         self.requires_grad_(self._leaf.requires_grad)
         if self.requires_grad and not self._passes_on:
             self._passes_on = True
             self.register_post_accumulate_grad_hook(_pass_on)  # type: ignore[no-untyped-call]
 
-    # Operations on this class are not looked at above autograd.
+    # Operations pass unseen above autograd.
     __torch_function__ = _torch_private.no_torch_function
 
     @classmethod
@@ -238,7 +232,8 @@ class LazyParameter(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute with the parameters themselves."""
-        args, kwargs = map_tensors(_lent, (args, dict(kwargs or {})))
+
+        args, kwargs = map_tensors(_whole_if_lazy, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 
     def data_ptr(self) -> int:
@@ -247,29 +242,29 @@ class LazyParameter(torch.Tensor):
 
 
 class LazyParameters(dict[str, Any]):
-    """``_parameters`` of a module in a part: whoever reads an attribute gets a parameter to compute with."""
+    """``_parameters`` of a module in a split module: reading an attribute gathers the parameter."""
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         return _whole(value) if type(value) is LazyParameter else value
 
 
-def _whole(lent: LazyParameter) -> torch.Tensor:
-    # The compiler may trace this call, or run it and compile what it calls: it sees collectives in neither case.
-    return _whole_uncompiled(lent) if _torch_private.may_compile() else lent._lend()
+def _whole(lazy: LazyParameter) -> torch.Tensor:
+    # The compiler may trace this call, or run it and compile its callees: it sees collectives in neither case.
+    return _whole_uncompiled(lazy) if _torch_private.may_compile() else lazy._gather()
 
 
 @_torch_private.hidden_from_compile
-def _whole_uncompiled(lent: LazyParameter) -> torch.Tensor:
-    return lent._lend()
+def _whole_uncompiled(lazy: LazyParameter) -> torch.Tensor:
+    return lazy._gather()
 
 
-def _pass_on(lent: torch.Tensor) -> None:
-    assert isinstance(lent, LazyParameter)
-    gradient, lent.grad = lent.grad, None
-    leaf = lent._leaf
-    leaf.grad = gradient if leaf.grad is None or gradient is None else leaf.grad + gradient
-
-
-def _lent(tensor: torch.Tensor) -> torch.Tensor:
+def _whole_if_lazy(tensor: torch.Tensor) -> torch.Tensor:
     return _whole(tensor) if isinstance(tensor, LazyParameter) else tensor
+
+
+def _pass_on(lazy: torch.Tensor) -> None:
+    assert isinstance(lazy, LazyParameter)
+    gradient, lazy.grad = lazy.grad, None
+    leaf = lazy._leaf
+    leaf.grad = gradient if leaf.grad is None or gradient is None else leaf.grad + gradient

@@ -1,21 +1,22 @@
-"""Which units stay unsharded between forward and backward, so that measured memory stays within a budget.
+"""``reshard_after_forward="auto"``: as many units stay unsharded between forward and backward as a memory budget
+allows.
 
 [Note: when it is decided, and from what]
-At first every unit is released after forward, as ``full_shard`` does. The decision falls once, at the end of the first
-backward that follows an optimizer step. By then the allocator's peak holds all that comes back in later steps:
+At first every unit is released after forward, as ``full_shard`` does. The budget decides once, at the end of the first
+backward that follows an optimizer step. By then the allocator's peak includes everything that later steps repeat:
 activations, gradients, reductions, the optimizer's state and its temporaries. A unit that is kept adds its gather
 buffer and nothing else, so the new peak is at most the measured one plus the buffers of the units that are kept.
 
-- The end of a backward, not the start of a forward: it has reduced over all ranks, so that every rank is there. Groups
-  of a hybrid strategy may run forwards of their own in between.
+- The end of a backward, not the start of a forward: every rank takes part in its reductions. Groups of a hybrid
+  strategy may run forwards of their own in between.
 - An optimizer step shows in the masters' sums. Version counters do not move with fused optimizers, and gradients are
   dropped after skipped steps too.
-- Units are kept from the end of the forward: their backward comes first, so their memory is held for the shortest time.
+- Units are kept from the end of the forward: their backward runs first, so their memory is held for the shortest time.
 - Ranks exchange their free memory and take the smallest, and all take the order of rank 0.
 
 The allocator's peak is since the start of the process, or since the user reset it; the engine resets nothing that users
-read. Memory that only wrapping took makes the estimate too high, and fewer units are kept than could be. Batches that
-grow later are not noticed: what an explicit budget says should leave room for them.
+read. Memory that only sharding took makes the estimate too high, and fewer units are kept than could be. Batches that
+grow later are not noticed: an explicit budget should leave room for them.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ import torch
 from ..interfaces import Collectives
 from .unit import Reshard, Unit
 
-#: Part of a device's memory that is left free where the user gives no budget: for activations of larger batches.
+#: Fraction of a device's memory that is left free where the user gives no budget: for activations of larger batches.
 MARGIN = 0.1
-#: Backwards without any change of a master after which the decision falls nevertheless.
+#: Backwards without any change of a master after which the budget decides nevertheless.
 PATIENCE = 64
 _BLOCK = 512
 _UNSPLIT = 1 << 20
 
 
 class MemoryMeter(ABC):
-    """What a device tells about its memory. Bytes everywhere."""
+    """The memory of a device, in bytes."""
 
     @abstractmethod
     def peak_allocated(self) -> int:
         """The most that was allocated at once so far."""
 
     def default_budget(self) -> int:
-        """What may be allocated at once where the user gave no budget: no more than that is known to be there."""
+        """The budget where the user gave none: no more than the peak is known to be there."""
         return self.peak_allocated()
 
     def footprint(self, nbytes: int) -> int:
-        """What allocating ``nbytes`` takes at most."""
+        """The most that an allocation of ``nbytes`` takes."""
         return nbytes
 
 
@@ -62,20 +63,20 @@ class CudaMemory(MemoryMeter):
         return torch.cuda.max_memory_allocated(self._device)
 
     def default_budget(self) -> int:
-        """The peak, and what nobody has of the device now, less ``MARGIN`` of the whole.
+        """The peak and the free memory of the device, less ``MARGIN`` of the whole.
 
-        What the allocator keeps cached counts as taken: gathers have a pool of their own and cannot use the rest.
+        Memory that the allocator keeps cached counts as taken: gathers have a pool of their own and cannot use it.
         """
         free, total = torch.cuda.mem_get_info(self._device)
         return self.peak_allocated() + max(0, free - int(MARGIN * total))
 
     def footprint(self, nbytes: int) -> int:
-        """Rounded up to blocks; large ones may carry a rest that the allocator does not split off."""
+        """``nbytes`` in whole blocks; large ones may carry a rest that the allocator does not split off."""
         return -(-nbytes // _BLOCK) * _BLOCK + (_UNSPLIT if nbytes >= _UNSPLIT else 0)
 
 
 class PlannedMemory(MemoryMeter):
-    """For devices without statistics: what the layout says, activations not counted. Needs an explicit budget."""
+    """For devices without statistics: memory by the layout, activations not counted. Needs an explicit budget."""
 
     def __init__(self, planned: Callable[[], int]) -> None:
         self._planned = planned
@@ -85,7 +86,7 @@ class PlannedMemory(MemoryMeter):
 
 
 def fitting(footprints: Sequence[int], room: int) -> int:
-    """How many from the end of ``footprints`` have a sum of at most ``room``."""
+    """How many of the last ``footprints`` have a sum of at most ``room``."""
     for count, nbytes in enumerate(reversed(footprints)):
         room -= nbytes
         if room < 0:
@@ -94,11 +95,11 @@ def fitting(footprints: Sequence[int], room: int) -> int:
 
 
 class Budget:
-    """A decision still to come: which units are kept. One for each root, dropped once the decision has fallen.
+    """Decides once which units are kept. One for each root, dropped once it has decided.
 
     Args:
-        nbytes: what tensors may take at once; None for the meter's default.
-        meter: what this rank's device tells about its memory.
+        nbytes: The most that tensors may take at once; None for the meter's default.
+        meter: Of this rank's device.
     """
 
     def __init__(self, nbytes: int | None, meter: MemoryMeter) -> None:
@@ -109,15 +110,15 @@ class Budget:
         self._stepped = False
 
     def decide(self, units: Sequence[Unit], order: Sequence[Unit], collectives: Collectives) -> bool:
-        """Decide, if it is time; returns whether the decision has fallen.
+        """Decide, if it is time; returns whether it has decided.
 
-        To be called at the end of each backward that reduced, by every rank.
+        Every rank calls it at the end of each backward that reduced.
 
         Args:
-            units: all of the root's, in module order.
-            order: those that the last forward ran, in its order, less those that are kept in any case or that backward
+            units: All of the root's, in module order.
+            order: Those that the last forward ran, in its order, less those that are kept in any case or that backward
                 does not gather.
-            collectives: all ranks that share the model.
+            collectives: All ranks that share the model.
         """
         if collectives.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False

@@ -1,16 +1,17 @@
 """Gathers: the memory that holds whole units, and the functions that fill it.
 
-A gather works on records. What moves bytes reads a unit's record and never calls the unit.
+A gather works on records: code that moves bytes reads a unit's record and never calls the unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -80,13 +81,14 @@ def start_gathers(records: Sequence[GatherRecord]) -> Sequence[Work]:
 
 
 def end_gather(record: GatherRecord) -> None:
-    """Tell observers that the gather ends at the present point of the current stream."""
+    """Call the observers: the gather ends at the present point of the current stream."""
     for observer in record.observers:
         observer.unsharded(record.spec)
 
 
 def _start_one(record: GatherRecord) -> Work:
-    _tell_start(record)
+    for observer in record.observers:
+        observer.unshard(record.spec)
     group, buffer = record.group, record.buffer
     if record.wire is not None and group is not None:
         encoded = _EncodedGather(group, [record])
@@ -103,7 +105,8 @@ def _start_one(record: GatherRecord) -> Work:
 
 def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
     for record in records:
-        _tell_start(record)
+        for observer in record.observers:
+            observer.unshard(record.spec)
     plain = [record for record in records if record.wire is None]
     here = [record for record in plain if record.offload is None]
     if here:
@@ -118,11 +121,6 @@ def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
         return issued(group.all_gather_many(pairs), "all_gather_many", group, "")
     encoded = _EncodedGather(group, [record for record in records if record.wire is not None])
     return encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, ""))
-
-
-def _tell_start(record: GatherRecord) -> None:
-    for observer in record.observers:
-        observer.unshard(record.spec)
 
 
 def _on_device(record: GatherRecord) -> torch.Tensor:
@@ -150,51 +148,43 @@ class _EncodedGather:
         owns = [wire[group.rank] for wire in wires]
         #: The bytes that each unit's gather fills, and this rank's part of them.
         self.pairs = [(wire.view(-1), own) for wire, own in zip(wires, owns, strict=True)]
-        self._decodes: list[_Decode] = []
+        self._decodes: list[Callable[[], None]] = []
         for caster in {id(record.caster): record.caster for record in records}.values():
             mine = [index for index, record in enumerate(records) if record.caster is caster]
             specs = [records[index].spec for index in mine]
             caster.encode_many(specs, [owns[index] for index in mine], [_on_device(records[index]) for index in mine])
             outs = [records[index].buffer.flat.view(group.world_size, -1) for index in mine]
-            self._decodes.append(_Decode(caster, specs, [wires[index] for index in mine], outs))
+            self._decodes.append(partial(caster.decode_many, specs, [wires[index] for index in mine], outs))
 
     def behind(self, gather: Work) -> Work:
         """``gather``, of ``pairs`` and maybe others, and then the decoding."""
         return _Decoding(self._decodes, gather)
 
 
-class _Decode(NamedTuple):
-    caster: PrecisionCaster
-    specs: Sequence[UnitSpec]
-    wires: Sequence[torch.Tensor]
-    outs: Sequence[torch.Tensor]
-
-
 @dataclass(slots=True)
 class _Decoding:
     """Waits for the bytes, then decodes them once."""
 
-    decodes: list[_Decode]
+    decodes: list[Callable[[], None]]
     gather: Work
 
     def wait(self) -> None:
         self.gather.wait()
         for decode in self.decodes:
-            decode.caster.decode_many(decode.specs, decode.wires, decode.outs)
+            decode()
         self.decodes = []
 
 
 class FlatBuffer:
     """A unit's worth of elements in one dtype, and static views of it, one per parameter.
 
-    The views are made once. Their memory comes with ``attach`` and goes with ``release``, by resizing the one storage
-    that they share: whatever autograd saved (a weight, its transpose) points at that storage and is right again once
-    it has been filled again.
+    The views are made once. ``attach`` and ``release`` resize the one storage that they share: whatever autograd saved
+    (a weight, its transpose) points at that storage, and is right again once the next gather has filled it.
 
     A view's version counter is its own: writing through ``flat`` bumps none of them, so a gather between forward and
     backward does not look like an in-place change of a saved tensor.
 
-    Reading a view while it is released is a crash, not an exception: callers keep views out of reach by then.
+    Reading a released view is a crash, not an exception: callers hide views before they release the buffer.
     """
 
     def __init__(self, flat: torch.Tensor, layout: FlatLayout, *, resizable: bool, rank: int = 0) -> None:
@@ -209,8 +199,8 @@ class FlatBuffer:
         #: Bytes while attached.
         self.nbytes = self._storage.nbytes()
         self._resizable = resizable
-        # Resizable but for that.
-        self._kept = False
+        # Resizable, and pinned.
+        self._pinned = False
         self.attached = True
 
     @classmethod
@@ -263,25 +253,26 @@ class FlatBuffer:
             self._storage.resize_(0)
         self.attached = False
 
-    def keep(self) -> bool:
-        """Leave the memory where it is from now on, with its values, whether or not it is released; to be called while
-        it is attached. Returns whether that is possible: not where the memory is another's.
-        """
-        self._kept |= self._resizable
-        self._resizable = False
-        return self._kept
+    def pin(self) -> bool:
+        """Let the attached buffer hold its memory and values from now on, whether or not it is released.
 
-    def let_go(self) -> None:
-        """End what ``keep`` began."""
-        if self._kept:
-            self._resizable, self._kept = True, False
+        Returns whether that is possible: not where the memory is another's.
+        """
+        self._pinned |= self._resizable
+        self._resizable = False
+        return self._pinned
+
+    def unpin(self) -> None:
+        """Undo ``pin``."""
+        if self._pinned:
+            self._resizable, self._pinned = True, False
             if not self.attached:
                 self._storage.resize_(0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer's memory."""
         if tensor.is_meta:
-            # No addresses there.
+            # Meta tensors have no addresses.
             return self.attached and tensor.untyped_storage() is self._storage
         return self.attached and 0 <= tensor.data_ptr() - self.address < self.nbytes
 

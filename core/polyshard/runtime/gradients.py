@@ -1,4 +1,4 @@
-"""One unit's gradients: what a backward leaves of them, and their way into ``.grad`` once they are reduced."""
+"""One unit's gradients, from the backward that computes them to the reduced shard in ``.grad``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from ..planning.answers import refuse_gradient
 from ..planning.groups import RankGrid
 from ..planning.layout import FlatLayout, contiguous_stride
 from ..planning.plan import ManagedParameter
-from .parameters import Recipient
-from .reduce import CommHook, Contribution, Reducer, ReductionInput
+from .parameters import GradientTarget
+from .reduce import Contribution, Reducer, ReductionInput
 from .streams import CommStreams
 
 _gradient_of = attrgetter("grad")
 _is_trained = attrgetter("requires_grad")
+#: Attribute of a module under which ``_Direct`` stands.
+_DIRECT = "_polyshard_direct"
 
 
 class Reducible(Protocol):
-    """What gradients need of their unit, asked anew each time: it may become part of a larger model."""
+    """A unit as its gradients see it. Read anew each time: the unit may become part of a larger model."""
 
     spec: UnitSpec
     grid: RankGrid
@@ -42,7 +44,7 @@ class Reducible(Protocol):
 class Gradients:
     """Collects one unit's gradients, contributes them to reductions, and delivers its shard to the optimizer.
 
-    Under ``no_sync`` they gather in the reduction dtype, and ``.grad`` of the originals stays as it is.
+    Under ``no_sync`` they are added up in the reduction dtype, and ``.grad`` of the originals stays as it is.
     """
 
     def __init__(
@@ -50,10 +52,10 @@ class Gradients:
         unit: Reducible,
         layout: FlatLayout,
         dtypes: UnitDtypes,
-        recipients: Sequence[Recipient],
+        targets: Sequence[GradientTarget],
         keeper: OffloadManager | None,
     ) -> None:
-        """``keeper``: what parks the reduced gradient; None where it stays on the device that computes."""
+        """``keeper``: parks the reduced gradient; None where it stays on the device that computes."""
         self.unit = unit
         self._layout = layout
         self._dtypes = dtypes
@@ -61,48 +63,48 @@ class Gradients:
         wire = dtypes.wire
         shard = unit.grid.shard
         if shard is None or not (shard.capabilities.widening and wire in shard.capabilities.dtypes):
-            # Nothing widens on the way, so what travels is as wide as what accumulates.
+            # No backend that widens: gradients travel in the dtype in which they accumulate.
             wire = dtypes.reduce
         self.input = ReductionInput(layout, wire, dtypes.reduce, unit.spec.device)
-        #: Which parameters had no gradient on this rank in the backward that runs.
+        #: Parameters without a gradient on this rank in the backward that runs.
         self.missed: frozenset[int] = frozenset()
-        #: Which of them have their ``.grad`` here, and had none before.
+        #: Those of them that have their ``.grad`` on this rank, and had none before.
         self.bare: frozenset[int] = frozenset()
-        #: Which had a gradient on no rank, when that was asked last.
+        #: Parameters that had a gradient on no rank, in the last exchange.
         self.unused: frozenset[int] = frozenset()
-        #: Of one ``.grad`` for all parameters, which have zeros in it because no rank has had a gradient of them since
-        #: it was None. An optimizer moves them, where it would leave a parameter without a gradient alone.
+        #: Where one ``.grad`` serves all parameters: those with zeros in it, since no rank had a gradient of them after
+        #: it was None. An optimizer moves them, but would leave a parameter without a gradient alone.
         self.unfilled: frozenset[int] = frozenset()
-        #: What the mean over ranks is multiplied by; None for nothing.
+        #: A factor of the mean over ranks; None for 1.
         self.scale: float | None = None
         self._reduced_once = False
-        # Where the gradients that are reduced next were computed, and those that wait for them kept.
+        # The places at which the gradients of the next reduction were computed, and those in the sum added up.
         self._places: list[object] = []
         # The last reduced gradient, which lives as long as any ``.grad`` that views it: ``zero_grad`` frees its memory.
         self._delivered: TensorWeakRef | None = None
         self._shown: list[int] = []
         self._addresses: list[int] = []
-        self.deliver_to(recipients)
+        self.set_targets(targets)
 
-    def deliver_to(self, recipients: Sequence[Recipient]) -> None:
-        """Which parameters receive which parts of the reduced gradient, in order of offset."""
+    def set_targets(self, targets: Sequence[GradientTarget]) -> None:
+        """Deliver the reduced gradient to ``targets``, which are in order of offset."""
         self._delivered = None
-        self._recipients = tuple(recipients)
-        self._owners = [recipient.parameter for recipient in recipients]
-        self._owner_of = {recipient.index: recipient.parameter for recipient in recipients}
+        self._targets = tuple(targets)
+        self._owners = [target.parameter for target in targets]
+        self._owner_of = {target.index: target.parameter for target in targets}
         # One call makes all parts, and one more each part of more dimensions.
-        rows = [(each.shape, each.stride) for each in recipients if len(each.shape) != 1]
+        rows = [(each.shape, each.stride) for each in targets if len(each.shape) != 1]
         self._strided = any(stride != contiguous_stride(shape) for shape, stride in rows)
-        self._shapes = [each.shape if len(each.shape) != 1 else None for each in recipients] if rows else []
+        self._shapes = [each.shape if len(each.shape) != 1 else None for each in targets] if rows else []
         self._sizes: list[int] = []
         self._picks: list[int] = []
         cursor = 0
-        for recipient in recipients:
-            if recipient.offset > cursor:
-                self._sizes.append(recipient.offset - cursor)
+        for target in targets:
+            if target.offset > cursor:
+                self._sizes.append(target.offset - cursor)
             self._picks.append(len(self._sizes))
-            self._sizes.append(recipient.numel)
-            cursor = recipient.offset + recipient.numel
+            self._sizes.append(target.numel)
+            cursor = target.offset + target.numel
         if cursor < self._layout.shard_numel:
             self._sizes.append(self._layout.shard_numel - cursor)
 
@@ -114,24 +116,19 @@ class Gradients:
     @property
     def unreduced(self) -> bool:
         """Whether gradients of earlier microbatches wait for a synchronising backward."""
-        # Those that wait in a bucket have found theirs.
+        # The sum of a unit that waits in a bucket is part of that reduction.
         return self.input.has_sum and self.input.gradients is None
 
-    @property
-    def comm_hook(self) -> CommHook | None:
-        """What stands in the place of the mean over ranks; None for nothing."""
-        return None
-
     def computed_at(self, places: Iterable[object]) -> None:
-        """``places``, as ``CommStreams.here`` says, are where the gradients that come next were computed."""
+        """Note the places (``CommStreams.here``) at which the next gradients were computed."""
         for place in places:
             if place not in self._places:
                 self._places.append(place)
 
     def claim(self, index: int, reducer: Reducer) -> torch.Tensor | None:
-        """Where in the reduction's input the gradient of parameter ``index`` may be written, as a new tensor.
+        """Memory in the reduction's input for the gradient of parameter ``index``, as a new tensor.
 
-        None where it has to come as a tensor of its own.
+        None where the gradient needs memory of its own.
         """
         here = reducer.streams.here()
         if not self.input.claimed:
@@ -142,20 +139,20 @@ class Gradients:
         return self.input.claim(index, here)
 
     def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
-        """Add ``gradients`` to those that wait for a synchronising backward."""
+        """Add ``gradients`` to the sum that waits for a synchronising backward."""
         self.computed_at((streams.here(),))
         with streams.between(self._places):
             self.input.accumulate(gradients)
 
     def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
-        """Reduce ``gradients``, and those that waited, over ranks.
+        """Reduce ``gradients`` and the sum over ranks.
 
         ``.grad`` has the result after ``Reducer.flush`` and ``CommStreams.drain``.
         """
         reducer.reduce(self.contribute(gradients, reducer.streams), gradients)
 
     def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
-        """The part that ``gradients``, and those that waited, have in the reduction that is to follow."""
+        """The unit's contribution to the reduction that follows: ``gradients`` and the sum."""
         self._note_missed(self.input.missing(gradients))
         self.computed_at((streams.here(),))
         contribution = self._contribution(tuple(self._places))
@@ -164,7 +161,7 @@ class Gradients:
 
     def _contribution(self, places: Sequence[object]) -> Contribution:
         unit = self.unit
-        return Contribution(unit.spec, unit.grid, self.input, places, unit.observers, self.comm_hook, self._deliver)
+        return Contribution(unit.spec, unit.grid, self.input, places, unit.observers, self._deliver)
 
     def _note_missed(self, missed: frozenset[int]) -> None:
         if self.unfilled:
@@ -192,7 +189,7 @@ class Gradients:
             for index in indices:
                 self._owner_of[index].grad = None
             return
-        # One for all of them, which are here together or not at all.
+        # One ``.grad`` for all of them.
         filled = {index for index, slot in enumerate(self._layout.slots) if slot.numel}
         self.unfilled = indices & filled
         if self.unfilled == filled:
@@ -200,22 +197,22 @@ class Gradients:
             self.unfilled = frozenset()
 
     def discard(self) -> None:
-        """Release what a backward that failed left behind."""
+        """Release the gradients of a backward that failed."""
         self._forget_missed()
         self._places.clear()
         self.input.discard()
 
-    def let_go(self) -> None:
-        """Forget what a backward left that reduced nothing of it."""
+    def drop_unreduced(self) -> None:
+        """Forget gradients that the last backward computed and did not reduce."""
         if self.input.claimed:
-            # Written to, and then not part of any reduction.
+            # Written in place, and then part of no reduction.
             self.discard()
         if not self.input.has_sum:
-            # Of gradients that were none: a backward that accumulates nowhere.
+            # A backward that accumulated nowhere.
             self._places.clear()
 
     def end_backward(self) -> None:
-        """Run the hooks that the user put on the originals: there, autograd accumulates nothing that would."""
+        """Run the user's hooks on the originals, into which autograd itself accumulates nothing."""
         self._forget_missed()
         for owner in self._owners:
             if owner.grad is not None:
@@ -265,18 +262,18 @@ class Gradients:
 
     @property
     def delivered(self) -> torch.Tensor | None:
-        """The reduced gradient (``[shard_numel]``) if every ``.grad`` is still the part of it that it was made."""
+        """The reduced gradient (``[shard_numel]``) if every ``.grad`` is still the view of it that was assigned."""
         flat = None if self._delivered is None else self._delivered()
         if flat is None:
             return None
         present = list(map(_gradient_of, self._owners))
-        # Objects of other gradients may come to have the same ids, but not while they lie in this memory. And the same
-        # objects may stand on other memory: a user may set ``.grad.data``.
+        # Other gradients may get the same ids, but not in this memory; the same objects may get other memory, where a
+        # user sets ``.grad.data``. So both are compared.
         same = list(map(id, present)) == self._shown and list(map(torch.Tensor.data_ptr, present)) == self._addresses
         return flat if same else None
 
     def _assign(self, flat: torch.Tensor) -> None:
-        # Views keep their base alive, and that of a view's view is not the view.
+        # The weak reference needs the tensor that views keep alive, their base: of a view's view, that is not the view.
         if flat._is_view():
             flat = flat.data
         views = self._split(flat)
@@ -295,7 +292,7 @@ class Gradients:
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         if self._strided or self.unit.grid.shard is None:
             start = flat.storage_offset()
-            return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._recipients]
+            return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._targets]
         parts = torch.split_with_sizes(flat, self._sizes)
         picked = [parts[index] for index in self._picks]
         if not self._shapes:
@@ -303,62 +300,15 @@ class Gradients:
         return [part if shape is None else part.view(shape) for part, shape in zip(picked, self._shapes, strict=True)]
 
 
-# Weight gradients of large linear layers, computed where their reduction reads them.
-
-
-#: Attribute of a module under which ``_Direct`` stands.
-_DIRECT = "_polyshard_direct"
-
-
-class DirectLinear(torch.autograd.Function):
-    """``functional.linear`` whose weight gradient is written where ``direct.claim`` says.
-
-    Autograd keeps the tensor that backward returns as the leaf's ``.grad`` when nothing else holds it, so the gradient
-    is produced in its place and neither copied nor held twice.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, direct: _Direct, unfilled: bool
-    ) -> torch.Tensor:
-        """``x``: ``[*, in]``; ``weight``: ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``.
-
-        ``unfilled``: the output is memory without values.
-        """
-        ctx.save_for_backward(x, weight)
-        ctx.claim = direct.claim
-        output = x.new_empty((*x.shape[:-1], weight.shape[0])) if unfilled else functional.linear(x, weight, bias)
-        direct.output = output
-        return output
-
-    @staticmethod
-    def backward(
-        ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
-        """Of ``x``, ``weight`` and ``bias``, where they need one."""
-        x, weight = ctx.saved_tensors
-        of_x = of_weight = of_bias = None
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        if ctx.needs_input_grad[0]:
-            of_x = rows.mm(weight).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            columns, inputs = rows.t(), x.reshape(-1, x.shape[-1])
-            place = ctx.claim()
-            of_weight = columns.mm(inputs) if place is None else torch.mm(columns, inputs, out=place)
-        if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None, None
-
-
 def write_directly(
     parameters: Sequence[ManagedParameter], layout: FlatLayout, claim: Callable[[int], torch.Tensor | None]
 ) -> None:
     """Let the large linear layers that hold one of ``parameters`` write its gradient into the reduction's input.
 
-    ``claim``: answers for an index of ``parameters``, which lie as ``layout`` says, with the memory that the gradient
-    belongs in, or None where it needs memory of its own.
+    ``claim``: returns, for an index of ``parameters`` and ``layout``, the memory for the gradient, or None where it
+    needs memory of its own.
 
-    Layers whose forward is somebody else's (a subclass, a replaced method) stay as they are.
+    Layers with another forward (a subclass, a replaced method) stay as they are.
     """
     for index, parameter in enumerate(parameters):
         if len(parameter.sites) > 1 or layout.slots[index].numel < thresholds.DIRECT_NUMEL:
@@ -370,22 +320,8 @@ def write_directly(
             module.__dict__["forward"] = MethodType(_forward, module)
 
 
-@dataclass(slots=True)
-class _Direct:
-    """What the direct forward of one linear layer needs to know."""
-
-    claim: Callable[[], torch.Tensor | None]
-    # A checkpoint ends its recomputation at the last tensor that was saved, by an exception. torch's own product saves
-    # its inputs before it computes, ours after: what ends here would be computed in vain.
-    ends_recomputation: bool = False
-    # That exception is raised as autograd saves, and lets go of the output on its way. While the CUDA allocator records
-    # its history with Python stacks, memory that is freed under an exception loses it (pytorch#179536, seen in torch
-    # 2.11): so the output is held until the exception has been caught.
-    output: torch.Tensor | None = None
-
-
 def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a linear layer: direct where autograd records it and nothing else looks inside."""
+    """The forward of a linear layer: direct where autograd records it, and no autocast or transform is active."""
     if torch.compiler.is_compiling():
         return functional.linear(input, module.weight, module.bias)
     weight, bias = module.weight, module.bias
@@ -414,3 +350,57 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             output.copy_(functional.linear(input, weight, bias))
     return output
+
+
+class DirectLinear(torch.autograd.Function):
+    """``functional.linear`` that writes its weight gradient into the memory from ``direct.claim``.
+
+    Autograd keeps the tensor that backward returns as the leaf's ``.grad`` when nothing else holds it, so the gradient
+    is computed in place and neither copied nor held twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, direct: _Direct, unfilled: bool
+    ) -> torch.Tensor:
+        """``x``: ``[*, in]``; ``weight``: ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``.
+
+        ``unfilled``: the output is memory without values.
+        """
+        ctx.save_for_backward(x, weight)
+        ctx.claim = direct.claim
+        output = x.new_empty((*x.shape[:-1], weight.shape[0])) if unfilled else functional.linear(x, weight, bias)
+        direct.output = output
+        return output
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+        """The gradients of ``x``, ``weight`` and ``bias``, where they need one."""
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = of_bias = None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if ctx.needs_input_grad[0]:
+            of_x = rows.mm(weight).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            columns, inputs = rows.t(), x.reshape(-1, x.shape[-1])
+            place = ctx.claim()
+            of_weight = columns.mm(inputs) if place is None else torch.mm(columns, inputs, out=place)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return of_x, of_weight, of_bias, None, None
+
+
+@dataclass(slots=True)
+class _Direct:
+    """The state of one linear layer's direct forward."""
+
+    claim: Callable[[], torch.Tensor | None]
+    # A checkpoint ends its recomputation by an exception, at the last tensor that was saved. torch's own product saves
+    # its inputs before it computes, ours after: the product of the layer that ends it would be computed in vain.
+    ends_recomputation: bool = False
+    # That exception is raised as autograd saves, and frees the output. While the CUDA allocator records its history
+    # with Python stacks, memory that is freed under an exception loses it (pytorch#179536, seen in torch 2.11): so the
+    # output is held until the exception has been caught.
+    output: torch.Tensor | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..interfaces import Collectives
+from ..nested import differ
 from .root import Root
 from .streams import streams_for
 from .unit import Unit
@@ -32,7 +33,7 @@ def groups_of(root: Root) -> Iterable[Collectives]:
 
 
 def capture_obstacle(root: Root) -> str | None:
-    """Why no step of this model can be recorded, alike on all ranks; None where steps can be."""
+    """The reason why no step of this model can be recorded, alike on all ranks, or None."""
     for group in groups_of(root):
         if not group.capabilities.capturable:
             return f"{type(group).__name__} cannot be recorded in a graph. Choose collectives that can, such as 'nccl'."
@@ -53,7 +54,7 @@ def capture_obstacle(root: Root) -> str | None:
 
 
 def step_obstacle(root: Root) -> str | None:
-    """Why the next step cannot be recorded or replayed, as the engine stands, or None."""
+    """The reason why the next step cannot be recorded or replayed in the engine's present state, or None."""
     if not root.synchronises:
         return (
             "It was called under no_sync(). Enter no_sync() inside train_step, around the backwards that do not reduce."
@@ -71,19 +72,19 @@ def prepare_recording(root: Root) -> None:
     Raises:
         ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
     """
-    root.take_up_changes()
+    root.adopt_changes()
     release_buffers(root)
 
 
 def release_buffers(root: Root) -> None:
-    """Take all gather buffers' memory, and order the current stream after everything that was issued."""
+    """Release all gather buffers, and order the current stream after everything that was issued."""
     for unit in root.units:
         unit.reshard()
     root.streams.drain()
 
 
 def recover_from_recording(root: Root) -> None:
-    """Back to the state between steps, behind a recording that failed."""
+    """Restore the state between steps after a recording that failed."""
     # The old streams' events belong to a recording that is gone: waiting for one would fail.
     root.use_streams(streams_for(root.collectives))
     root.abandon()
@@ -92,7 +93,7 @@ def recover_from_recording(root: Root) -> None:
 class RecordedState:
     """The model as it was when a step was recorded, its buffers released.
 
-    Compared by lists that are made and compared at C speed: a launch-bound step waits for the answer.
+    Changes are found by lists that are made and compared at C speed: a launch-bound step waits for the answer.
     """
 
     def __init__(self, root: Root) -> None:
@@ -106,7 +107,7 @@ class RecordedState:
 
     @property
     def released(self) -> bool:
-        """Whether no buffer has got memory since."""
+        """Whether no buffer was attached since."""
         return list(map(_state_of, self._units)) == self._states
 
     def obstacle(self) -> tuple[str, bool] | None:
@@ -139,8 +140,8 @@ class _Site(NamedTuple):
 class HeldTensors:
     """Notices a tensor or a module that was replaced or added, and a tensor that was moved, frozen or unfrozen.
 
-    Asked before each replay about every one. What modules hold is compared as dicts, where identity decides at 10 ns an
-    entry; addresses and ``requires_grad`` take 85 ns a parameter together: 0.1 ms a replay for a thousand parameters.
+    Each replay checks every one. Modules' contents are compared as dicts, where identity decides at 10 ns an entry;
+    addresses and ``requires_grad`` take 85 ns a parameter together: 0.1 ms a replay for a thousand parameters.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[tuple[str, Sequence[torch.Tensor]]]) -> None:
@@ -170,21 +171,17 @@ class HeldTensors:
         self._named = named
 
     def changed(self) -> str | None:
-        """What no longer is as it was, as the begin of a sentence; None where all is."""
+        """The first change, as the begin of a sentence; None for no change."""
         if (
-            self._is_replaced()
+            differ(self._holders, self._held)
+            or not all(map(is_, map(dict.get, self._single_holders, self._single_keys), self._single))
             or list(map(_is_trained, self._parameters)) != self._trained
             or list(map(_address_of, self._addressed)) != self._addresses
         ):
-            return self._describe()
+            return self._change_text()
         return None
 
-    def _is_replaced(self) -> bool:
-        return differ(self._holders, self._held) or not all(
-            map(is_, map(dict.get, self._single_holders, self._single_keys), self._single)
-        )
-
-    def _describe(self) -> str:
+    def _change_text(self) -> str:
         for name, holder, key, value in self._sites:
             if dict.get(holder, key) is not value:
                 return f"'{name}' was replaced"
@@ -198,14 +195,5 @@ class HeldTensors:
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
-    # What is ignored may be of any kind.
+    # Ignored parameters may be of any kind.
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
-
-
-def differ(these: list[Any], those: list[Any]) -> bool:
-    """Whether two lists of lists or dicts hold other tensors, compared at C speed: what is identical is equal."""
-    try:
-        return these != those
-    except RuntimeError:
-        # Two tensors were compared, so they are not the same.
-        return True

@@ -1,9 +1,21 @@
-"""Calls of modules that would compute with pieces: what ``generate`` and the like do outside of any forward.
+"""Guards against uses of modules that would take pieces of parameters for whole ones, or train what nobody reduces.
 
-Between steps the outermost module's own parameters are 1-D pieces. A method beside ``forward`` that calls the modules
-that hold them would fail inside of torch ("'weight' must be 2-D") or, with a bias alone, compute something else. Each
-of these modules refuses to be called then. While a forward runs they have no hook, which every call would pay for.
-Modules inside of other units are left out: there are many, and what calls them is nearly always the unit's forward.
+``IdleCallGuard``: calls between steps, as ``generate`` makes. The outermost module's own parameters are 1-D pieces
+then. A method beside ``forward`` that calls the modules that hold them would fail inside of torch ("'weight' must be
+2-D") or, with a bias alone, compute something else. Each of these modules refuses to be called. While a forward runs
+they have no hook, which every call would pay for. Modules inside of other units are left out: there are many, and
+nearly always the unit's forward calls them.
+
+``RegistrationGuard``: parameters registered after the model was sharded. Nobody reduces their gradients: each rank
+would train its own, and a checkpoint would keep rank 0's. Torch calls hooks where a module gets a parameter or another
+module, so that a step pays one look at a flag. Writing into a module's dicts directly calls no hook; so reads and
+writes of a model's state look at all modules. The next forward sorts the new parameters, since many are harmless:
+modules that moved, modules without parameters, new values under an old name, modules that were taken out again, frozen
+parameters. State keeps the names of when the model was sharded, so it refuses moved modules where a name would be
+another parameter's.
+
+``refuse_copies``: a copy or pickle of a module inside a unit would hold pieces under the names of whole parameters, and
+compute with these where their shapes allow it. The module states' own modules refuse by their module state.
 """
 
 from __future__ import annotations
@@ -36,7 +48,7 @@ from .unit import Unit
 
 #: Under which the hooks stand; torch's own keys are numbers.
 _KEY = "polyshard"
-#: What a method calls that computes gradients; ``manual_backward`` is Lightning's.
+#: Functions that compute gradients; ``manual_backward`` is Lightning's.
 _DIFFERENTIATES = frozenset({"backward", "manual_backward"})
 
 
@@ -47,28 +59,25 @@ class IdleCallGuard:
         outermost = module_states[0]
         # These gather when they are called.
         gathering = {module_state.module for module_state in module_states}
-        # Without shards, modules hold whole parameters at all times.
-        sites = [
-            (*site, parameter.original)
-            for unit in outermost.units
-            if unit.grid.shard is not None
-            for parameter in unit.parameters
-            for site in parameter.sites
-        ]
         refusals: dict[nn.Module, _Refusal] = {}
-        for module, key, original in sites:
-            if module not in gathering:
-                refusals.setdefault(module, _Refusal(step, outermost.module, key, original))
+        for unit in outermost.units:
+            if unit.grid.shard is None:
+                # Modules hold whole parameters at all times.
+                continue
+            for parameter in unit.parameters:
+                for module, key in parameter.sites:
+                    if module not in gathering:
+                        refusals.setdefault(module, _Refusal(step, outermost.module, key, parameter.original))
         self._hooks = [(_torch_private.forward_pre_hooks(module), refusal) for module, refusal in refusals.items()]
         self.enter()
 
     def enter(self) -> None:
-        """No forward runs any more."""
+        """Refuse calls: no forward runs any more."""
         for hooks, refusal in self._hooks:
             hooks[_KEY] = refusal
 
     def leave(self) -> None:
-        """A forward starts, or another root takes over."""
+        """Allow calls: a forward starts, or another root takes over."""
         for hooks, _ in self._hooks:
             hooks.pop(_KEY, None)
 
@@ -95,7 +104,7 @@ class _Refusal:
             f'the model is sharded: polyshard.register_forward_method(model, "{method or "generate"}").'
         )
 
-    # A module that is copied or pickled by itself holds pieces as before, and may not drag the model along.
+    # A module that is copied or pickled by itself still holds pieces, and may not take the model along.
     def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
         return self
 
@@ -104,17 +113,17 @@ class _Refusal:
 
 
 def _method_of(owner: nn.Module) -> str:
-    """The name of the outermost method of ``owner`` that is running; empty where none is.
+    """The name of the outermost method of ``owner`` that runs and may be one forward; empty for no such method.
 
-    Nothing around one that computes gradients, and that one only if it calls no other: a loop over steps cannot be one
-    forward, since its optimizer changes what stays gathered.
+    The search ends at a method that computes gradients, and returns it only if it calls no other: a loop over steps
+    cannot be one forward, since its optimizer changes parameters that stay gathered.
     """
     found = ""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        # torch's own are how a module is called.
+        # Frames of torch lie between a call of a module and its forward.
         theirs = code.co_argcount and package not in ("torch", "polyshard")
         if theirs and frame.f_locals.get(code.co_varnames[0]) is owner and _is_method(owner, code):
             differentiates = bool(_DIFFERENTIATES.intersection(code.co_names))
@@ -127,9 +136,9 @@ def _method_of(owner: nn.Module) -> str:
 
 
 def _is_method(owner: nn.Module, code: CodeType) -> bool:
-    """Whether ``code`` runs under its name as a method of ``owner``, and not as a function that is given it."""
+    """Whether ``code`` is a method of ``owner``, and not a function with ``owner`` as its argument."""
     method: Any = inspect.getattr_static(owner, code.co_name, None)
-    # Decorators that keep a name, such as torch.no_grad(), say what they are around.
+    # Decorators that keep a name, such as torch.no_grad(), have the function that they wrap as __wrapped__.
     while method is not None:
         if getattr(method, "__code__", None) is code:
             return True
@@ -141,25 +150,8 @@ def _pass(*_: Any) -> None:
     """Lets every call through."""
 
 
-# Modules and parameters that come into a model after it was sharded.
-#
-# Nobody reduces the gradients of a parameter that came later: each rank would train its own, and a checkpoint keep rank
-# 0's. Torch calls hooks where a module gets a parameter or another module, and only there, so that a step pays one look
-# at a flag. What is written into a module's dicts directly calls none; what reads or writes a model's state therefore
-# looks at all modules.
-#
-# What came is told apart at the next forward, since much of it is right: modules that were there and moved, modules
-# without parameters, new values under an old name, what is taken out again before anything computes with it, and what is
-# not trained. State has the names of when the model was sharded, so that moved modules are refused there where a name
-# would be another parameter's.
-
-
-#: Names in a message; there may be thousands.
-_NAMED = 4
-
-
 class RegistrationGuard:
-    """Knows which parameters a model had when it was sharded, and finds others."""
+    """Remembers the parameters that a model had when it was sharded, and finds others."""
 
     def __init__(
         self,
@@ -175,22 +167,22 @@ class RegistrationGuard:
         self._stages = frozenset(module_states)
         self._units = [unit for module_state in module_states for unit in module_state.units]
         self._alone = step.collectives.world_size == 1
-        # There autograd works on the originals, whatever their names.
+        # Autograd then works on the originals, whatever their names.
         self._resident = all(unit.resident for unit in self._units)
         self._ignored = WeakSet(ignored_modules)
-        # Names of the parameters that modules had; of those that no unit has, the user's own.
+        # Names of the parameters that modules had when they were sharded.
         self._had: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
-        # What came, by name, when all modules were looked at last.
-        self._came: dict[str, nn.Parameter] = {}
+        # New parameters by name, found when all modules were looked at last.
+        self._new: dict[str, nn.Parameter] = {}
         self._changed = False
         for each in inner:
             self._ignored.update(each._ignored)
             self._had.update(each._had)
-            self._changed |= each._changed or bool(each._came)
+            self._changed |= each._changed or bool(each._new)
         _install()
         myself = ref(self)
         for _, module in self._modules():
-            _watching[module] = myself
+            _guards[module] = myself
             if module not in self._had:
                 self._had[module] = [key for key, parameter in module._parameters.items() if parameter is not None]
         if self._changed:
@@ -198,7 +190,7 @@ class RegistrationGuard:
 
     @cached_property
     def _managed(self) -> dict[int, ManagedParameter]:
-        # Made where somebody looks: sharding a model is then as fast as it can be.
+        # Made at first use: sharding a model is then as fast as it can be.
         return {id(each.original): each for unit in self._units for each in unit.parameters}
 
     @cached_property
@@ -206,14 +198,14 @@ class RegistrationGuard:
         return {site: each for each in self._managed.values() for site in each.sites}
 
     def note(self) -> None:
-        """Something was registered in one of the modules."""
+        """Note that something was registered in one of the modules."""
         self._changed = True
         step = self._step()
         if step is not None:
             step.registered = True
 
     def refuse_ties(self) -> None:
-        """Refuse sharded parameters that stand for others now. To be called before changed values are taken up.
+        """Raise for sharded parameters that were tied to others. Called before changed values are taken over.
 
         Raises:
             ParameterChangedError: naming both.
@@ -223,26 +215,27 @@ class RegistrationGuard:
             if held is not None and held is not parameter.original and id(held) in self._managed:
                 self._refuse_tie(parameter.names[0], self._managed[id(held)])
 
-    def refuse_newcomers(self, *, trains: bool, anew: bool = False) -> None:
-        """Refuse parameters that are trained and came later. ``anew``: look at all modules, whatever was noticed.
+    def refuse_new(self, *, trains: bool, anew: bool = False) -> None:
+        """Raise for new parameters that are trained. ``anew``: look at all modules, registered or not.
 
-        ``trains``: whether gradients may follow; what came stays noted where not.
+        ``trains``: whether gradients may follow; new parameters stay noted where not.
 
         Raises:
             ParameterChangedError: naming them.
         """
-        trained = trains and any(parameter.requires_grad for parameter in self._came.values())
-        # What is taken out of a module calls no hook.
+        trained = trains and any(parameter.requires_grad for parameter in self._new.values())
+        # Removing a parameter or a module calls no hook.
         if self._changed or anew or trained:
-            self._came = dict(self._newcomers())
+            self._new = dict(self._find_new())
             self._changed = False
         step = self._step()
         if step is not None:
-            step.registered = bool(self._came)
-        names = [name for name, parameter in self._came.items() if parameter.requires_grad] if trains else []
+            step.registered = bool(self._new)
+        names = [name for name, parameter in self._new.items() if parameter.requires_grad] if trains else []
         if names:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            listed = ", ".join(f"'{name}'" for name in names[:_NAMED])
+            # There may be thousands.
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            listed = ", ".join(f"'{name}'" for name in names[:4])
             raise ParameterChangedError(
                 f"{listed}{more} came into the model after it was sharded (rank {self._rank}): gradients there would "
                 "be each rank's own, and a checkpoint would keep rank 0's values. Add and replace modules before "
@@ -251,7 +244,7 @@ class RegistrationGuard:
             )
 
     def refuse_moved(self) -> None:
-        """Refuse parameters under names that others had when the model was sharded. Names in state are those of then.
+        """Raise for parameters under names that others had when the model was sharded, which are the names in state.
 
         Raises:
             ParameterChangedError: naming one.
@@ -260,7 +253,7 @@ class RegistrationGuard:
         for prefix, module in self._modules():
             for key in module._parameters:
                 parameter = self._sites.get((module, key))
-                name = f"{prefix}.{key}" if prefix else key
+                name = _joined(prefix, key)
                 if parameter is not None and names.get(name, parameter) is not parameter:
                     raise ParameterChangedError(
                         f"'{name}' is what '{parameter.names[0]}' was when the model was sharded (rank {self._rank}): "
@@ -268,16 +261,16 @@ class RegistrationGuard:
                         "modules before sharding, or put them back before state is read or written."
                     )
 
-    def _newcomers(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _find_new(self) -> Iterator[tuple[str, nn.Parameter]]:
         myself = ref(self)
         for prefix, module in self._modules():
-            # What came without parameters may get some.
-            _watching[module] = myself
+            # A new module without parameters may get some later.
+            _guards[module] = myself
             had = self._had.get(module, ())
             for key, parameter in module._parameters.items():
                 if parameter is None or (module, key) in self._sites or key in had:
                     continue
-                name = f"{prefix}.{key}" if prefix else key
+                name = _joined(prefix, key)
                 managed = self._managed.get(id(parameter))
                 if managed is not None and not self._resident:
                     self._refuse_tie(name, managed)
@@ -297,7 +290,7 @@ class RegistrationGuard:
         while waiting:
             prefix, module = waiting.pop()
             module_state = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
-            # One that was sharded by itself looks after itself.
+            # A module that was sharded by itself has a guard of its own.
             if module in seen or (module_state is not None and module_state not in self._stages):
                 continue
             seen.add(module)
@@ -305,48 +298,42 @@ class RegistrationGuard:
             for key, child in reversed(module._modules.items()):
                 # An empty container is false.
                 if child is not None:
-                    waiting.append((f"{prefix}.{key}" if prefix else key, child))
+                    waiting.append((_joined(prefix, key), child))
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
 
 
 # Weak on both sides: the latter leads to the former.
-_watching: WeakKeyDictionary[nn.Module, ref[RegistrationGuard]] = WeakKeyDictionary()
+_guards: WeakKeyDictionary[nn.Module, ref[RegistrationGuard]] = WeakKeyDictionary()
 _installing = threading.Lock()
 _installed: list[RemovableHandle] = []
 
 
 def _install() -> None:
-    """Let torch tell of registrations, once in a process, and never by an import."""
+    """Register hooks on torch's registrations, once in a process, and never by an import."""
     with _installing:
         if not _installed:
             _installed.append(register_module_parameter_registration_hook(_registered))
             _installed.append(register_module_module_registration_hook(_registered))
 
 
+def _registered(module: nn.Module, name: str, value: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    found = _guards.get(module)
+    guard = None if found is None else found()
+    if guard is not None:
+        guard.note()
+
+
 def forget_registrations() -> None:
-    """Take the hooks off torch's registration of modules and parameters: nothing that comes later is noticed."""
+    """Take the hooks off torch's registration of modules and parameters: later registrations are not noticed."""
     with _installing:
         for hook in _installed:
             hook.remove()
         _installed.clear()
-
-
-def _registered(module: nn.Module, name: str, value: object) -> None:
-    if torch.compiler.is_compiling():
-        return
-    found = _watching.get(module)
-    registrations = None if found is None else found()
-    if registrations is not None:
-        registrations.note()
-
-
-# Modules inside of units refuse to be copied or pickled by themselves: the copy would hold pieces under the names of
-# whole parameters, and compute with these where their shapes allow it.
-#
-# The module states' own modules refuse by their module state.
-
-
-#: Attribute under which a module holds what refuses; a copy finds it among a module's attributes.
-_ATTRIBUTE = "_polyshard_pieces"
 
 
 def refuse_copies(units: Iterable[Unit]) -> None:
@@ -357,11 +344,11 @@ def refuse_copies(units: Iterable[Unit]) -> None:
         for parameter in unit.parameters:
             for module, _ in parameter.sites:
                 if MODULE_STATE_ATTRIBUTE not in module.__dict__:
-                    module.__dict__.setdefault(_ATTRIBUTE, _Uncopied(unit, parameter))
+                    module.__dict__.setdefault("_polyshard_pieces", _Uncopied(unit, parameter))
 
 
 class _Uncopied:
-    """Stands in a module that holds a piece, and is copied with it."""
+    """An attribute of a module that holds a piece. Copying the module copies it, which raises."""
 
     def __init__(self, unit: Unit, parameter: ManagedParameter) -> None:
         self._unit = unit
@@ -378,7 +365,7 @@ class _Uncopied:
         unit = self._unit
         unsharded = unit.step is not None and unit.step.unsharded
         if unsharded or (unit.prepared and unit.bindings.shown is Shown.VIEWS):
-            # Whole, and the copy refuses nothing.
+            # Whole. The copy is a plain module: its attribute is None.
             return
         name, rank = self._parameter.names[0], unit.grid.world.rank
         raise StateError(

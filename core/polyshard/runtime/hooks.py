@@ -201,7 +201,7 @@ class ForwardHooks:
             error = sys.exception()
             if error is not None and id(error) != self._outer_error:
                 if step.active is module_state and not recomputes:
-                    step.recorder.tell(error)
+                    step.recorder.post_error(error)
                 self._give_up(step, recomputes)
                 return None
         if module_state.output_cast is not None and not module_state.in_full_precision:

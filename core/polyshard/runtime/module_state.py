@@ -323,8 +323,8 @@ class ModuleState:
         """
         for unit in self.units:
             if not keeps:
-                unit.buffer.let_go()
-            elif not unit.buffer.keep() and not unit.permanent:
+                unit.buffer.unpin()
+            elif not unit.buffer.pin() and not unit.permanent:
                 raise StateError(
                     f"Something was put on '{self.label}' after it was sharded that may compute with its parameters on "
                     f"rank {self.rank}: a hook that runs inside of its forward, or another forward. Its backward "

@@ -1,12 +1,12 @@
-"""The user's own parameters: which part of the master they view, and what the user did to them."""
+"""The user's own parameters as views of the master, and the changes that users make to them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +23,8 @@ _dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipient:
-    """A parameter that receives a part of the reduced gradient."""
+class GradientTarget:
+    """A parameter whose ``.grad`` is a range of the reduced gradient."""
 
     parameter: nn.Parameter
     offset: int
@@ -32,7 +32,7 @@ class Recipient:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     index: int | None = None
-    """Which parameter of the layout it is; None where it is all of them."""
+    """Which parameter of the layout it is; None where it stands for all of them."""
 
     @property
     def numel(self) -> int:
@@ -48,8 +48,8 @@ class MasterViews(ABC):
 
     @property
     @abstractmethod
-    def recipients(self) -> list[Recipient]:
-        """Which of them receive which part of this rank's gradient, in order of offset."""
+    def gradient_targets(self) -> list[GradientTarget]:
+        """The parameters that receive this rank's gradient, in order of offset."""
 
     @property
     @abstractmethod
@@ -61,8 +61,8 @@ class MasterViews(ABC):
         """Make them views of the master."""
 
     @abstractmethod
-    def take_up_changes(self) -> bool:
-        """Honour what the user did since the last forward; returns whether any ``requires_grad`` changed."""
+    def adopt_changes(self) -> bool:
+        """Take over the user's changes since the last forward; returns whether any ``requires_grad`` changed."""
 
     @abstractmethod
     def retrained(self) -> bool:
@@ -70,14 +70,14 @@ class MasterViews(ABC):
 
     @abstractmethod
     def refuse_changes(self, *, held: bool) -> None:
-        """Refuse parameters replaced between forward and backward. ``held``: modules hold them now."""
+        """Raise for parameters replaced between forward and backward. ``held``: modules hold them now."""
 
 
 class Originals(MasterViews):
     """Keeps the originals of one unit views of its master.
 
-    Users replace parameters, their data or their ``requires_grad`` between steps. Whether anything changed is found by
-    comparing lists that are made at C speed: 0.1 µs a parameter instead of 0.5 for a loop.
+    Users replace parameters, their data or their ``requires_grad`` between steps. Comparing lists that are made at C
+    speed finds a change: 0.1 µs a parameter instead of 0.5 for a loop.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Originals(MasterViews):
         self._whole = whole
         self._rank = rank
         self.tensors = [parameter.original for parameter in parameters]
-        # Where modules hold the originals: which dict, under which name, and which one.
+        # The places where modules hold the originals: dict, name, original.
         sites = [(module._parameters, key, each.original) for each in parameters for module, key in each.sites]
         self._holders: list[dict[str, Any]] = [holder for holder, _, _ in sites]
         self._keys = [key for _, key, _ in sites]
@@ -105,24 +105,21 @@ class Originals(MasterViews):
         self.expose()
 
     @property
-    def recipients(self) -> list[Recipient]:
-        """Which originals receive which part of this rank's gradient."""
+    def gradient_targets(self) -> list[GradientTarget]:
         found = []
         for index, piece in self._pieces.items():
             slot = self._layout.slots[index]
             if self._whole:
-                found.append(Recipient(self.tensors[index], slot.offset, slot.shape, slot.stride, index))
+                found.append(GradientTarget(self.tensors[index], slot.offset, slot.shape, slot.stride, index))
             else:
-                found.append(Recipient(self.tensors[index], piece.shard_offset, *slot.shown(piece.numel), index))
+                found.append(GradientTarget(self.tensors[index], piece.shard_offset, *slot.shown(piece.numel), index))
         return found
 
     @property
     def trained(self) -> list[bool]:
-        """Whether each parameter of the layout is trained."""
         return list(map(_is_trained, self.tensors))
 
     def expose(self) -> None:
-        """Make every original a view of this rank's part of the master (of all of it where there is one shard)."""
         with torch.inference_mode(False):
             for index, original in enumerate(self.tensors):
                 become(original, self._shard_of(index))
@@ -130,7 +127,7 @@ class Originals(MasterViews):
 
     def _remember(self) -> None:
         self._addresses = list(map(_address_of, self.tensors))
-        # An empty tensor has no address: on a rank without a part, only its dtype shows that it was replaced.
+        # An empty tensor has no address: on a rank without a piece, only its dtype shows that it was replaced.
         self._empty = [original for original in self.tensors if not original.numel()]
         self._empty_dtypes = [self._master.dtype] * len(self._empty)
         self._trained = list(map(_is_trained, self.tensors))
@@ -145,10 +142,10 @@ class Originals(MasterViews):
             return torch.empty(shape, dtype=self._master.dtype, device=self._master.device)
         return view_of(self._master, *slot.shown(piece.numel), piece.shard_offset)
 
-    def take_up_changes(self) -> bool:
-        """Honour what the user did since the last forward; returns whether any ``requires_grad`` changed.
+    def adopt_changes(self) -> bool:
+        """Take over the user's changes since the last forward; returns whether any ``requires_grad`` changed.
 
-        To be called while modules hold the originals.
+        Called while modules hold the originals.
 
         Raises:
             ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
@@ -162,14 +159,13 @@ class Originals(MasterViews):
         return self.retrained()
 
     def retrained(self) -> bool:
-        """Whether any ``requires_grad`` changed since the last call."""
         trained = list(map(_is_trained, self.tensors))
         changed = trained != self._trained
         self._trained = trained
         return changed
 
     def refuse_changes(self, *, held: bool) -> None:
-        """Refuse parameters replaced between forward and backward: autograd has saved the old ones.
+        """Raise for parameters replaced between forward and backward: autograd has saved the old ones.
 
         ``held``: modules hold the originals now, and not the views that compute.
 
@@ -243,38 +239,17 @@ class Originals(MasterViews):
             module._parameters[key] = original
 
 
-def become(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give ``parameter`` other data, of any shape and device, without changing which object it is."""
-    if not parameter.is_meta:
-        parameter.data = data
-        return
-    # A meta tensor refuses data of another device; swapping the two objects' insides does not.
-    replacement = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    replacement.__dict__.update(parameter.__dict__)
-    _torch_private.swap_tensors(parameter, replacement)
-
-
-# A whole unit as one parameter, for the optimizer.
-
-
-class Named(Protocol):
-    """What errors need of a unit."""
-
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-
-
 class FlatMaster:
     """One parameter over a unit's whole master, for optimizers that treat all elements alike.
 
-    A step of the optimizer then costs one tensor a unit. Padding stays zero: its gradient is.
+    A step of the optimizer then costs one tensor a unit. Padding stays zero, since its gradient is zero.
     """
 
-    def __init__(self, originals: MasterViews, master: torch.Tensor, unit: Named, rank: int) -> None:
+    def __init__(self, originals: MasterViews, master: torch.Tensor, unit_name: Callable[[], str], rank: int) -> None:
+        """``unit_name``: of the unit now, which changes where it becomes part of a larger model."""
         self._originals = originals
         self._master = master
-        self._unit = unit
+        self._unit_name = unit_name
         self._rank = rank
         self._mixed = False
         if any(original.grad is not None for original in originals.tensors):
@@ -288,12 +263,12 @@ class FlatMaster:
 
     @property
     def _where(self) -> str:
-        return f"unit '{self._unit.name}' on rank {self._rank}"
+        return f"unit '{self._unit_name()}' on rank {self._rank}"
 
     @property
-    def recipient(self) -> Recipient:
-        """It receives the whole of this rank's gradient."""
-        return Recipient(self.parameter, 0, (self._master.numel(),), (1,))
+    def gradient_target(self) -> GradientTarget:
+        """The flat parameter, which receives all of this rank's gradient."""
+        return GradientTarget(self.parameter, 0, (self._master.numel(),), (1,))
 
     def follow_requires_grad(self) -> None:
         """Train it where the originals are trained.
@@ -310,12 +285,12 @@ class FlatMaster:
             )
         self.parameter.requires_grad_(trained == {True})
 
-    def take_up_changes(self) -> None:
-        """Honour data that the user gave the flat parameter since the last forward.
+    def adopt_changes(self) -> None:
+        """Take over data that the user gave the flat parameter since the last forward.
 
         Raises:
             ParameterChangedError: of another shape, dtype or device.
-            StateError: as ``follow_requires_grad``, until that was mended.
+            StateError: as ``follow_requires_grad``, until the user changed that.
         """
         if self._mixed:
             self.follow_requires_grad()
@@ -333,3 +308,14 @@ class FlatMaster:
 
     def _whole(self) -> torch.Tensor:
         return view_of(self._master, tuple(self._master.shape), (1,), 0)
+
+
+def become(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Give ``parameter`` other data, of any shape and device, without changing which object it is."""
+    if not parameter.is_meta:
+        parameter.data = data
+        return
+    # A meta tensor refuses data of another device; swapping the two objects' insides does not.
+    replacement = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    replacement.__dict__.update(parameter.__dict__)
+    _torch_private.swap_tensors(parameter, replacement)

@@ -1,4 +1,8 @@
-"""What ranks of one model tell each other when one of them fails, where no collective gets through any more."""
+"""How ranks of one model learn of each other's failures: posts in the launcher's store, and a check of collectives.
+
+``Peers`` serves where no collective gets through any more. ``Audit`` compares collectives before they are issued, in
+the first step or in all.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,28 +23,30 @@ from ..interfaces import Collectives
 from ..planning.answers import plugin_name
 from ..planning.values import checksum
 
-#: Seconds that a rank whose wait failed gives the others to say where they stand.
+#: Seconds that a rank whose wait failed gives the others to post.
 GRACE_S = 1.5
-#: Seconds for all that is said and heard at once: the store's host may be what failed.
+#: Seconds for one exchange: the machine that holds the store may have failed.
 _LIMIT_S = 3.0
-#: Seconds between two looks at what others said: at first, and at most. Each is twice as long as the one before.
-_LOOK_S, _LONGEST_LOOK_S = 0.05, 0.4
-#: Words that are read of the ranks that spoke last, by as many ranks and by more: thousands say the same, all at once.
+#: Seconds between two reads of others' posts: at first, and at most. Each pause is twice the one before.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
+#: The latest posts that are read, by at most as many ranks and by more: thousands post the same, all at once.
 _MOST, _OF_THOUSANDS = 256, 16
-#: Words that are read of ranks whose program raised, which is what the others wait for.
+#: The latest posts that are read of ranks whose program raised, for which the others wait.
 _MOST_RAISED = 8
-_RAISED, _STANDS, _SILENT, _GOES_ON = "raised", "stands", "silent", "goes on"
-#: Of the list of all ranks that spoke; the other one is of those that raised.
-_SPOKE = "spoke"
+#: Kinds of posts. ``_RAISED`` and ``_ALL`` also name the lists of ranks that posted.
+_RAISED, _WAITED, _SILENT, _WITHDRAWN = "raised", "waited", "silent", "withdrawn"
+_ALL = "all"
+#: The last posts of other ranks, by rank.
+Posts = Mapping[int, Mapping[str, Any]]
 
 
 class Peers:
-    """The other ranks of one model, through the launcher's store. Nothing is said in a step that does not fail.
+    """The other ranks of one model, through the launcher's store. A step that does not fail posts nothing.
 
-    Each rank has one key for its last word. Beside these there are two lists of who spoke, in order: of all ranks, and
-    of those whose program raised. Of many ranks, those are read that spoke last.
+    Each rank has one key for its last post. Beside these there are two lists of ranks in the order of their posts: of
+    all ranks, and of those whose program raised. Of many ranks, only the latest are read.
 
-    Whatever goes wrong here is not told: less is known then, and the error on its way stays what it is.
+    Nothing here raises: a failure leaves less known, and must not replace the error that is being handled.
     """
 
     def __init__(self, store: Any, key: str, rank: int, world_size: int) -> None:
@@ -49,137 +56,117 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self._most = _MOST if world_size <= _MOST else _OF_THOUSANDS
-        self.spoke = False
-        """Whether the last that this rank said is that it failed, or is stuck."""
+        #: Whether this rank's last post says that it failed or is stuck.
+        self.posted = False
 
-    def tell(self, error: BaseException, where: str) -> None:
-        """Say that this rank's program raised ``error``; ``where``: its last communication."""
+    def post_error(self, error: BaseException, where: str) -> None:
+        """Post that this rank's program raised ``error``; ``where``: its last communication."""
         trace = "".join(traceback.format_exception(error))
-        said = {"kind": _RAISED, "where": where, "error": words(error), "trace": trace}
-        self.spoke = True
-        _within(_LIMIT_S, lambda: self._say(said))
+        self._post({"kind": _RAISED, "where": where, "error": words(error), "trace": trace})
 
-    def tell_silence(self, where: str, silent_s: float, stack: str) -> None:
-        """Say that this rank issued nothing for ``silent_s`` seconds behind the communication ``where``."""
-        said = {"kind": _SILENT, "where": where, "silent_s": silent_s, "stack": stack}
-        self.spoke = True
-        _within(_LIMIT_S, lambda: self._say(said))
+    def post_silence(self, where: str, silent_s: float, stack: str) -> None:
+        """Post that this rank issued nothing for ``silent_s`` seconds behind the communication ``where``."""
+        self._post({"kind": _SILENT, "where": where, "silent_s": silent_s, "stack": stack})
 
-    def go_on(self) -> None:
-        """Take back what was said: this rank caught the error, or came through, and begins another step."""
-        self.spoke = False
-        _within(_LIMIT_S, lambda: self._say({"kind": _GOES_ON}))
+    def withdraw(self) -> None:
+        """Withdraw this rank's post: it caught the error, or its wait ended, and it begins another step."""
+        self._post({"kind": _WITHDRAWN})
 
-    def ask(self, where: str) -> Mapping[int, Mapping[str, Any]]:
-        """Say where this rank stood when its wait failed; returns the last words of other ranks that failed."""
-        self.spoke = True
-        return self._exchange({"kind": _STANDS, "where": where})
+    def post_wait(self, where: str) -> Posts:
+        """Post that this rank's wait for the communication ``where`` failed; returns posts of other ranks."""
+        self.posted = True
+        return self._exchange({"kind": _WAITED, "where": where})
 
-    def hear_others(self) -> Mapping[int, Mapping[str, Any]]:
-        """The last words of other ranks that failed or are stuck."""
+    def read(self) -> Posts:
+        """The posts of other ranks that failed or are stuck."""
         return self._exchange(None)
 
-    def _exchange(self, said: Mapping[str, Any] | None) -> Mapping[int, Mapping[str, Any]]:
-        heard: dict[int, Mapping[str, Any]] = {}
+    def _post(self, post: Mapping[str, Any]) -> None:
+        self.posted = post["kind"] != _WITHDRAWN
+        _within(_LIMIT_S, lambda: self._write(post))
+
+    def _exchange(self, post: Mapping[str, Any] | None) -> Posts:
+        posts: dict[int, Mapping[str, Any]] = {}
 
         def exchange() -> None:
-            if said is not None:
-                self._say(said)
+            if post is not None:
+                self._write(post)
             deadline = time.monotonic() + GRACE_S
-            read = {_SPOKE: 0, _RAISED: 0}
-            pause = _LOOK_S
+            counts = {_ALL: 0, _RAISED: 0}
+            pause = _PAUSE_S
             while True:
-                self._hear(heard, read)
-                if len(heard) >= min(self._world_size - 1, self._most) or time.monotonic() > deadline:
+                self._update(posts, counts)
+                if len(posts) >= min(self._world_size - 1, self._most) or time.monotonic() > deadline:
                     return
                 time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_LOOK_S)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
 
         _within(_LIMIT_S, exchange)
         # The thread may go on where the store does not answer.
-        return dict(heard)
+        return dict(posts)
 
-    def raised(self, heard: Mapping[int, Mapping[str, Any]]) -> str | None:
-        """Of what was heard, the first error of a program, with its traceback; None for none."""
-        for rank, said in sorted(heard.items()):
-            if said.get("kind") == _RAISED:
+    def raised_text(self, posts: Posts) -> str | None:
+        """The first error of a program among ``posts``, with its traceback; None for no error."""
+        for rank, post in sorted(posts.items()):
+            if post.get("kind") == _RAISED:
                 return (
-                    f"Rank {rank} raised {said.get('error')} behind its communication {said.get('where')}, so it does "
-                    f"not come any more. Its traceback:\n{said.get('trace')}"
+                    f"Rank {rank} raised {post.get('error')} behind its communication {post.get('where')}, so it does "
+                    f"not come any more. Its traceback:\n{post.get('trace')}"
                 )
         return None
 
-    def places(self, heard: Mapping[int, Mapping[str, Any]]) -> str:
-        """Of what was heard, where each rank stood, and which gave no word."""
-        silent = [rank for rank in range(self._world_size) if rank != self._rank and rank not in heard]
+    def places_text(self, posts: Posts) -> str:
+        """The place of each rank by ``posts``, and the ranks without a post."""
+        silent = [rank for rank in range(self._world_size) if rank != self._rank and rank not in posts]
         lines = [
-            f"  rank {rank} waited, too, for its communication {said.get('where')}"
-            for rank, said in sorted(heard.items())
-            if said.get("kind") == _STANDS
+            f"  rank {rank} waited, too, for its communication {post.get('where')}"
+            for rank, post in sorted(posts.items())
+            if post.get("kind") == _WAITED
         ]
         lines += [
-            f"  rank {rank} issued nothing for {said.get('silent_s', 0.0):.1f} s behind its communication "
-            f"{said.get('where')}. It stands in:\n{said.get('stack')}"
-            for rank, said in sorted(heard.items())
-            if said.get("kind") == _SILENT
+            f"  rank {rank} issued nothing for {post.get('silent_s', 0.0):.1f} s behind its communication "
+            f"{post.get('where')}. It stands in:\n{post.get('stack')}"
+            for rank, post in sorted(posts.items())
+            if post.get("kind") == _SILENT
         ]
-        if len(heard) >= self._most:
+        if len(posts) >= self._most:
             lines.append(f"  of {self._world_size} ranks, these were read")
         elif silent:
             who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {silent[:16]} ({len(silent)} in all)"
             lines.append(f"  {who} gave no word: stuck elsewhere, or dead. Look there first")
         return "\n".join(lines)
 
-    def _say(self, said: Mapping[str, Any]) -> None:
-        # The word before the place in the list: who reads the place finds the last word, whichever it was made for.
-        self._store.set(f"{self._key}/of/{self._rank}", json.dumps(said))
-        for name in (_SPOKE, _RAISED) if said["kind"] == _RAISED else (_SPOKE,):
+    def _write(self, post: Mapping[str, Any]) -> None:
+        # The post before the entry in the list: whoever reads the entry finds the last post.
+        self._store.set(f"{self._key}/of/{self._rank}", json.dumps(post))
+        for name in (_ALL, _RAISED) if post["kind"] == _RAISED else (_ALL,):
             number = self._store.add(f"{self._key}/{name}", 1)
             self._store.set(f"{self._key}/{name}/{number}", str(self._rank))
 
-    def _hear(self, heard: dict[int, Mapping[str, Any]], read: dict[str, int]) -> None:
-        """Bring ``heard`` up to date by what was said since ``read``, the place in each list up to which it was."""
-        spoke: set[int] = set()
-        for name, most in ((_RAISED, _MOST_RAISED), (_SPOKE, self._most)):
+    def _update(self, posts: dict[int, Mapping[str, Any]], counts: dict[str, int]) -> None:
+        """Add posts behind the first ``counts`` of each list to ``posts``, and update ``counts``."""
+        ranks: set[int] = set()
+        for name, most in ((_RAISED, _MOST_RAISED), (_ALL, self._most)):
             count = self._store.add(f"{self._key}/{name}", 0)
-            for number in range(max(read[name], count - most) + 1, count + 1):
+            for number in range(max(counts[name], count - most) + 1, count + 1):
                 key = f"{self._key}/{name}/{number}"
-                # Numbered first and written then: the next look comes back to it.
+                # Numbered first and written then: the next update reads it.
                 if self._store.check([key]):
-                    spoke.add(int(self._store.get(key)))
+                    ranks.add(int(self._store.get(key)))
                 else:
                     count = min(count, number - 1)
-            read[name] = count
-        spoke.discard(self._rank)
-        for rank in sorted(spoke):
-            said = json.loads(self._store.get(f"{self._key}/of/{rank}"))
-            if said["kind"] == _GOES_ON:
-                heard.pop(rank, None)
+            counts[name] = count
+        ranks.discard(self._rank)
+        for rank in sorted(ranks):
+            post = json.loads(self._store.get(f"{self._key}/of/{rank}"))
+            if post["kind"] == _WITHDRAWN:
+                posts.pop(rank, None)
             else:
-                heard[rank] = said
-
-
-def _within(limit_s: float, action: Callable[[], None]) -> None:
-    """Carry ``action`` out, for at most so long: what it asks may never answer."""
-
-    def quietly() -> None:
-        try:
-            action()
-        except Exception:
-            return
-
-    thread = threading.Thread(target=quietly, name="polyshard peers", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-
-
-def scope_of(ranks: Iterable[int]) -> str:
-    """A short name of ``ranks``, the same on all of them, for keys in a store: of thousands, the list is too long."""
-    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+                posts[rank] = post
 
 
 def peers_of(collectives: Collectives) -> Peers | None:
-    """Of a model over ``collectives``, all of whose ranks call this as often; None where there is no store."""
+    """The peers of a model over ``collectives``, all of whose ranks call this as often; None without a store."""
     if collectives.world_size < 2 or not collectives.capabilities.can_communicate:
         return None
     group = collectives.process_group
@@ -196,7 +183,21 @@ def peers_of(collectives: Collectives) -> Peers | None:
     return Peers(store, f"{scope}/{number}", collectives.rank, collectives.world_size)
 
 
-# The check that all ranks issue the same collectives: in the first step, or in all.
+def scope_of(ranks: Iterable[int]) -> str:
+    """A short name of ``ranks``, the same on all of them, for keys in a store: a list of thousands is too long."""
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def _within(limit_s: float, action: Callable[[], None]) -> None:
+    """Run ``action`` for at most ``limit_s``: the store may never answer."""
+
+    def quietly() -> None:
+        with suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=quietly, name="polyshard peers", daemon=True)
+    thread.start()
+    thread.join(limit_s)
 
 
 _REMEDY = (
@@ -211,30 +212,30 @@ _REMEDY = (
 class Audit:
     """Compares each collective with the other ranks', before it is issued.
 
-    Ranks that disagree would otherwise hang, or mix up bytes. Later steps mostly repeat the first, in which alone the
-    exchange is paid for unless ``check_ranks="always"`` says otherwise.
+    Ranks that disagree would otherwise hang, or mix up bytes. Later steps mostly repeat the first, so that the first
+    alone pays for the exchange, unless ``check_ranks="always"``.
     """
 
     def __init__(self) -> None:
         #: Whether a whole forward was compared. Its backward still is, if there is one; the next forward is not.
         self.done = False
-        #: The units of which a gather was compared.
+        #: The units whose gather was compared.
         self.gathered: set[str] = set()
 
     def agree(self, world: Collectives, unit: str, operation: str, numel: int, dtype: torch.dtype) -> None:
         """Raise on every rank of ``world`` if any is about to do something else.
 
-        ``numel``, ``dtype``: what travels, of all ranks together.
+        ``numel``, ``dtype``: of the elements that travel, of all ranks together.
 
         Raises:
-            RankMismatchError: saying what each rank is about to do.
+            RankMismatchError: with the call of each rank.
         """
         if not world.capabilities.can_communicate:
             return
         mine = f"{operation} of unit '{unit}', {numel} elements of {dtype}"
         everyone = world.all_gather_object(mine)
         if any(other != mine for other in everyone):
-            listed = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))
+            listed = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(everyone))
             raise RankMismatchError(f"Ranks are about to issue different collectives:\n{listed}\n{_REMEDY}")
 
     def compare_gathered(
@@ -242,8 +243,8 @@ class Audit:
     ) -> None:
         """Raise on every rank of ``group`` if a gather did not leave the same bytes on all.
 
-        ``buffer``: the whole unit, compute ordered after its gather; ``own``: this rank's slice of it; ``sent``: what
-        was to be in there, None where that is not known. Waits for the device, in the first forward only.
+        ``buffer``: the whole unit, compute ordered after its gather; ``own``: this rank's slice of it; ``sent``: the
+        values that the slice must have, None where they are not known. Waits for the device, in the first forward only.
 
         Raises:
             PluginContractError: naming the collectives, the unit, and the ranks that hold something else.

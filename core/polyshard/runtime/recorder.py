@@ -1,4 +1,10 @@
-"""The file in which a rank that waited in vain leaves what it knows."""
+"""The communications that this rank issued for one model, and reports of those that did not end.
+
+A rank that waits on the host raises at its time limit, with the communication at which it stood. A rank that is stuck
+elsewhere, in a data loader or in a lock, does not know that others wait for it, and a rank whose device waits has no
+Python call that could raise. So a thread (``Watch``) looks at the recorder: once nothing was issued for almost as long
+as others wait, it posts to them where the rank stands, and where the device does not proceed it writes a report.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -28,84 +34,145 @@ from ..errors import (
     PeerFailedError,
     StateError,
 )
-from .peers import Peers
+from ..interfaces import UnitSpec
+from .peers import Peers, Posts
 
-
-def write_report(rank: int, error: BaseException, operations: Sequence[Mapping[str, Any]], others: Any) -> str | None:
-    """Write JSON to a new file in the folder for temporary files; returns its path, None where that cannot be done.
-
-    Args:
-        rank: Of this process among those of the model.
-        error: On its way to the program.
-        operations: The last communications, the oldest first.
-        others: What other ranks said of themselves.
-    """
-    try:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        told = {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "time": time.time(),
-            "monotonic": time.monotonic(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "error": f"{type(error).__name__}: {error}",
-            "others": others,
-            "operations": operations,
-            "stacks": {
-                f"{names.get(ident, 'unknown')} ({ident})": traceback.format_stack(frame)
-                for ident, frame in sys._current_frames().items()
-            },
-        }
-        # A name that nobody can foresee: a link in its place would be followed.
-        descriptor, path = tempfile.mkstemp(prefix=f"polyshard-rank-{rank}-", suffix=".json")
-        try:
-            with os.fdopen(descriptor, "w") as stream:
-                json.dump(told, stream, indent=1)
-        except BaseException:
-            # Of a full disk, say: half a report misleads.
-            os.unlink(path)
-            raise
-    except Exception:
-        # The error that is reported must come through whatever happens here.
-        return None
-    return path
-
-
-# The last communications that this rank issued for one model, and errors that say at which of them it stood.
-
-
+_LOGGER = logging.getLogger(__name__)
 #: Communications that are remembered.
 REMEMBERED = 1000
+#: The fraction of the time limit after which a silent rank posts: those that wait read posts at its end.
+_POSTS_AT = 0.9
+#: The fraction of the time limit between two looks.
+_LOOKS_AT = 0.02
+#: The innermost calls of a posted stack.
+_CALLS = 12
 
 
-class Named(Protocol):
-    """What a recorder needs of a unit's spec; asked when something is told."""
+class Recorder:
+    """Remembers the communications that a rank issued. Text is made only for errors and reports."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.last: Issued | None = None
+        #: The other ranks of the model; None where there is no store.
+        self.peers: Peers | None = None
+        #: Issues the communications.
+        self.sender: Sender | None = None
+        #: Posts for a rank that is stuck; None without peers.
+        self.watch: Watch | None = None
+        #: The communication that did not end and its error, behind which nothing is issued; None for no failure.
+        self.failure: str | None = None
+        #: Called when ``failure`` is set: memory of communications in flight may still be read and written.
+        self.when_failed: Callable[[], None] | None = None
+        self._issued: deque[Issued] = deque(maxlen=REMEMBERED)
+        self._count = 0
+        # Before the first communication, and behind one that failed.
+        self._unready = True
+
+    def issue(self, operation: str, units: Sequence[UnitSpec] = (), backward: bool | None = None) -> Issued:
+        """Record that a communication of ``units`` begins; called before anything of it is compared or sent.
+
+        Raises:
+            StateError: an earlier one failed.
+        """
+        if self._unready:
+            self._get_ready(operation)
+        self._count += 1
+        self.last = entry = Issued(self._count, operation, units, backward, time.monotonic())
+        self._issued.append(entry)
+        return entry
+
+    def _get_ready(self, operation: str) -> None:
+        self.refuse_behind_failure(f"The communication '{operation}'")
+        self._unready = False
+        if self.watch is not None:
+            # Not at the wrap: a model that is sharded module by module uses the outermost recorder alone.
+            self.watch.start()
+
+    def refuse_behind_failure(self, call: str) -> None:
+        """Raise if a communication of this model failed; ``call`` begins the message.
+
+        Raises:
+            StateError: naming it.
+        """
+        if self.failure is not None:
+            raise StateError(
+                f"{call} is refused on rank {self.rank}, because an earlier communication of this model did not end: "
+                f"{self.failure}. Other ranks may still stand in it or come to it, and would take what is sent next "
+                "for a part of it. Start the job again from its last checkpoint, or make new process groups on all "
+                "ranks and shard the model anew over them."
+            )
+
+    def fail(self, error: CollectiveError, entry: Issued | None = None) -> None:
+        """Remember ``error``, of communication ``entry``, if it leaves ranks at different places of their order.
+
+        Timeouts and aborts do. Other errors are about the call, and leave ranks at the same place.
+        """
+        if self.failure is None and isinstance(error, CollectiveTimeoutError | CollectiveAbortedError):
+            which = "" if entry is None else f"{entry}: "
+            # Text alone: an error keeps its frames alive, and these keep tensors.
+            self.failure = f"{which}{type(error).__name__}, {str(error).partition(chr(10))[0].rstrip('.')}"
+            self._unready = True
+            if self.when_failed is not None:
+                self.when_failed()
+
+    def post_error(self, error: BaseException) -> None:
+        """Post to the other ranks that the program raised ``error`` inside of a step."""
+        if self.peers is not None and not isinstance(error, CollectiveError):
+            self.peers.post_error(error, "none" if self.last is None else str(self.last))
 
     @property
-    def label(self) -> str:
-        """The unit's name in messages."""
+    def issued(self) -> tuple[Issued, ...]:
+        """The last communications, the oldest first."""
+        return tuple(self._issued)
 
+    @contextmanager
+    def during(self, operation: str, units: Sequence[UnitSpec] = (), backward: bool | None = None) -> Iterator[None]:
+        """Record one communication, or several that the caller takes for one, issued and waited for inside."""
+        entry = self.issue(operation, units, backward)
+        with self.placing(entry):
+            yield
+        entry.ended = time.monotonic()
 
-class Sender(Protocol):
-    """What a recorder, and who watches it, needs of communication streams. Asked from any thread."""
+    @contextmanager
+    def placing(self, entry: Issued | None) -> Iterator[None]:
+        """Add ``entry`` to a ``CollectiveError`` that leaves the block."""
+        try:
+            yield
+        except CollectiveError as error:
+            self.refuse(error, entry)
 
-    waiting: bool
-    """Whether the host waits for other ranks."""
+    def refuse(self, error: CollectiveError, entry: Issued | None) -> NoReturn:
+        """Raise ``error`` anew, with ``entry`` and the last communication that was issued in its text.
 
-    def busy(self) -> bool:
-        """Whether a device has still to run what was issued."""
+        An error with a communication is raised as it is. Posts of other ranks that failed are added.
 
-
-class Watching(Protocol):
-    """What looks at a recorder from another thread."""
-
-    def start(self) -> None:
-        """The first communication is about to be issued."""
-
-    def stop(self) -> None:
-        """There will be no more."""
+        Raises:
+            PeerFailedError: another rank's program raised an error; with its text.
+        """
+        self.fail(error, entry)
+        if entry is None or error.located:
+            raise error
+        behind = "" if self.last is None or self.last is entry else f" The last that it issued is {self.last}."
+        waited = f"Rank {self.rank} waited for its communication {entry}.{behind}"
+        if self.peers is not None and not isinstance(error, PeerFailedError):
+            posts = self.peers.post_wait(str(entry))
+            report = _write_report(self.rank, error, self._issued, posts)
+            if report:
+                waited += f" {report}"
+            raised = self.peers.raised_text(posts)
+            if raised is not None:
+                failed = PeerFailedError(f"{raised}\n{waited}")
+                failed.located = True
+                raise failed from error
+            waited += "\n" + self.peers.places_text(posts)
+        try:
+            located = type(error)(f"{error}\n{waited}")
+        except Exception:
+            # A backend's own class may take other arguments than a text.
+            raise error from None
+        located.located = True
+        raise located from error
 
 
 @dataclass(eq=False, slots=True)
@@ -113,9 +180,9 @@ class Issued:
     """One communication."""
 
     number: int
-    """Of those of this model on this rank, from 1 on: equal on ranks that go the same way."""
+    """Of this model on this rank, from 1 on: equal on ranks that take the same path."""
     operation: str
-    units: Sequence[Named]
+    units: Sequence[UnitSpec]
     backward: bool | None
     """Whether a backward issued it; None outside of steps, and of both."""
     at: float
@@ -144,149 +211,57 @@ class Issued:
         return f"number {self.number}, {self.operation}{about}" + (f", in {self._phase}" if self._phase else "")
 
 
-class Recorder:
-    """Remembers what a rank issued. Text is made where it is told alone."""
+class Sender(Protocol):
+    """The communication streams, as a recorder and its watch see them. Read from any thread."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.last: Issued | None = None
-        #: Those that share the model, where they can be asked.
-        self.peers: Peers | None = None
-        #: What issues for the model.
-        self.sender: Sender | None = None
-        #: Speaks for a rank that is stuck; None where nobody could be told.
-        self.watch: Watching | None = None
-        #: What did not end, and why nothing is issued any more; None where all went well.
-        self.failure: str | None = None
-        #: Called when ``failure`` is set: what is on its way may still be read and written.
-        self.when_failed: Callable[[], None] | None = None
-        self._issued: deque[Issued] = deque(maxlen=REMEMBERED)
-        self._count = 0
-        # Before the first communication, and behind one that failed.
-        self._unready = True
+    waiting: bool
+    """Whether the host waits for other ranks."""
 
-    def issue(self, operation: str, units: Sequence[Named] = (), backward: bool | None = None) -> Issued:
-        """A communication of ``units`` begins; to be called before anything of it is compared or sent.
+    def busy(self) -> bool:
+        """Whether the device has not finished the operations issued."""
 
-        Raises:
-            StateError: an earlier one failed.
-        """
-        if self._unready:
-            self._get_ready(operation)
-        self._count += 1
-        self.last = entry = Issued(self._count, operation, units, backward, time.monotonic())
-        self._issued.append(entry)
-        return entry
 
-    def _get_ready(self, operation: str) -> None:
-        self.refuse_behind_failure(f"The communication '{operation}'")
-        self._unready = False
-        if self.watch is not None:
-            # Not at the wrap: of a model that is sharded module by module, the outermost recorder alone is used.
-            self.watch.start()
+def _write_report(rank: int, error: BaseException, issued: Iterable[Issued], posts: Posts) -> str:
+    """Write a JSON report to a new file among temporary files.
 
-    def refuse_behind_failure(self, call: str) -> None:
-        """Raise if a communication of this model failed; ``call`` begins the message.
+    Returns a sentence with its path, or "" where writing failed: the error that is reported must be raised in any case.
 
-        Raises:
-            StateError: saying which.
-        """
-        if self.failure is not None:
-            raise StateError(
-                f"{call} is refused on rank {self.rank}, because an earlier communication of this model did not end: "
-                f"{self.failure}. Other ranks may still stand in it or come to it, and would take what is sent next "
-                "for a part of it. Start the job again from its last checkpoint, or make new process groups on all "
-                "ranks and shard the model anew over them."
-            )
-
-    def fail(self, error: CollectiveError, entry: Issued | None = None) -> None:
-        """Remember that ``error``, of communication ``entry``, leaves ranks at different places of their order.
-
-        Other errors than of time and of peers are about the call, and leave ranks where they were.
-        """
-        if self.failure is None and isinstance(error, CollectiveTimeoutError | CollectiveAbortedError):
-            which = "" if entry is None else f"{entry}: "
-            # Text alone: an error keeps the frames that it came through, and these keep tensors.
-            self.failure = f"{which}{type(error).__name__}, {str(error).partition(chr(10))[0].rstrip('.')}"
-            self._unready = True
-            if self.when_failed is not None:
-                self.when_failed()
-
-    def tell(self, error: BaseException) -> None:
-        """Let the other ranks know that the program raised ``error`` inside of a step."""
-        if self.peers is not None and not isinstance(error, CollectiveError):
-            self.peers.tell(error, "none" if self.last is None else str(self.last))
-
-    @property
-    def issued(self) -> tuple[Issued, ...]:
-        """What is remembered, the oldest first."""
-        return tuple(self._issued)
-
-    @contextmanager
-    def during(self, operation: str, units: Sequence[Named] = (), backward: bool | None = None) -> Iterator[None]:
-        """One communication, or several that are one to whoever calls, made and waited for inside."""
-        entry = self.issue(operation, units, backward)
-        with self.placing(entry):
-            yield
-        entry.ended = time.monotonic()
-
-    @contextmanager
-    def placing(self, entry: Issued | None) -> Iterator[None]:
-        """Let a ``CollectiveError`` that leaves say which communication it is about."""
+    Args:
+        rank: This process's among those of the model.
+        error: The reported one.
+        issued: The last communications, the oldest first.
+        posts: Of other ranks.
+    """
+    try:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        report = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "monotonic": time.monotonic(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "error": f"{type(error).__name__}: {error}",
+            "others": posts,
+            "operations": [each.as_table() for each in issued],
+            "stacks": {
+                f"{names.get(ident, 'unknown')} ({ident})": traceback.format_stack(frame)
+                for ident, frame in sys._current_frames().items()
+            },
+        }
+        # A name that nobody can foresee: a link in its place would be followed.
+        descriptor, path = tempfile.mkstemp(prefix=f"polyshard-rank-{rank}-", suffix=".json")
         try:
-            yield
-        except CollectiveError as error:
-            self.refuse(error, entry)
-
-    def refuse(self, error: CollectiveError, entry: Issued | None) -> NoReturn:
-        """Raise ``error`` anew, with ``entry`` and the last communication that was issued in its words.
-
-        An error that says so already is raised as it is. Other ranks that failed are asked where they stood.
-
-        Raises:
-            PeerFailedError: another rank's program raised an error, whose words these are.
-        """
-        self.fail(error, entry)
-        if entry is None or error.located:
-            raise error
-        behind = "" if self.last is None or self.last is entry else f" The last that it issued is {self.last}."
-        waited = f"Rank {self.rank} waited for its communication {entry}.{behind}"
-        if self.peers is not None and not isinstance(error, PeerFailedError):
-            heard = self.peers.ask(str(entry))
-            report = write_report(self.rank, error, [each.as_table() for each in self._issued], heard)
-            if report is not None:
-                waited += f" Its last communications and stacks are in {report} on {socket.gethostname()!r}."
-            raised = self.peers.raised(heard)
-            if raised is not None:
-                failed = PeerFailedError(f"{raised}\n{waited}")
-                failed.located = True
-                raise failed from error
-            waited += "\n" + self.peers.places(heard)
-        try:
-            told = type(error)(f"{error}\n{waited}")
-        except Exception:
-            # A backend's own class may be made of something else than a text.
-            raise error from None
-        told.located = True
-        raise told from error
-
-
-# A thread that speaks for a rank which is stuck: in Python between communications, or on its device.
-#
-# A rank that waits on the host raises at its time limit, and tells what it knows. One that sits elsewhere, in a data
-# loader or in a lock, does not even know that it is waited for, and one whose device waits has no Python that could
-# raise. So once nothing was issued for almost as long as others wait, this thread tells them where the rank stands, and
-# where the device does not get on leaves a report.
-
-
-_LOGGER = logging.getLogger(__name__)
-
-#: Of the time limit, after which a rank speaks: those that wait ask at its end.
-_SPEAKS_AT = 0.9
-#: Of the time limit, between two looks.
-_LOOKS_AT = 0.02
-#: The innermost calls of a stack that others are told.
-_CALLS = 12
+            with os.fdopen(descriptor, "w") as stream:
+                json.dump(report, stream, indent=1)
+        except BaseException:
+            # The disk may be full: half a report misleads.
+            os.unlink(path)
+            raise
+    except Exception:
+        return ""
+    return f"Its last communications and stacks are in {path} on {socket.gethostname()!r}."
 
 
 class Watch:
@@ -298,12 +273,13 @@ class Watch:
         self._peers = peers
         self._timeout_s = timeout_s
         self._trains = threading.get_ident()
-        self._told = 0
+        # The number of the communication behind which the rank was silent last.
+        self._silent_behind = 0
         #: Seconds between two looks.
         self.period_s = max(0.05, timeout_s * _LOOKS_AT)
 
     def start(self) -> None:
-        """To be called once."""
+        """Begin to look; called once."""
         _watched.add(self)
 
     def stop(self) -> None:
@@ -311,37 +287,35 @@ class Watch:
         _watched.remove(self)
 
     def look(self) -> None:
-        """Speak if the rank is stuck, and did not speak of that yet."""
+        """Post if the rank is stuck behind a communication, once for each."""
         recorder = self._recorder()
         last = None if recorder is None else recorder.last
-        if recorder is None or last is None or last.number == self._told:
+        if recorder is None or last is None or last.number == self._silent_behind:
             return
         silent_s = time.monotonic() - last.at
-        if silent_s < self._timeout_s * _SPEAKS_AT:
+        if silent_s < self._timeout_s * _POSTS_AT:
             return
-        self._told = last.number
+        self._silent_behind = last.number
         waits = recorder.sender is not None and recorder.sender.waiting
-        # One that waits on the host raises by itself, and what was told before is an error: both know more.
-        if not (waits or self._peers.spoke):
-            self._speak(recorder, silent_s)
+        # A rank that waits on the host raises by itself, and a post before this one is an error: both say more.
+        if not (waits or self._peers.posted):
+            self._post(recorder, silent_s)
 
-    def _speak(self, recorder: Recorder, silent_s: float) -> None:
+    def _post(self, recorder: Recorder, silent_s: float) -> None:
         where = str(recorder.last)
         frame = sys._current_frames().get(self._trains)
         stack = "".join(traceback.format_stack(frame)[-_CALLS:]) if frame is not None else "its thread has ended\n"
-        self._peers.tell_silence(where, silent_s, stack)
+        self._peers.post_silence(where, silent_s, stack)
         if recorder.sender is None or not recorder.sender.busy():
             return
-        heard = self._peers.hear_others()
+        posts = self._peers.read()
         error = CollectiveTimeoutError(
             f"Rank {recorder.rank} has issued nothing for {silent_s:.1f} s, and its device is not through with "
             f"what it issued. The last is {where}."
         )
-        report = write_report(recorder.rank, error, [each.as_table() for each in recorder.issued], heard)
-        said = self._peers.raised(heard) or self._peers.places(heard)
-        if report is not None:
-            said += f"\nIts last communications and stacks are in {report} on {socket.gethostname()!r}."
-        _LOGGER.error("%s\n%s", error, said)
+        report = _write_report(recorder.rank, error, recorder.issued, posts)
+        text = self._peers.raised_text(posts) or self._peers.places_text(posts)
+        _LOGGER.error("%s\n%s", error, f"{text}\n{report}" if report else text)
 
 
 class _Watched:
@@ -381,5 +355,4 @@ class _Watched:
             watch.look()
 
 
-# Of the process, as threads are.
 _watched = _Watched()

@@ -114,11 +114,11 @@ class Root(Step):
         if self.phase is not Phase.IDLE:
             self.abandon()
             self.refuse_ended("A forward")
-        if self.recorder.peers is not None and self.recorder.peers.spoke:
-            self.recorder.peers.go_on()
+        if self.recorder.peers is not None and self.recorder.peers.posted:
+            self.recorder.peers.withdraw()
         if self.audit is not None and self.audit.done:
             self.end_audit()
-        self.take_up_changes()
+        self.adopt_changes()
         if _torch_private.in_transform():
             raise UnsupportedError(
                 f"torch.func (vmap, grad, jvp) called '{type(module).__name__}', which is sharded (rank {self.rank}): "
@@ -148,7 +148,7 @@ class Root(Step):
         if self.events.active:
             self.events.step_begin(module)
 
-    def take_up_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
+    def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
         """Take over changes that the user made to the model since the last forward.
 
         Args:
@@ -167,11 +167,11 @@ class Root(Step):
                     unit.hide()
                 looks.refuse_ties()
             for unit in self.units:
-                unit.take_up_changes()
+                unit.adopt_changes()
             if looks is not None:
-                looks.refuse_newcomers(trains=torch.is_grad_enabled() if trains is None else trains, anew=all_modules)
+                looks.refuse_new(trains=torch.is_grad_enabled() if trains is None else trains, anew=all_modules)
         except PolyshardError as error:
-            self.recorder.tell(error)
+            self.recorder.post_error(error)
             raise
 
     def refuse_moved(self) -> None:
@@ -184,7 +184,7 @@ class Root(Step):
             try:
                 self.registrations.refuse_moved()
             except PolyshardError as error:
-                self.recorder.tell(error)
+                self.recorder.post_error(error)
                 raise
 
     def begin_gathers(self) -> None:
@@ -401,7 +401,7 @@ class Root(Step):
         for offload in self._parking:
             offload.sync_for_step()
         if used_parameters is not None:
-            used_parameters.settle()
+            used_parameters.drop_unused()
             self.unfilled = used_parameters.unfilled
         for unit in self.units:
             if unit.reduced:
@@ -472,7 +472,7 @@ class Root(Step):
         alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
         if alone or not self._backward_may_end():
             self._failure_reported = True
-            self.recorder.tell(error)
+            self.recorder.post_error(error)
 
     def leave_failed_backward(self) -> None:
         """Abandon a backward that raised: no hook ran behind it. One that still runs goes on."""

@@ -1,10 +1,34 @@
-"""How long a rank's compute stood still for other ranks: what is left of a step is the rank's own time.
+"""The streams of a step: where gathers, compute and reductions run, in which order, and how long compute waits.
+
+[Note: ordering without blocking the host]
+Gathers run on one stream, reductions on another, compute on the caller's. Memory passes from one to the next by events
+only:
+
+1. A gather writes after every event that a reshard recorded: compute was the last to read the memory that it reuses.
+2. Compute waits for the event of the one gather whose parameters it is about to use. Units that were gathered together
+   have one event.
+3. A reduction begins after compute has computed its gradients: the copies that bring them together run on its stream,
+   beside compute. They and its input return to compute's memory pool after compute has been ordered behind the
+   reduction. One input is filled while another travels.
+4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters.
+5. At the end of a backward compute waits for the reductions: the optimizer may then read the gradients.
+
+Compute may take several streams: a module's forward runs on the stream that is current when it is called, and autograd
+runs a backward on the stream of its forward. Each rule then holds for all of them. The stream that owns the memory has
+to wait, since its pool alone may give the memory out again: the one that takes a reduction's input, the one that
+gathers. Units and gradients carry the places, a stream each, at which they were used or computed.
+
+A module may use further streams before it returns, and these are out of sight. Its forward orders them after the stream
+that calls it, and that one after them. Its backward is sure to wait only for the path to the gradients of its inputs.
+So a module that computes on a stream of its own is best a unit of its own.
+
+Device operations on the CPU run in the order in which they are issued, and only ``Work.wait`` blocks.
 
 [Note: a rank's own time]
 Ranks that train together take the same time for a step, whichever of them is slow: the others wait for it at the next
-communication. What tells them apart is how long each waited. On the host that is the time inside of calls that block;
-on streams it is what lies between an event in front of a wait and one behind it, read long after both were recorded.
-Transfers that take longer than what they are hidden behind count as waiting, too, on all ranks alike.
+communication. The time that each waited tells them apart. For waits that block the host it is the time inside of the
+call. On streams it lies between an event in front of a wait and one behind it, read long after both were recorded.
+Transfers that take longer than the compute that hides them count as waiting, too, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -25,173 +49,47 @@ from ..interfaces import Collectives, Work
 from .gather import GatherRecord, end_gather, start_gathers
 from .recorder import Issued, Recorder
 
-
-class Times(NamedTuple):
-    """Of what was measured, in seconds."""
-
-    wall_s: float
-    own_s: float
-    """Without what was spent waiting for other ranks; at least 0."""
-
-
-class Stalls(ABC):
-    """Measures from its construction to ``stop``. ``CommStreams`` tell it of their waits meanwhile."""
-
-    def __init__(self) -> None:
-        #: Forwards that began meanwhile. A step that a CUDA graph replays begins none, and its waits are not seen.
-        self.forwards = 0
-
-    def begin_forward(self) -> None:
-        """A forward begins."""
-        self.forwards += 1
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Compute waits for other ranks from here on."""
-
-    @abstractmethod
-    def waited(self) -> None:
-        """The wait that ``wait`` began has ended."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """What follows is not measured."""
-
-    @abstractmethod
-    def read(self) -> Times:
-        """What was measured. Blocks until the device has got as far as ``stop``."""
-
-
-class HostStalls(Stalls):
-    """For waits that block the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stalled = 0.0
-        self._waits_since = 0.0
-        self._begun = time.monotonic()
-        self._wall = 0.0
-
-    def wait(self) -> None:
-        self._waits_since = time.monotonic()
-
-    def waited(self) -> None:
-        self._stalled += time.monotonic() - self._waits_since
-
-    def stop(self) -> None:
-        self._wall = time.monotonic() - self._begun
-
-    def read(self) -> Times:
-        return Times(self._wall, max(0.0, self._wall - self._stalled))
-
-
-class StreamStalls(Stalls):
-    """For waits of CUDA streams, seen from the stream that is current at each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._marks: list[torch.cuda.Event] = []
-        self._first = self._last = _mark()
-
-    def begin_forward(self) -> None:
-        # What is captured does not run.
-        if not torch.cuda.is_current_stream_capturing():
-            super().begin_forward()
-
-    def wait(self) -> None:
-        # An event of a capture belongs to the graph: it is never reached here.
-        if not torch.cuda.is_current_stream_capturing():
-            self._marks.append(_mark())
-
-    waited = wait
-
-    def stop(self) -> None:
-        self._last = _mark()
-
-    def read(self) -> Times:
-        self._last.synchronize()
-        wall = self._first.elapsed_time(self._last)
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
-        # Two streams that waited at once are counted twice.
-        stalled = sum(before.elapsed_time(behind) for before, behind in pairs)
-        return Times(wall / 1000, max(0.0, wall - stalled) / 1000)
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-# On which streams a step's gathers, compute and reductions run, and what waits for what.
-#
-# [Note: ordering without blocking the host]
-# Gathers run on one stream, reductions on another, compute on the caller's. Memory is handed from one to the next by
-# events only:
-#
-# 1. A gather writes after every event recorded by a reshard: the memory that it reuses was last read by compute.
-# 2. Compute waits for the event of the one gather whose parameters it is about to use. Units that were gathered together
-# have one event.
-# 3. A reduction begins after compute has computed its gradients: what brings them together runs on its stream, beside
-# compute. They and its input go back to compute's memory pool after compute has been ordered behind the reduction. One
-# input is filled while another travels.
-# 4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters.
-# 5. At the end of a backward compute waits for the reductions: the optimizer may then read the gradients.
-#
-# Compute may take several streams: that of a module's forward is whichever is current when it is called, and autograd
-# runs a backward on the stream of its forward. Each rule then holds for all of them. What waits is the stream whose
-# memory it is, since only that one may be given the memory again: the one that takes a reduction's input, the one that
-# gathers. Units and gradients carry the places, a stream each, at which they were used or computed.
-#
-# What a module does on further streams before it returns is out of sight. Its forward lets them wait for the stream that
-# calls it, and that one for them. Of its backward, only what leads to the gradients of its inputs is sure to be waited
-# for before the backward ends. So what computes on a stream of its own is best a unit of its own.
-#
-# On the host's own device operations run in the order in which they are issued, and only ``Work.wait`` blocks.
-
-
 _HERE: AbstractContextManager[Any] = nullcontext()
-
 #: Reductions, or launches of several, whose inputs may be alive at once: one travels while another is filled.
 REDUCTIONS_ALIVE = 2
 
 
 class Reduction(NamedTuple):
-    """A reduction to be run; what it calls, in this order."""
+    """The three calls of a reduction, in their order."""
 
     issue: Callable[[], Work]
     """Starts it."""
     deliver: Callable[[], None]
     """Uses its result."""
     retire: Callable[[], None]
-    """Lets go of its input."""
+    """Releases its input."""
 
 
 class CommStreams(ABC):
     """Runs gathers and reductions beside compute. One instance serves all units of a root."""
 
     def __init__(self) -> None:
-        #: Whether the host waits for other ranks, where only a time limit ends that.
+        #: Whether the host waits for other ranks, where only a time limit ends the wait. Read from any thread.
         self.waiting = False
-        # What is left to do for those that were issued and not retired, the oldest first.
+        # Reductions that were issued and not retired, the oldest first.
         self._reductions: deque[Any] = deque()
-        #: What was issued last in it is what is gathered or reduced next; None where nobody keeps count.
+        #: Its last entry is the gather or reduction that is issued next; None where nobody records.
         self.recorder: Recorder | None = None
-        #: Told of waits for other ranks; None where nobody measures.
+        #: Measures waits for other ranks; None where nobody measures.
         self.stalls: Stalls | None = None
 
     def begin_forward(self) -> None:
-        """Order gathers after what was issued so far (rule 4)."""
+        """Order gathers after everything that was issued so far (rule 4)."""
         return None
 
-    def meet(self, call: Callable[..., None], *what: object) -> None:
-        """``call(*what)``, which may wait for the other ranks."""
+    def meet(self, call: Callable[..., None], *args: object) -> None:
+        """``call(*args)``, which may wait for the other ranks."""
         stalls = self.stalls
         if stalls is not None:
             stalls.wait()
         self.waiting = True
         try:
-            call(*what)
+            call(*args)
         finally:
             self.waiting = False
         if stalls is not None:
@@ -199,7 +97,7 @@ class CommStreams(ABC):
 
     @abstractmethod
     def measure(self) -> Stalls:
-        """Begin to measure how long compute waits for other ranks; ``stalls`` is to be set to it, and to None."""
+        """Begin to measure how long compute waits for other ranks. The caller sets ``stalls`` to it, and to None."""
 
     @abstractmethod
     def gather(self, records: Sequence[GatherRecord]) -> None:
@@ -235,20 +133,27 @@ class CommStreams(ABC):
         self.make_room(0)
 
     def give_up(self) -> None:
-        """Wait for all that is in flight, whatever becomes of it: whoever cleans up has an error to tell already."""
+        """Wait for everything in flight and drop its errors: the caller handles an error already."""
         self.drain()
 
     def busy(self) -> bool:
-        """Whether a device has still to run what was issued here. Asked from any thread."""
+        """Whether the device has not finished the operations issued here. Called from any thread."""
         return False
 
     def here(self) -> object:
-        """Where operations that are issued now are ordered: equal for equal streams, None without streams."""
+        """The place of operations that are issued now: equal for equal streams, None without streams."""
         return None
 
     def between(self, places: Sequence[object]) -> AbstractContextManager[Any]:
-        """What is issued inside comes after all that was issued at ``places``, and before what will be."""
+        """Order operations inside after everything issued at ``places`` so far, and before everything issued later."""
         return _HERE
+
+
+def streams_for(collectives: Collectives) -> CommStreams:
+    """CUDA streams where these order the operations of ``collectives``."""
+    if collectives.capabilities.stream_ordered and collectives.device.type == "cuda":
+        return CudaStreams(collectives.device)
+    return HostStreams()
 
 
 class HostStreams(CommStreams):
@@ -317,7 +222,7 @@ class HostStreams(CommStreams):
 
     def give_up(self) -> None:
         if self.recorder is not None and self.recorder.failure is not None:
-            # They do not end in time, if ever. What they read and write stays alive until then.
+            # They do not end in time, if ever. The memory that they read and write stays alive until then.
             self._reductions.clear()
             self._gathers.clear()
             return
@@ -341,6 +246,22 @@ class HostStreams(CommStreams):
         reduction.retire()
 
 
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """Units that were gathered together, where waiting blocks."""
+
+    records: Sequence[GatherRecord]
+    works: Sequence[Work]
+    issued: Issued | None
+
+
+def _wait_for(works: Iterable[Work]) -> None:
+    """Let operations end that were issued with one that failed: they write into memory that is released next."""
+    for work in works:
+        with suppress(PolyshardError):
+            work.wait()
+
+
 class CudaStreams(CommStreams):
     """For CUDA and stream-ordered collectives."""
 
@@ -350,8 +271,8 @@ class CudaStreams(CommStreams):
         # High priority: a collective that waits behind compute kernels delays the compute that waits for it.
         self._gather_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._reduce_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        # When each unit was last used. An event may be recorded again while waits on its last recording are still
-        # queued, so one a unit serves for good.
+        # The last use of each unit. An event may be recorded again while waits on its last recording are still
+        # queued, so one event a unit is enough.
         self._used: dict[GatherRecord, torch.cuda.Event] = {}
         self._arriving: dict[GatherRecord, _Arrival] = {}
         # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
@@ -359,8 +280,8 @@ class CudaStreams(CommStreams):
         self._filled = _event()
         self._spare: list[torch.cuda.Event] = []
         self._seen: dict[tuple[int, int, int], torch.cuda.Stream] = {}
-        # Which of the two streams has anything that compute was not ordered after. Inside the capture of a CUDA graph a
-        # stream takes part from its first use on, and one that does not may not be waited for.
+        # Whether each stream has work that compute was not ordered after. A stream joins the capture of a CUDA graph by
+        # its first use in it, and waiting for one that has not joined is an error.
         self._gathers = self._reduces = False
 
     def measure(self) -> Stalls:
@@ -502,42 +423,12 @@ class CudaStreams(CommStreams):
         if stalls is not None:
             stalls.wait()
         for stream in takers:
-            # Not the current one: what is let go of goes back to the pools of these.
+            # Not the current one: the memory released next returns to the pools of these.
             event.wait(stream)
         if stalls is not None:
             stalls.waited()
         self._spare.append(event)
         retire()
-
-
-def _others(places: Iterable[object], current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
-    return [place for place in places if place is not current and isinstance(place, torch.cuda.Stream)]
-
-
-@contextmanager
-def _joined(current: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    for stream in others:
-        current.wait_stream(stream)
-    yield
-    for stream in others:
-        # What was read here goes back to their memory pools.
-        stream.wait_stream(current)
-
-
-def streams_for(collectives: Collectives) -> CommStreams:
-    """What suits ``collectives``: streams where its operations are ordered by them."""
-    if collectives.capabilities.stream_ordered and collectives.device.type == "cuda":
-        return CudaStreams(collectives.device)
-    return HostStreams()
-
-
-@dataclass(eq=False, slots=True)
-class _Batch:
-    """Units that were gathered together, where waiting blocks."""
-
-    records: Sequence[GatherRecord]
-    works: Sequence[Work]
-    issued: Issued | None
 
 
 @dataclass(eq=False, slots=True)
@@ -551,12 +442,116 @@ class _Arrival:
     """The stream that was last ordered after it."""
 
 
+def _others(places: Iterable[object], current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    return [place for place in places if place is not current and isinstance(place, torch.cuda.Stream)]
+
+
+@contextmanager
+def _joined(current: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    for stream in others:
+        current.wait_stream(stream)
+    yield
+    for stream in others:
+        # The memory that was read here returns to their pools.
+        stream.wait_stream(current)
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def _wait_for(works: Iterable[Work]) -> None:
-    """Let operations end that were issued with one that failed: they write into memory that is let go of next."""
-    for work in works:
-        with suppress(PolyshardError):
-            work.wait()
+class Times(NamedTuple):
+    """The measured time, in seconds."""
+
+    wall_s: float
+    own_s: float
+    """Without the time spent waiting for other ranks; at least 0."""
+
+
+class Stalls(ABC):
+    """Measures how long compute waits for other ranks, from its construction to ``stop``."""
+
+    def __init__(self) -> None:
+        #: Forwards that began meanwhile. A step that a CUDA graph replays begins none, and its waits are not seen.
+        self.forwards = 0
+
+    def begin_forward(self) -> None:
+        """A forward begins."""
+        self.forwards += 1
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Compute waits for other ranks from here on."""
+
+    @abstractmethod
+    def waited(self) -> None:
+        """The wait that ``wait`` began has ended."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the measurement."""
+
+    @abstractmethod
+    def read(self) -> Times:
+        """The measured time. Blocks until the device has reached ``stop``."""
+
+
+class HostStalls(Stalls):
+    """For waits that block the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stalled = 0.0
+        self._waits_since = 0.0
+        self._begun = time.monotonic()
+        self._wall = 0.0
+
+    def wait(self) -> None:
+        self._waits_since = time.monotonic()
+
+    def waited(self) -> None:
+        self._stalled += time.monotonic() - self._waits_since
+
+    def stop(self) -> None:
+        self._wall = time.monotonic() - self._begun
+
+    def read(self) -> Times:
+        return Times(self._wall, max(0.0, self._wall - self._stalled))
+
+
+class StreamStalls(Stalls):
+    """For waits of CUDA streams, seen from the stream that is current at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._marks: list[torch.cuda.Event] = []
+        self._first = self._last = _mark()
+
+    def begin_forward(self) -> None:
+        # Captured operations do not run.
+        if not torch.cuda.is_current_stream_capturing():
+            super().begin_forward()
+
+    def wait(self) -> None:
+        # An event of a capture belongs to the graph: it is never reached here.
+        if not torch.cuda.is_current_stream_capturing():
+            self._marks.append(_mark())
+
+    waited = wait
+
+    def stop(self) -> None:
+        self._last = _mark()
+
+    def read(self) -> Times:
+        self._last.synchronize()
+        wall = self._first.elapsed_time(self._last)
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
+        # Two streams that waited at once are counted twice.
+        stalled = sum(before.elapsed_time(behind) for before, behind in pairs)
+        return Times(wall / 1000, max(0.0, wall - stalled) / 1000)
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -172,13 +172,13 @@ class Unit:
         )
 
     def _make_bindings(self) -> Bindings:
-        lends = (
+        gathers = (
             None if self.on_lazy_use is None else [partial(self._lazy_view, index) for index in range(len(self.leaves))]
         )
-        return Bindings(self.parameters, self.leaves, guarded=not self.permanent, lends=lends)
+        return Bindings(self.parameters, self.leaves, guarded=not self.permanent, gathers=gathers)
 
     def _make_gradients(self) -> Gradients:
-        return Gradients(self, self.layout, self.dtypes, self.originals.recipients, self.keeper)
+        return Gradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
 
     @property
     def name(self) -> str:
@@ -212,9 +212,9 @@ class Unit:
         if self.resident:
             return list(self.originals.tensors)
         if self.flat is None:
-            self.flat = FlatMaster(self.originals, self.master, self, self.grid.world.rank)
+            self.flat = FlatMaster(self.originals, self.master, lambda: self.name, self.grid.world.rank)
             self._take_gradient_dtype([self.flat.parameter])
-            self.gradients.deliver_to([self.flat.recipient])
+            self.gradients.set_targets([self.flat.gradient_target])
         return [self.flat.parameter]
 
     @property
@@ -323,7 +323,7 @@ class Unit:
     def keep_memory(self) -> None:
         """Keep memory alive that a communication which did not end may still read and write."""
         if self.prepared and self.buffer.attached:
-            self.buffer.keep()
+            self.buffer.pin()
         self.gradients.input.keep_memory()
 
     def discard_gradients(self) -> None:
@@ -457,13 +457,13 @@ class Unit:
         self.ahead = False
         if self.permanent:
             self.places.clear()
-        self.gradients.let_go()
+        self.gradients.drop_unreduced()
 
     def releases(self, turns: bool) -> bool:
         """Whether the unit is released after a forward; ``turns``: its backward is expected to follow at once."""
         return self.reshard_policy is Reshard.ALWAYS or (self.reshard_policy is Reshard.UNLESS_TURNING and not turns)
 
-    def take_up_changes(self) -> None:
+    def adopt_changes(self) -> None:
         """Take over changes that the user made to the originals since the last forward.
 
         Raises:
@@ -473,8 +473,8 @@ class Unit:
             # Modules may hold views, which are no changes.
             self.hide()
         if self.flat is not None:
-            self.flat.take_up_changes()
-        if self.originals.take_up_changes() and self.prepared:
+            self.flat.adopt_changes()
+        if self.originals.adopt_changes() and self.prepared:
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:

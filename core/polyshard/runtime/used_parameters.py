@@ -1,12 +1,12 @@
-"""For which parameters any rank had a gradient in one backward.
+"""The parameters for which any rank had a gradient in one backward.
 
-Ranks reduce what any of them may have a gradient for, with zeros where one has none. Where none has any, autograd on a
-whole model would leave ``.grad`` alone, and an optimizer tells None from zeros: it decays weights and averages for one
-and not for the other. Sums do not tell both apart, so ranks add up, once a backward, who had what.
+Ranks reduce the gradients of all trained parameters, with zeros where a rank has no gradient. Where no rank has any,
+autograd on a whole model would leave ``.grad`` alone, and an optimizer distinguishes None from zeros: it decays weights
+and averages for zeros, and not for None. Reduced gradients do not show the difference, so ranks add up, once a
+backward, how many of them had a gradient of each parameter.
 
-Only a rank that lacks a gradient of what it holds has to read the answer, and waits for it. For the others it is one
-more small reduction behind the last.
-"""
+A rank reads the result, and waits for it, only if it lacks a gradient of a parameter that it holds. For the others it
+is one more small reduction behind the last."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .unit import Unit
 
 
 class UsedParameters:
-    """Counts, for each parameter of ``units``, the ranks that had a gradient."""
+    """Counts, for each parameter of ``units``, the ranks that had a gradient in a backward."""
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
         self._units = tuple(unit for unit in units if not unit.resident)
@@ -31,12 +31,12 @@ class UsedParameters:
         *self._places, numel = accumulate((len(unit.parameters) for unit in self._units), initial=0)
         self._counts = torch.ones(numel, dtype=torch.float32, device=collectives.device)
         self._known = False
-        #: Whether an optimizer would find zeros in the place of gradients that no rank had (``Gradients.unfilled``).
+        #: Whether any unit has zeros in the place of gradients that no rank had (``Gradients.unfilled``).
         self.unfilled = False
         self._missed: list[tuple[Unit, int, frozenset[int]]] = []
 
     def exchange(self, streams: CommStreams) -> None:
-        """Issue the sum; to be called on every rank, behind a backward's last reduction."""
+        """Issue the sum; called on every rank, behind a backward's last reduction."""
         self._missed = [
             (unit, place, unit.gradients.missed)
             for unit, place in zip(self._units, self._places, strict=True)
@@ -55,10 +55,10 @@ class UsedParameters:
             total = partial(self._collectives.all_reduce, counts, op=ReduceOp.SUM)
             streams.reduce(Reduction(total, _nothing, _nothing), ())
 
-    def settle(self) -> None:
-        """Take away gradients that no rank had a part in; to be called behind ``CommStreams.drain``.
+    def drop_unused(self) -> None:
+        """Set gradients that no rank had to None; called behind ``CommStreams.drain``.
 
-        Inside the capture of a CUDA graph nothing can be read: what the last step before it found holds for the graph.
+        Inside the capture of a CUDA graph nothing can be read: the graph keeps the result of the last step before it.
         """
         bare = [(unit, place) for unit, place, _ in self._missed if unit.gradients.bare]
         if bare and self._known:
@@ -74,4 +74,4 @@ class UsedParameters:
 
 
 def _nothing() -> None:
-    """Called when the sum has been issued, and when it has ended."""
+    """The sum is delivered and retired without a call."""

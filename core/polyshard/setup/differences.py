@@ -11,7 +11,7 @@ from typing import Any
 from ..interfaces import Collectives
 from ..planning.plan import ManagedParameter
 from ..planning.units import PlannedModule
-from ..planning.values import VALUES, refusal
+from ..planning.values import VALUES, difference_text
 
 #: Characters from which on a part is looked into, instead of being shown as it is.
 _LONG = 120
@@ -85,7 +85,7 @@ def _against(usual: Reported, other: Reported) -> list[str]:
             lines.append(f"  and {len(found) - _SHOWN} differences more")
     if values is not None:
         subject = f"Rank {other.speaker} holds" if other.number == 1 else f"Ranks {who} hold"
-        lines.append(refusal(usual.speaker, subject, *values))
+        lines.append(difference_text(usual.speaker, subject, *values))
     return lines
 
 
@@ -173,7 +173,7 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
         travels = ["bytes on the wire", unit.wire and unit.wire.nbytes_per_rank]
         rows.append([title, ["dtypes", *dtypes], travels, ["parked", unit.parked]])
         # Not in the layout's order, which the next row compares.
-        title = f"{title}, by {plan.plugins.layout.described}"
+        title = f"{title}, by {plan.plugins.layout.label}"
         rows.append([title, *sorted(_parameter(parameter) for parameter in group)])
         places = [
             [parameter.names[0], slot.offset, "rows" if slot.by_rows else "elements"]

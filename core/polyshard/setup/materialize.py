@@ -247,8 +247,7 @@ def _initialize(
         module._parameters.update(others)
 
 
-# Plugins are tried on values before a model changes: what would silently be computed wrongly is refused by name.
-
+# Offload managers and casters are tried on values before the model changes: wrong values are refused by name.
 
 #: Elements of a shard that are compared: reading all of a large one back would double what parking takes.
 _COMPARED = 1024

@@ -32,7 +32,7 @@ from ..planning.plan import (
     refuse_unshardable,
 )
 from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units
-from ..planning.values import described_buffers, described_values
+from ..planning.values import buffers_to_compare, values_to_compare
 from ..runtime.root import Root
 from .agree import Agreement
 from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
@@ -241,10 +241,10 @@ def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> 
             report += rows_of(each, [releases, *fingerprints])
     if compares:
         report.append(["polyshard", __version__, registry.engine_digest()])
-        report += described_values(plan.modules, compare=not config.sync_module_states)
+        report += values_to_compare(plan.modules, compare=not config.sync_module_states)
         if config.sync_module_states:
             own = {inner for each in plan.modules for inner in each.modules}
-            report += described_buffers(named for named in plan.request.module.named_modules() if named[1] in own)
+            report += buffers_to_compare(named for named in plan.request.module.named_modules() if named[1] in own)
     return report
 
 
