@@ -442,7 +442,9 @@ def save_adapters(rank: int, folder: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind.endswith(" prompt") else kind for kind in ADAPTERS]
+)
 def test_adapters_of_every_kind_are_written_as_the_plain_trainer_does(
     ranks: KeptRanks, tmp_path: Path, kind: str
 ) -> None:
