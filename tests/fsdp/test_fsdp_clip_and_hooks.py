@@ -18,7 +18,7 @@ from fsdp_parity.ranks import Pools
         (clipping.dtypes_of_the_norm, (2,)),
         (clipping.without_gradients, (2,)),
         (clipping.infinite_gradients, (2,)),
-        (comm_hooks.hooks_against_ddp, (1, 2, 3)),
+        (comm_hooks.hooks_against_ddp, (1, 3)),
         (comm_hooks.gradients_by_hand, (2,)),
         (comm_hooks.registration, (2,)),
         (comm_hooks.hybrid_is_refused, (2,)),

@@ -36,7 +36,13 @@ def test_parity_with_ddp(ranks: Pools, body: Callable[..., Any], cpu_offload: An
 
 @pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
 @pytest.mark.parametrize(
-    ("model", "world_size"), [("nested", 3), ("always_wrap", 4), ("transformer", 1), ("transformer", 3)]
+    ("model", "world_size"),
+    [
+        ("nested", 3),
+        ("transformer", 1),
+        pytest.param("always_wrap", 4, marks=pytest.mark.nightly),
+        pytest.param("transformer", 3, marks=pytest.mark.nightly),
+    ],
 )
 def test_other_world_sizes(ranks: Pools, model: str, world_size: int) -> None:
     ranks.run(world_size, core.parity_at_other_world_sizes, model)

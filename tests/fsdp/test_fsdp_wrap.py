@@ -88,13 +88,8 @@ class TestFSDPWrap:
     def test_bn_always_wrapped_individually(self, ranks: Pools) -> None:
         ranks.run(2, bodies.wrap_batchnorm_in_wrapped_container)
 
-    @pytest.mark.parametrize("cpu_offload", OFFLOADS)
-    @pytest.mark.parametrize("backward_prefetch", [BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.BACKWARD_PRE])
-    @pytest.mark.parametrize("forward_prefetch", [False, True])
-    def test_main_wrap_api(
-        self, ranks: Pools, cpu_offload: CPUOffload, backward_prefetch: BackwardPrefetch, forward_prefetch: bool
-    ) -> None:
-        ranks.run(2, bodies.train_wrapped_by_policy, cpu_offload, backward_prefetch, forward_prefetch)
+    def test_main_wrap_api(self, ranks: Pools) -> None:
+        ranks.run(2, bodies.train_wrapped_by_policy)
 
     @pytest.mark.parametrize("as_function", [True, False])
     def test_module_in_two_places(self, ranks: Pools, as_function: bool) -> None:

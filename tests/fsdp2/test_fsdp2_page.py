@@ -15,7 +15,7 @@ from polyshard_fsdp2 import FSDPModule, fully_shard
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "fsdp2.md").read_text(encoding="utf-8")
-_TEST = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
+_TEST = re.compile(r"`(test_\w+\.py)::(?:test_on_ranks\[)?(\w+)\]?`")
 _ROWS = re.findall(r"^\| (?!what |PyTorch's |---)(.*) \|$", PAGE, re.MULTILINE)
 
 

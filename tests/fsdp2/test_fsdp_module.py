@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ from processes import KeptRanks
 from torch import nn
 
 
-def _methods(rank: int) -> None:
+def forward_methods(rank: int) -> None:
     x = torch.ones(2, WIDTH, dtype=torch.float64)
     expected = make().blocks[0].doubled(x)
     for face in FACES:
@@ -24,10 +25,6 @@ def _methods(rank: int) -> None:
         same(model.blocks[0].doubled(x), expected)
         with pytest.raises(ValueError, match="does not have a method"):
             face.register_fsdp_forward_method(model, "encode")
-
-
-def test_forward_methods(ranks: KeptRanks) -> None:
-    ranks.run(2, _methods)
 
 
 def _unshards(rank: int, asynchronous: bool) -> None:
@@ -67,7 +64,7 @@ def test_unshard_and_reshard(ranks: KeptRanks, asynchronous: bool) -> None:
     ranks.run(2, _unshards, asynchronous)
 
 
-def _failed(rank: int) -> None:
+def recovery_from_an_exception(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model: Any = shard_all(face, make())
 
@@ -88,11 +85,7 @@ def _failed(rank: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(FACES[0].FSDPModule, "reset_iter_state"), reason="torch 2.11 has no such method")
-def test_recovery_from_an_exception(ranks: KeptRanks) -> None:
-    ranks.run(2, _failed)
-
-
-def _hints(rank: int) -> None:
+def hints_change_no_number(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model: Any = shard_all(face, make())
         blocks = list(model.blocks)
@@ -114,11 +107,7 @@ def _hints(rank: int) -> None:
     both(run)
 
 
-def test_hints_change_no_number(ranks: KeptRanks) -> None:
-    ranks.run(2, _hints)
-
-
-def _ours_alone(rank: int) -> None:
+def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
     model: Any = shard_all(OURS, make())
     words = next(batches(1))
     expected = model(words)
@@ -142,11 +131,7 @@ def _ours_alone(rank: int) -> None:
     same(model(words), expected)
 
 
-def test_what_the_engine_decides_and_what_is_refused(ranks: KeptRanks) -> None:
-    ranks.run(2, _ours_alone)
-
-
-def _one_rank_divides(rank: int) -> None:
+def one_rank_has_nothing_to_divide(rank: int) -> None:
     model: Any = shard_all(OURS, make())
     model.set_gradient_divide_factor(1.0)
     with pytest.raises(NotImplementedError, match="Divide the loss instead"):
@@ -156,10 +141,6 @@ def _one_rank_divides(rank: int) -> None:
     plain = make()
     loss_of(plain, words).backward()
     same([each.grad for each in model.parameters()], [each.grad for each in plain.parameters()])
-
-
-def test_one_rank_has_nothing_to_divide(ranks: KeptRanks) -> None:
-    ranks.run(1, _one_rank_divides)
 
 
 class _Event:
@@ -172,7 +153,7 @@ class _Event:
         self.waited += 1
 
 
-def _event(rank: int) -> None:
+def event_behind_the_optimizer(rank: int) -> None:
     model: Any = shard_all(OURS, make())
     event = _Event()
     model.set_post_optim_event(event)
@@ -180,5 +161,17 @@ def _event(rank: int) -> None:
     train(model, 1)
 
 
-def test_event_behind_the_optimizer(ranks: KeptRanks) -> None:
-    ranks.run(1, _event)
+#: Bodies, and on how many ranks each runs.
+BODIES: dict[Callable[[int], object], int] = {
+    forward_methods: 2,
+    recovery_from_an_exception: 2,
+    hints_change_no_number: 2,
+    what_the_engine_decides_and_what_is_refused: 2,
+    one_rank_has_nothing_to_divide: 1,
+    event_behind_the_optimizer: 1,
+}
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_on_ranks(ranks: KeptRanks, body: Callable[[int], object]) -> None:
+    ranks.run(BODIES[body], body)

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
-def _classes(rank: int) -> None:
+def modules_become_subclasses(rank: int) -> None:
     for face in FACES:
         model = make()
         assert face.fully_shard(model.blocks[0], mesh=cpu_mesh()) is model.blocks[0]
@@ -55,11 +55,7 @@ def _classes(rank: int) -> None:
         same(nothing(torch.ones(1)), torch.ones(1))
 
 
-def test_modules_become_subclasses(ranks: KeptRanks) -> None:
-    ranks.run(2, _classes)
-
-
-def _placement(rank: int) -> None:
+def pieces_are_those_of_shard_0(rank: int) -> None:
     plain, model = make(), shard_all(OURS, make())
     for parameter, whole in zip(model.parameters(), plain.parameters(), strict=True):
         theirs = distribute_tensor(whole.detach(), cpu_mesh(), [Shard(0)])
@@ -67,10 +63,6 @@ def _placement(rank: int) -> None:
         assert polyshard.placement(parameter).shape == tuple(whole.shape)
         if whole.shape[0] % 3 == 0 and len(polyshard.placement(parameter).pieces) == 3:
             same(polyshard.as_dtensor(parameter).full_tensor(), whole.detach())
-
-
-def test_pieces_are_those_of_shard_0(ranks: KeptRanks) -> None:
-    ranks.run(3, _placement)
 
 
 class _Odd(nn.Module):
@@ -87,7 +79,7 @@ class _Odd(nn.Module):
         return (x @ self.wide).sum() + (self.deep**2).sum() + self.empty.sum() + (self.row**3).sum()
 
 
-def _odd(rank: int) -> None:
+def odd_shapes(rank: int) -> None:
     def run(face: Any, rows: int = 1) -> Any:
         torch.manual_seed(0)
         model = _Odd(rows)
@@ -101,11 +93,7 @@ def _odd(rank: int) -> None:
     assert run(OURS, rows=0)[1]["empty"].shape == (0, 3)
 
 
-def test_odd_shapes(ranks: KeptRanks) -> None:
-    ranks.run(3, _odd)
-
-
-def _refusals(rank: int) -> None:
+def refusals_leave_the_model_alone(rank: int) -> None:
     mesh = cpu_mesh()
     cases: list[tuple[type[Exception], str, Callable[[nn.Module], object]]] = [
         (ValueError, "containers that do not implement forward", lambda m: OURS.fully_shard(m.blocks)),
@@ -176,11 +164,7 @@ def _quantized(model: nn.Module) -> None:
     OURS.fully_shard(model, mesh=cpu_mesh())
 
 
-def test_refusals_leave_the_model_alone(ranks: KeptRanks) -> None:
-    ranks.run(2, _refusals)
-
-
-def _groups_of_ranks(rank: int) -> None:
+def some_of_the_ranks(rank: int) -> None:
     with pytest.raises(NotImplementedError, match="groups of 2 of 4 ranks"):
         OURS.fully_shard(make(), mesh=cpu_mesh(), reshard_after_forward=2)
     # One model over the first two ranks, another over the rest, as pipelines have them.
@@ -192,11 +176,7 @@ def _groups_of_ranks(rank: int) -> None:
     same(*told)
 
 
-def test_some_of_the_ranks(ranks: KeptRanks) -> None:
-    ranks.run(4, _groups_of_ranks)
-
-
-def _torchs_settings(rank: int) -> None:
+def settings_of_torch_are_taken(rank: int) -> None:
     theirs = FACES[0]
     model = make()
     OURS.fully_shard(
@@ -206,10 +186,6 @@ def _torchs_settings(rank: int) -> None:
         shard_placement_fn=lambda _: Shard(0),
     )
     assert model.blocks[0](torch.randn(2, WIDTH)).dtype is torch.float32
-
-
-def test_settings_of_torch_are_taken(ranks: KeptRanks) -> None:
-    ranks.run(2, _torchs_settings)
 
 
 def test_settings_have_the_fields_of_torch() -> None:
@@ -280,7 +256,7 @@ def test_meta_model_is_initialised_as_the_whole_is(ranks: KeptRanks, world_size:
     ranks.run(world_size, _meta, per_module)
 
 
-def _meta_loaded(rank: int) -> None:
+def meta_model_is_loaded(rank: int) -> None:
     whole = dict(make().state_dict())
     with torch.device("meta"):
         model = Words().double()
@@ -301,11 +277,7 @@ def _meta_loaded(rank: int) -> None:
     loss_of(model, next(batches(1))).backward()
 
 
-def test_meta_model_is_loaded(ranks: KeptRanks) -> None:
-    ranks.run(4, _meta_loaded)
-
-
-def _meta_assigned(rank: int) -> None:
+def meta_model_takes_tensors_that_are_assigned(rank: int) -> None:
     """As Accelerate does: all from one rank, through what the state dict says of the placement."""
     whole = dict(make().state_dict())
     with torch.device("meta"):
@@ -325,11 +297,7 @@ def _meta_assigned(rank: int) -> None:
     loss_of(model, next(batches(1))).backward()
 
 
-def test_meta_model_takes_tensors_that_are_assigned(ranks: KeptRanks) -> None:
-    ranks.run(3, _meta_assigned)
-
-
-def _moved(rank: int) -> None:
+def moving_a_sharded_model(rank: int) -> None:
     model = shard_all(OURS, make())
     before = wholes(model)
     model.to("cpu").train()
@@ -342,11 +310,7 @@ def _moved(rank: int) -> None:
         model(next(batches(1)))
 
 
-def test_moving_a_sharded_model(ranks: KeptRanks) -> None:
-    ranks.run(2, _moved)
-
-
-def _natively(rank: int) -> None:
+def functions_of_polyshard_work_on_it(rank: int) -> None:
     model = shard_all(OURS, make())
     with polyshard.unsharded(model, writeback=True):
         same(dict(model.state_dict()), dict(make().state_dict()))
@@ -360,5 +324,21 @@ def _natively(rank: int) -> None:
     polyshard.close(model)
 
 
-def test_functions_of_polyshard_work_on_it(ranks: KeptRanks) -> None:
-    ranks.run(2, _natively)
+#: Bodies, and on how many ranks each runs.
+BODIES: dict[Callable[[int], object], int] = {
+    modules_become_subclasses: 2,
+    pieces_are_those_of_shard_0: 3,
+    odd_shapes: 3,
+    refusals_leave_the_model_alone: 2,
+    some_of_the_ranks: 4,
+    settings_of_torch_are_taken: 2,
+    meta_model_is_loaded: 4,
+    meta_model_takes_tensors_that_are_assigned: 3,
+    moving_a_sharded_model: 2,
+    functions_of_polyshard_work_on_it: 2,
+}
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_on_ranks(ranks: KeptRanks, body: Callable[[int], object]) -> None:
+    ranks.run(BODIES[body], body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,7 +111,7 @@ def test_what_one_saved_the_other_goes_on_with(ranks: KeptRanks, source: int, wh
     ranks.run(world_size, _taken_over, source, whole)
 
 
-def _from_one_rank(rank: int) -> None:
+def one_rank_has_the_state(rank: int) -> None:
     source, source_optimizer = _trained(OURS, 1)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     states = _copied(get_state_dict(source, source_optimizer, options=whole))
@@ -122,10 +123,6 @@ def _from_one_rank(rank: int) -> None:
     same(wholes(model), expected)
     set_optimizer_state_dict(model, optimizer, states[1] if rank == 0 else {}, options=options)
     same(train(model, 1, optimizer), told)
-
-
-def test_one_rank_has_the_state(ranks: KeptRanks) -> None:
-    ranks.run(2, _from_one_rank)
 
 
 def _through_files(rank: int, folder: str) -> None:
@@ -161,7 +158,7 @@ def test_through_torch_distributed_checkpoint(ranks: KeptRanks, tmp_path: Path) 
     assert not torch.equal(plain.head.weight, make().head.weight)
 
 
-def _asked_of_pieces(rank: int) -> None:
+def a_piece_says_what_to_write_for_a_dtensor(rank: int) -> None:
     model = shard_all(OURS, make())
     parameter, whole = model.blocks[1].up.weight, make().blocks[1].up.weight
     name = "blocks.1.up.weight"
@@ -190,11 +187,7 @@ def _asked_of_pieces(rank: int) -> None:
     train(model, 1)
 
 
-def test_a_piece_says_what_to_write_for_a_dtensor(ranks: KeptRanks) -> None:
-    ranks.run(2, _asked_of_pieces)
-
-
-def _aliases(rank: int) -> None:
+def state_dicts_share_memory_with_parameters(rank: int) -> None:
     model = shard_all(OURS, make())
     # Kept from before the step, as torchtitan does.
     kept = get_model_state_dict(model)
@@ -209,11 +202,7 @@ def _aliases(rank: int) -> None:
     same(model(next(batches(1))), make()(next(batches(1))))
 
 
-def test_state_dicts_share_memory_with_parameters(ranks: KeptRanks) -> None:
-    ranks.run(2, _aliases)
-
-
-def _assigned(rank: int) -> None:
+def loading_dtensors_and_whole_tensors(rank: int) -> None:
     torch.manual_seed(5)
     whole = dict(Words().double().state_dict())
     model = shard_all(OURS, make())
@@ -231,11 +220,7 @@ def _assigned(rank: int) -> None:
     assert model.load_state_dict({"norm.weight": torch.ones(12)}, strict=False).unexpected_keys == []
 
 
-def test_loading_dtensors_and_whole_tensors(ranks: KeptRanks) -> None:
-    ranks.run(3, _assigned)
-
-
-def _refused(rank: int) -> None:
+def what_does_not_fit_is_refused(rank: int) -> None:
     model = shard_all(OURS, make())
     before = wholes(model)
     mesh = cpu_mesh()
@@ -256,11 +241,7 @@ def _refused(rank: int) -> None:
     train(model, 1)
 
 
-def test_what_does_not_fit_is_refused(ranks: KeptRanks) -> None:
-    ranks.run(2, _refused)
-
-
-def _between(rank: int) -> None:
+def saving_between_forward_and_backward(rank: int) -> None:
     """Saved and loaded between forward and backward of a model whose parameters are kept."""
     model = shard_all(OURS, make(), reshard_after_forward=False)
     loss = loss_of(model, next(batches(1)))
@@ -272,11 +253,7 @@ def _between(rank: int) -> None:
     same(gradients, [parameter.grad for parameter in other.parameters()])
 
 
-def test_saving_between_forward_and_backward(ranks: KeptRanks) -> None:
-    ranks.run(2, _between)
-
-
-def _plain_optimizer(rank: int) -> None:
+def parameters_beside_the_model_stay_plain(rank: int) -> None:
     model = shard_all(OURS, make())
     others = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW([*model.parameters(), *others.parameters()], lr=1e-2)
@@ -295,5 +272,18 @@ def _plain_optimizer(rank: int) -> None:
     same(optimizer.state[model.head.weight]["exp_avg"], kept)
 
 
-def test_parameters_beside_the_model_stay_plain(ranks: KeptRanks) -> None:
-    ranks.run(2, _plain_optimizer)
+#: Bodies, and on how many ranks each runs.
+BODIES: dict[Callable[[int], object], int] = {
+    one_rank_has_the_state: 2,
+    a_piece_says_what_to_write_for_a_dtensor: 2,
+    state_dicts_share_memory_with_parameters: 2,
+    loading_dtensors_and_whole_tensors: 3,
+    what_does_not_fit_is_refused: 2,
+    saving_between_forward_and_backward: 2,
+    parameters_beside_the_model_stay_plain: 2,
+}
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_on_ranks(ranks: KeptRanks, body: Callable[[int], object]) -> None:
+    ranks.run(BODIES[body], body)

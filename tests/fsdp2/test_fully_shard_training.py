@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_parity_with_torch(ranks: KeptRanks, world_size: int, releases: bool | i
     ranks.run(world_size, _trains, {"reshard_after_forward": releases} if releases is not None else {})
 
 
-def _one_rank(rank: int) -> None:
+def one_rank(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = shard_all(face, make())
         return train(model), wholes(model)
@@ -53,11 +54,7 @@ def _one_rank(rank: int) -> None:
     both(run)
 
 
-def test_one_rank(ranks: KeptRanks) -> None:
-    ranks.run(1, _one_rank)
-
-
-def _unsharded_reference(rank: int) -> None:
+def parity_with_the_unsharded_model(rank: int) -> None:
     sharded, plain = shard_all(OURS, make()), make()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, plain)]
     for words in batches(3):
@@ -73,20 +70,12 @@ def _unsharded_reference(rank: int) -> None:
     same(wholes(sharded), dict(plain.state_dict()), rtol=0, atol=1e-12)
 
 
-def test_parity_with_the_unsharded_model(ranks: KeptRanks) -> None:
-    ranks.run(3, _unsharded_reference)
-
-
-def _hybrid(rank: int) -> None:
+def replicas_of_shards(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = shard_all(face, make(), cpu_mesh(2, 2))
         return train(model), wholes(model)
 
     both(run)
-
-
-def test_replicas_of_shards(ranks: KeptRanks) -> None:
-    ranks.run(4, _hybrid)
 
 
 def _accumulates(rank: int, mesh_shape: tuple[int, ...], setter: str) -> None:
@@ -121,7 +110,7 @@ def test_accumulating_with_parameters_kept(ranks: KeptRanks) -> None:
     ranks.run(2, _accumulates, (), "set_reshard_after_backward")
 
 
-def _hides_waiting_gradients(rank: int) -> None:
+def gradient_sync_is_of_the_whole_model(rank: int) -> None:
     model: Any = shard_all(OURS, make())
     model.set_requires_gradient_sync(False)
     loss_of(model, next(batches(1))).backward()
@@ -135,11 +124,7 @@ def _hides_waiting_gradients(rank: int) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
 
 
-def test_gradient_sync_is_of_the_whole_model(ranks: KeptRanks) -> None:
-    ranks.run(2, _hides_waiting_gradients)
-
-
-def _frozen(rank: int) -> None:
+def frozen_parameters(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = make()
         model.embedding.requires_grad_(False)
@@ -152,10 +137,6 @@ def _frozen(rank: int) -> None:
         return told + train(model), wholes(model)
 
     both(run)
-
-
-def test_frozen_parameters(ranks: KeptRanks) -> None:
-    ranks.run(2, _frozen)
 
 
 def _tied(rank: int, listed: bool) -> None:
@@ -177,7 +158,7 @@ def test_tied_weights(ranks: KeptRanks, listed: bool) -> None:
     ranks.run(2, _tied, listed)
 
 
-def _left_alone(rank: int) -> None:
+def tied_weights_that_nothing_shards_are_refused(rank: int) -> None:
     model = make(tied=True)
     OURS.fully_shard([model.embedding, model.head], mesh=cpu_mesh())
     with pytest.raises(RuntimeError, match="module around both"):
@@ -186,11 +167,7 @@ def _left_alone(rank: int) -> None:
     loss_of(model, next(batches(1))).backward()
 
 
-def test_tied_weights_that_nothing_shards_are_refused(ranks: KeptRanks) -> None:
-    ranks.run(2, _left_alone)
-
-
-def _list(rank: int) -> None:
+def list_of_modules(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model, mesh = make(), cpu_mesh()
         face.fully_shard(list(model.blocks), mesh=mesh)
@@ -201,11 +178,7 @@ def _list(rank: int) -> None:
     both(run)
 
 
-def test_list_of_modules(ranks: KeptRanks) -> None:
-    ranks.run(2, _list)
-
-
-def _roots(rank: int) -> None:
+def several_roots(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model, mesh = make(), cpu_mesh()
         ignored = set(model.norm.parameters()) | set(model.embedding.parameters()) | set(model.head.parameters())
@@ -224,11 +197,7 @@ def _roots(rank: int) -> None:
     both(run)
 
 
-def test_several_roots(ranks: KeptRanks) -> None:
-    ranks.run(2, _roots)
-
-
-def _checkpointed(rank: int) -> None:
+def activation_checkpointing(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = make()
         for block in model.blocks:
@@ -237,10 +206,6 @@ def _checkpointed(rank: int) -> None:
         return train(model), wholes(model)
 
     both(run)
-
-
-def test_activation_checkpointing(ranks: KeptRanks) -> None:
-    ranks.run(2, _checkpointed)
 
 
 def _mixed(rank: int, policy: dict[str, Any], tolerance: float) -> None:
@@ -275,17 +240,13 @@ def test_mixed_precision(ranks: KeptRanks, policy: dict[str, Any], tolerance: fl
     ranks.run(2, _mixed, policy, tolerance)
 
 
-def _without_casts(rank: int) -> None:
+def inputs_that_are_not_cast(rank: int) -> None:
     for face in FACES:
         layer = nn.Linear(4, 4)
         policy = face.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
         face.fully_shard(layer, mesh=cpu_mesh(), mp_policy=policy)
         with pytest.raises(RuntimeError, match="dtype"):
             layer(torch.randn(2, 4))
-
-
-def test_inputs_that_are_not_cast(ranks: KeptRanks) -> None:
-    ranks.run(2, _without_casts)
 
 
 def _factor(rank: int, factor: float) -> None:
@@ -310,7 +271,7 @@ def test_gradient_divide_factor(ranks: KeptRanks) -> None:
     ranks.run(2, _factor, 5.0)
 
 
-def _offloaded(rank: int) -> None:
+def cpu_offload(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = shard_all(face, make(), offload_policy=face.CPUOffloadPolicy(pin_memory=False))
         return train(model), wholes(model)
@@ -318,11 +279,7 @@ def _offloaded(rank: int) -> None:
     both(run)
 
 
-def test_cpu_offload(ranks: KeptRanks) -> None:
-    ranks.run(2, _offloaded)
-
-
-def _ignored(rank: int) -> None:
+def ignored_parameters(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = make()
         ignored = {model.head.weight, *model.blocks[0].parameters()}
@@ -339,10 +296,6 @@ def _ignored(rank: int) -> None:
     both(run)
 
 
-def test_ignored_parameters(ranks: KeptRanks) -> None:
-    ranks.run(2, _ignored)
-
-
 class _TwoDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +306,7 @@ class _TwoDtypes(nn.Module):
         return out
 
 
-def _two_dtypes(rank: int) -> None:
+def parameters_of_several_dtypes(rank: int) -> None:
     torch.manual_seed(0)
     model, plain = _TwoDtypes(), _TwoDtypes()
     plain.load_state_dict(model.state_dict())
@@ -363,10 +316,6 @@ def _two_dtypes(rank: int) -> None:
         each(x).sum().backward()
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     same(wholes(model), dict(plain.state_dict()))
-
-
-def test_parameters_of_several_dtypes(ranks: KeptRanks) -> None:
-    ranks.run(2, _two_dtypes)
 
 
 class _Branches(nn.Module):
@@ -379,7 +328,7 @@ class _Branches(nn.Module):
         return out + self.mine(x) if both else out
 
 
-def _unused(rank: int) -> None:
+def parameters_without_gradients(rank: int) -> None:
     torch.manual_seed(0)
     model: Any = _Branches()
     OURS.fully_shard(model, mesh=cpu_mesh())
@@ -389,11 +338,7 @@ def _unused(rank: int) -> None:
     same(model.mine.weight.grad, torch.ones(2, 4))
 
 
-def test_parameters_without_gradients(ranks: KeptRanks) -> None:
-    ranks.run(2, _unused)
-
-
-def _scaled(rank: int) -> None:
+def gradient_scaler(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = make(dtype=torch.float32)
         shard_all(face, model)
@@ -418,11 +363,7 @@ def _scaled(rank: int) -> None:
     both(run, rtol=1e-5, atol=1e-6)
 
 
-def test_gradient_scaler(ranks: KeptRanks) -> None:
-    ranks.run(2, _scaled)
-
-
-def _compiled(rank: int) -> None:
+def compiled_blocks(rank: int) -> None:
     # Importing the compiler does this in some versions.
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
     # The compiler looks at .grad of the tensors that a frame takes in.
@@ -434,10 +375,6 @@ def _compiled(rank: int) -> None:
     shard_all(OURS, model)
     same([loss_of(model, words).item() for words in batches(2)], expected)
     train(model, 1)
-
-
-def test_compiled_blocks(ranks: KeptRanks) -> None:
-    ranks.run(2, _compiled)
 
 
 def _pieces(rank: int, releases: bool) -> None:
@@ -487,3 +424,29 @@ def test_a_norm_over_two_meshes_is_refused_by_name(ranks: KeptRanks, parts: int)
     for rank, message in enumerate(ranks.run(4, _two_meshes, parts)):
         assert "unit 'blocks.1', which is sharded over other ranks, differs between ranks" in message
         assert f"(rank {rank})" in message
+
+
+#: Bodies, and on how many ranks each runs.
+BODIES: dict[Callable[[int], object], int] = {
+    one_rank: 1,
+    parity_with_the_unsharded_model: 3,
+    replicas_of_shards: 4,
+    gradient_sync_is_of_the_whole_model: 2,
+    frozen_parameters: 2,
+    tied_weights_that_nothing_shards_are_refused: 2,
+    list_of_modules: 2,
+    several_roots: 2,
+    activation_checkpointing: 2,
+    inputs_that_are_not_cast: 2,
+    cpu_offload: 2,
+    ignored_parameters: 2,
+    parameters_of_several_dtypes: 2,
+    parameters_without_gradients: 2,
+    gradient_scaler: 2,
+    compiled_blocks: 2,
+}
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_on_ranks(ranks: KeptRanks, body: Callable[[int], object]) -> None:
+    ranks.run(BODIES[body], body)

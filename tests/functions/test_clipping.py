@@ -30,6 +30,7 @@ STRATEGIES = [
     (3, {"strategy": "shard_grad_op"}),
     (2, {"strategy": "no_shard"}),
     (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+    (2, {"offload": "cpu"}),
 ]
 
 
@@ -58,9 +59,11 @@ def pieces(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize(("order", "foreach"), [(2.0, None), (2.0, True), (1.0, False), (math.inf, None)])
+@pytest.mark.parametrize(
+    ("order", "foreach"), [(2.0, None), (2.0, True), (1.0, False), (math.inf, None), (3.0, "ours")]
+)
 def test_clipping_by_torch_is_that_of_the_whole_model(
-    world_size: int, settings: dict[str, Any], order: float, foreach: bool | None
+    world_size: int, settings: dict[str, Any], order: float, foreach: bool | str | None
 ) -> None:
     wanted = averaged(world_size)
     norm = norm_of((p.grad for p in wanted.parameters()), order)
@@ -69,6 +72,8 @@ def test_clipping_by_torch_is_that_of_the_whole_model(
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
         backward(model, rank)
         before = pieces(model)
+        if foreach == "ours":
+            return polyshard.clip_grad_norm_(model, 0.01, order), before, pieces(model)
         return clip_grad_norm_(model.parameters(), 0.01, order, foreach=foreach), before, pieces(model)
 
     for got, before, after in on_ranks(world_size, on_rank):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from polyshard.interfaces import OffloadManager, PrecisionCaster, WrapPolicy
+from polyshard.interfaces import PluginContext
+from polyshard_plugins.block_scaled import Fp8, Int8
 from polyshard_plugins.finite import Finite
-from polyshard_plugins.offload import CpuOffload, NoOffload
+from polyshard_plugins.offload import CpuOffload, NoOffload, PartialOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32
 from polyshard_plugins.trace import Trace
 from polyshard_policies.functions import Size
@@ -19,61 +22,38 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 
 
-class TestNoOffload(OffloadSuite):
-    device = CUDA
-
-    def make(self) -> OffloadManager:
-        return NoOffload(plugin_context(device=CUDA))
-
-
-class TestCpuOffload(OffloadSuite):
-    device = CUDA
-
-    def make(self) -> OffloadManager:
-        return CpuOffload(plugin_context(device=CUDA))
-
-
-class TestUnpinnedCpuOffload(OffloadSuite):
-    device = CUDA
-
-    def make(self) -> OffloadManager:
-        return CpuOffload(plugin_context(device=CUDA), pin_memory=False)
-
-
-class TestFp32(PrecisionSuite):
-    device = CUDA
-    training_tolerance = 1e-5
-
-    def make(self) -> PrecisionCaster:
-        return Fp32(plugin_context(device=CUDA))
+#: A suite, and what constructs the plugin in a context.
+CASES: dict[str, tuple[type[Any], Callable[[PluginContext], Any]]] = {
+    "NoOffload": (OffloadSuite, NoOffload),
+    "CpuOffload": (OffloadSuite, CpuOffload),
+    "UnpinnedCpuOffload": (OffloadSuite, lambda context: CpuOffload(context, pin_memory=False)),
+    "PartialOffload": (OffloadSuite, lambda context: PartialOffload(context, units="*.[0-1]", keep="compute")),
+    "Fp32": (PrecisionSuite, Fp32),
+    "Bf16": (PrecisionSuite, Bf16),
+    "Fp16": (PrecisionSuite, Fp16),
+    "Int8": (PrecisionSuite, lambda context: Int8(context, min_numel=0)),
+    "Fp8": (PrecisionSuite, lambda context: Fp8(context, min_numel=0)),
+    "Size": (PolicySuite, lambda context: Size(context, min_num_params=250)),
+    "Finite": (ListenerSuite, Finite),
+}
+#: Of the suites' tolerances, those that are not their own.
+TOLERANCES: dict[str, dict[str, float]] = {
+    "Fp32": {"training_tolerance": 1e-5},
+    "Int8": {"wire_tolerance": 0.0065},
+    "Fp8": {"wire_tolerance": 0.067},
+}
 
 
-class TestBf16(PrecisionSuite):
-    device = CUDA
+def suite_of(name: str, suite: type[Any], factory: Callable[[PluginContext], Any]) -> type[Any]:
+    def make(self: Any) -> Any:
+        return factory(plugin_context("under test", CUDA))
 
-    def make(self) -> PrecisionCaster:
-        return Bf16(plugin_context(device=CUDA))
-
-
-class TestFp16(PrecisionSuite):
-    device = CUDA
-
-    def make(self) -> PrecisionCaster:
-        return Fp16(plugin_context(device=CUDA))
+    settings = {"make": make, "device": CUDA, "__module__": __name__, **TOLERANCES.get(name, {})}
+    return type(name, (suite,), settings)
 
 
-class TestSize(PolicySuite):
-    device = CUDA
-
-    def make(self) -> WrapPolicy:
-        return Size(plugin_context(device=CUDA), min_num_params=250)
-
-
-class TestFinite(ListenerSuite):
-    device = CUDA
-
-    def make(self) -> object:
-        return Finite(plugin_context(device=CUDA))
+for name, (suite, factory) in CASES.items():
+    globals()[f"Test{name}"] = suite_of(name, suite, factory)
 
 
 class TestTrace(ListenerSuite):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -209,53 +208,3 @@ def test_reserved_memory_is_flat_after_the_first_steps() -> None:
     for early, late, retries in run(steady_memory):
         assert late == early
         assert retries == 0
-
-
-def capture_a_step(rank: int) -> tuple[float, float]:
-    """Largest difference in parameters between six eager steps, and three followed by three replays; and what moved."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
-    torch.manual_seed(0)
-    start = Net().to(device)
-    ids = batches(device, 1)[0].chunk(WORLD_SIZE)[rank]
-
-    def prepared() -> tuple[nn.Module, Callable[[], None]]:
-        model = sharded(copy.deepcopy(start), precision="bf16")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            model(ids).backward()
-            polyshard.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-
-        return model, step
-
-    eager, eager_step = prepared()
-    for _ in range(6):
-        eager_step()
-    model, step = prepared()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    with polyshard.unsharded(model), polyshard.unsharded(eager):
-        pairs = list(zip(model.parameters(), eager.parameters(), start.parameters(), strict=True))
-        apart = max((one - other).abs().max().item() for one, other, _ in pairs)
-        moved = max((one - before).abs().max().item() for one, _, before in pairs)
-    return apart, moved
-
-
-def test_a_whole_step_can_be_captured_in_a_cuda_graph() -> None:
-    for apart, moved in run(capture_a_step):
-        assert moved > 1e-2
-        assert apart < 1e-5

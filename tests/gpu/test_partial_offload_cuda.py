@@ -10,9 +10,9 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from polyshard.interfaces import OffloadManager, UnitSpec
+from polyshard.interfaces import UnitSpec
 from polyshard_plugins.offload import PartialOffload
-from polyshard_testing import OffloadSuite, plugin_context
+from polyshard_testing import plugin_context
 from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
@@ -33,13 +33,6 @@ def partial(device: torch.device, **options: Any) -> PartialOffload:
 
 def cuda() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
-
-
-class TestFromCuda(OffloadSuite):
-    device = torch.device("cuda", 0)
-
-    def make(self) -> OffloadManager:
-        return partial(self.device, units="*.[0-1]", keep="compute")
 
 
 class Block(nn.Module):
@@ -115,14 +108,15 @@ def train(
     return off, devices, polyshard.report(model).parked
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "strategy", "fused"),
     [
-        {"units": "blocks.[02]"},
-        {"units": ["(root)", "blocks.1"], "keep": "compute"},
-        {"device_bytes": "150 kB", "inner": {"name": "cpu", "pin_memory": False}},
+        ({"units": "blocks.[02]"}, "full_shard", True),
+        ({"units": "blocks.[02]"}, "shard_grad_op", False),
+        ({"units": ["(root)", "blocks.1"], "keep": "compute"}, "full_shard", False),
+        ({"units": ["(root)", "blocks.1"], "keep": "compute"}, "no_shard", True),
+        ({"device_bytes": "150 kB", "inner": {"name": "cpu", "pin_memory": False}}, "shard_grad_op", True),
+        ({"device_bytes": "150 kB", "inner": {"name": "cpu", "pin_memory": False}}, "no_shard", False),
     ],
     ids=str,
 )

@@ -155,13 +155,6 @@ def test_a_step_holds_each_units_operations_in_the_order_of_the_device(tmp_path:
     }
 
 
-def test_training_is_the_same_with_a_trace(tmp_path: Path) -> None:
-    plain = train(pretended(None))
-    traced = train(pretended(tmp_path, steps="every", picture="none"))
-    for expected, found in zip(plain, traced, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def test_times_are_the_devices_and_nothing_waits_for_them(tmp_path: Path) -> None:
     trace = Trace(PluginContext("trace", cuda()), tmp_path, steps=[3], picture="none")
     model = pretended(None, trace)

@@ -11,10 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
+from polyshard.interfaces import PluginContext, UnitSpec
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
-from polyshard_testing import PrecisionSuite
 from processes import KeptRanks, gpu_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -28,6 +27,7 @@ RANKS = KeptRanks("nccl")
 run = partial(RANKS.run, WORLD_SIZE)
 CUDA = torch.device("cuda", 0)
 CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
+COMPUTES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 NUMBERS = pytest.mark.parametrize("name", ["int8", "fp8"])
 
 
@@ -60,8 +60,7 @@ def read(
     wires: list[torch.Tensor], shards: list[torch.Tensor], name: str, block: int, compute: str
 ) -> list[torch.Tensor]:
     """What the caster makes of ``wires`` on CUDA, on the CPU."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[compute]
-    outs = [torch.full((1, shard.numel()), math.nan, dtype=dtype, device=CUDA) for shard in shards]
+    outs = [torch.full((1, shard.numel()), math.nan, dtype=COMPUTES[compute], device=CUDA) for shard in shards]
     caster(name, block=block, compute=compute).decode_many([unit(shard) for shard in shards], wires, outs)
     return [out.cpu() for out in outs]
 
@@ -71,47 +70,27 @@ def test_triton_is_there() -> None:
     pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("block", [16, 128, 1024])
+@pytest.mark.parametrize(("block", "triton"), [(16, True), (128, True), (1024, True), (16, False), (128, False)])
 @NUMBERS
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernels_write_and_read_the_bits_of_the_plain_codec(case: str, name: str, block: int) -> None:
+def test_bits_are_those_of_the_plain_codec(
+    case: str, name: str, block: int, triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU they follow the formula: ``tests/plugins/test_wire.py``."""
+    if not triton:
+        monkeypatch.setattr("polyshard_plugins.block_scaled._kernels", lambda tensor: None)
     shard = CASES[case]()
     code = BlockCode(Number(name), block)
     wanted = on_host(shard, code)
     (wire,) = on_device([shard], name, block)
     assert torch.equal(wire.cpu(), wanted)
-    for compute, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+    for compute, dtype in COMPUTES.items():
         plain = torch.empty(1, shard.numel(), dtype=dtype)
         code.decode(wanted, plain)
         (out,) = read([wire], [shard], name, block, compute)
-        torch.testing.assert_close(out, plain, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-@pytest.mark.parametrize("block", [16, 128])
-@NUMBERS
-@pytest.mark.parametrize("case", CASES)
-def test_without_triton_the_bits_are_the_same(
-    case: str, name: str, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("polyshard_plugins.block_scaled._kernels", lambda tensor: None)
-    shard = CASES[case]()
-    code = BlockCode(Number(name), block)
-    wanted = on_host(shard, code)
-    (wire,) = on_device([shard], name, block)
-    assert torch.equal(wire.cpu(), wanted)
-    plain = torch.empty(1, shard.numel())
-    code.decode(wanted, plain)
-    (out,) = read([wire], [shard], name, block, "fp32")
-    torch.testing.assert_close(out, plain, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-@pytest.mark.parametrize("block", [16, 128])
-@NUMBERS
-@pytest.mark.parametrize("case", CASES)
-def test_what_arrives_follows_the_formula(case: str, name: str, block: int) -> None:
-    shard = CASES[case]()
-    (out,) = read(on_device([shard], name, block), [shard], name, block, "fp64")
-    torch.testing.assert_close(out[0], decoded(shard, name, block), rtol=3e-7, atol=0.0, equal_nan=True)
+        # Kernels multiply in fp32.
+        exact = 3e-7 if compute == "fp64" else 0.0
+        torch.testing.assert_close(out, plain, rtol=exact, atol=0.0, equal_nan=True)
 
 
 @NUMBERS
@@ -149,22 +128,6 @@ def test_every_rank_has_a_row_of_its_own(name: str) -> None:
     caster(name, compute="fp32").decode(unit(shards[0]), wire, out)
     for row, shard in zip(out.cpu(), shards, strict=True):
         torch.testing.assert_close(row.double(), decoded(shard, name, 128), rtol=3e-7, atol=0.0)
-
-
-class TestInt8(PrecisionSuite):
-    device = CUDA
-    wire_tolerance = 0.0065
-
-    def make(self) -> PrecisionCaster:
-        return caster("int8")
-
-
-class TestFp8(PrecisionSuite):
-    device = CUDA
-    wire_tolerance = 0.067
-
-    def make(self) -> PrecisionCaster:
-        return caster("fp8")
 
 
 def watched(rank: int, name: str, offload: str, infinite: bool) -> list[torch.Tensor]:

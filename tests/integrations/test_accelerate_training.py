@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import polyshard
@@ -88,7 +89,7 @@ def test_twenty_steps_are_those_of_the_unsharded_model(world_size: int, split_ba
     on_ranks(world_size, train_twenty_steps, split_batches, strategy)
 
 
-def keep_a_share(rank: int) -> None:
+def each_rank_keeps_its_share_of_parameters_and_optimizer_state(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
     model = seeded(Net)
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -107,14 +108,10 @@ def keep_a_share(rank: int) -> None:
     accelerator.free_memory()
 
 
-def test_each_rank_keeps_its_share_of_parameters_and_optimizer_state() -> None:
-    on_ranks(2, keep_a_share)
-
-
 # Accumulation.
 
 
-def withhold(rank: int) -> None:
+def gradients_wait_inside_no_sync(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
     model, reference = seeded(Net), seeded(Net)
     model, loader = accelerator.prepare(model, loader_of(pairs()))
@@ -152,10 +149,6 @@ def withhold(rank: int) -> None:
     accelerator.free_memory()
 
 
-def test_gradients_wait_inside_no_sync() -> None:
-    on_ranks(2, withhold)
-
-
 def accumulate(rank: int, sync_each_batch: bool) -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
     accelerator = Accelerator(shard=BLOCKS, cpu=True, gradient_accumulation_plugin=plugin)
@@ -188,7 +181,7 @@ def test_accumulation_reduces_with_the_last_batch(sync_each_batch: bool) -> None
 # Clipping.
 
 
-def clip(rank: int) -> None:
+def clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True, gradient_accumulation_steps=2)
     model, reference = seeded(Net), seeded(Net)
     model, loader = accelerator.prepare(model, loader_of(pairs()))
@@ -218,11 +211,7 @@ def clip(rank: int) -> None:
     accelerator.free_memory()
 
 
-def test_clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait() -> None:
-    on_ranks(2, clip)
-
-
-def flatten(rank: int) -> None:
+def an_optimizer_over_flat_parameters(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
     reference = seeded(Net)
     model, loader = accelerator.prepare(seeded(Net), loader_of(pairs()))
@@ -245,14 +234,10 @@ def flatten(rank: int) -> None:
     accelerator.free_memory()
 
 
-def test_an_optimizer_over_flat_parameters() -> None:
-    on_ranks(2, flatten)
-
-
 # Several models, several calls.
 
 
-def train_a_pair(rank: int) -> None:
+def two_models_with_optimizers_of_their_own(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
     models = [seeded(Net), seeded(Critic)]
     references = copy.deepcopy(models)
@@ -279,12 +264,7 @@ def train_a_pair(rank: int) -> None:
     accelerator.free_memory()
 
 
-@pytest.mark.slow
-def test_two_models_with_optimizers_of_their_own() -> None:
-    on_ranks(2, train_a_pair)
-
-
-def refuse_a_used_optimizer(rank: int) -> None:
+def an_optimizer_that_took_steps_with_the_whole_model(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
     model = seeded(Net)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -302,11 +282,7 @@ def refuse_a_used_optimizer(rank: int) -> None:
     accelerator.free_memory()
 
 
-def test_an_optimizer_that_took_steps_with_the_whole_model() -> None:
-    on_ranks(2, refuse_a_used_optimizer)
-
-
-def evaluate(rank: int) -> None:
+def evaluation_only(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
     reference = seeded(Net)
     left_whole = accelerator.prepare_model(seeded(Net), evaluation_mode=True)
@@ -336,11 +312,7 @@ def evaluate(rank: int) -> None:
     accelerator.free_memory()
 
 
-def test_evaluation_only() -> None:
-    on_ranks(2, evaluate)
-
-
-def start_again(rank: int) -> None:
+def a_smaller_batch_starts_with_a_new_model(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
     sizes, models = [], []
 
@@ -375,11 +347,7 @@ def out_of_memory(_: torch.Tensor) -> None:
     raise RuntimeError("CUDA out of memory.")
 
 
-def test_a_smaller_batch_starts_with_a_new_model() -> None:
-    on_ranks(2, start_again)
-
-
-def compile_it(rank: int) -> None:
+def a_compiled_model(rank: int) -> None:
     with warnings.catch_warnings():
         # Dynamo looks at them in what it traces.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -404,6 +372,20 @@ def compile_it(rank: int) -> None:
         accelerator.free_memory()
 
 
-@pytest.mark.slow
-def test_a_compiled_model() -> None:
-    on_ranks(2, compile_it)
+@pytest.mark.parametrize(
+    "body",
+    [
+        each_rank_keeps_its_share_of_parameters_and_optimizer_state,
+        gradients_wait_inside_no_sync,
+        clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait,
+        an_optimizer_over_flat_parameters,
+        pytest.param(two_models_with_optimizers_of_their_own, marks=pytest.mark.slow),
+        an_optimizer_that_took_steps_with_the_whole_model,
+        evaluation_only,
+        a_smaller_batch_starts_with_a_new_model,
+        pytest.param(a_compiled_model, marks=pytest.mark.slow),
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_on_ranks(body: Callable[[int], object]) -> None:
+    on_ranks(2, body)

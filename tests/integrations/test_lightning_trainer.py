@@ -57,29 +57,27 @@ def fit(rank: int, folder: str, dtype: torch.dtype, config: ShardConfig, setting
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, ShardConfig(), ShardConfig(strategy="no_shard")])
-def test_twenty_steps_equal_those_of_the_unsharded_model(tmp_path: Path, config: ShardConfig) -> None:
-    assert_equal(on_ranks(fit, str(tmp_path), torch.float64, config, {}), reference(20))
+@pytest.mark.parametrize(
+    ("config", "settings", "as_plain"),
+    [
+        (CONFIG, {}, {}),
+        (ShardConfig(), {}, {}),
+        (ShardConfig(strategy="no_shard"), {}, {}),
+        (CONFIG, {"accumulate_grad_batches": 4}, {"accumulates": 4}),
+        (CONFIG, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}, {"clip_norm": 0.1}),
+        (CONFIG, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, {"clip_value": 0.1}),
+    ],
+)
+def test_twenty_steps_equal_those_of_the_unsharded_model(
+    tmp_path: Path, config: ShardConfig, settings: dict[str, Any], as_plain: dict[str, Any]
+) -> None:
+    assert_equal(on_ranks(fit, str(tmp_path), torch.float64, config, settings), reference(20, **as_plain))
 
 
 @pytest.mark.slow
 def test_twenty_steps_in_fp32_equal_within_its_rounding(tmp_path: Path) -> None:
     ranks = on_ranks(fit, str(tmp_path), torch.float32, CONFIG, {"precision": "32-true"})
     assert_equal(ranks, reference(20, dtype=torch.float32), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_accumulated_steps_equal_those_of_the_unsharded_model(tmp_path: Path) -> None:
-    ranks = on_ranks(fit, str(tmp_path), torch.float64, CONFIG, {"accumulate_grad_batches": 4})
-    assert_equal(ranks, reference(20, accumulates=4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipped_steps_equal_those_of_the_unsharded_model(tmp_path: Path, algorithm: str) -> None:
-    settings = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
-    ranks = on_ranks(fit, str(tmp_path), torch.float64, CONFIG, settings)
-    assert_equal(ranks, reference(20, **{f"clip_{algorithm}": 0.1}))
 
 
 class Flat(Regression):

@@ -278,7 +278,7 @@ def preempt_among_evaluations(rank: int, folder: str, told: int, settings: dict[
         # Inside of an epoch, behind which there would be an evaluation and a checkpoint.
         (8, {**_BY_EPOCH, "save_strategy": "epoch", "load_best_model_at_end": True}, 9, [6]),
         # Behind the last step of an epoch: the evaluation comes first.
-        (11, {**_BY_EPOCH, "save_strategy": "epoch"}, 12, [6, 12]),
+        pytest.param(11, {**_BY_EPOCH, "save_strategy": "epoch"}, 12, [6, 12], marks=pytest.mark.nightly),
         # It alone would decide on the checkpoint.
         pytest.param(11, {**_BY_EPOCH, "save_strategy": "best"}, 13, [6, 12], marks=pytest.mark.nightly),
         (7, {**_BY_STEPS, "save_strategy": "best", "load_best_model_at_end": True}, 8, [4, 8]),
@@ -442,7 +442,9 @@ def save_adapters(rank: int, folder: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind.endswith(" prompt") else kind for kind in ADAPTERS]
+)
 def test_adapters_of_every_kind_are_written_as_the_plain_trainer_does(
     ranks: KeptRanks, tmp_path: Path, kind: str
 ) -> None:

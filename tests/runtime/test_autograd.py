@@ -90,34 +90,23 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("policy", [units_of(Block), "never", "always"])
 def test_backward_of_part_of_the_outputs(policy: Any) -> None:
     step = stepping(lambda model, x, turn, rank: model(x)[turn].square().mean())
-
     assert_parity(seeded(Branches), step, settings={"policy": policy})
-
-
-def test_backwards_of_one_output_after_the_other() -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        losses = [output.square().mean() for output in model(x)]
-        for loss in losses:
-            loss.backward(retain_graph=True)
-        assert x.grad is not None
-        return [*(loss.detach() for loss in losses), x.grad]
-
-    assert_parity(seeded(Branches), step, settings=BLOCKS)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_two_backwards_through_a_retained_graph(world_size: int, strategy: str) -> None:
+def test_backwards_through_a_retained_graph(world_size: int, strategy: str) -> None:
+    """Of one output after the other, and of the last one twice."""
+
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        loss = model(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
+        losses = [output.square().mean() for output in model(x)]
+        for loss in [*losses, losses[-1]]:
+            loss.backward(retain_graph=True)
         assert x.grad is not None
-        return [loss.detach(), x.grad]
+        return [*(loss.detach() for loss in losses), x.grad]
 
-    assert_parity(seeded(Net), step, world_size, settings={**BLOCKS, "strategy": strategy})
+    assert_parity(seeded(Branches), step, world_size, settings={**BLOCKS, "strategy": strategy})
 
 
 def grad_of_input(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -197,25 +186,6 @@ def test_a_module_used_twice_and_a_parameter_used_twice(policy: Any, strategy: s
     assert_parity(seeded(chosen), settings={"policy": policy, "strategy": strategy}, optimizer=adam)
 
 
-def test_a_parameter_used_on_one_rank_only() -> None:
-    class Sometimes(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.extra = nn.Linear(5, 5)
-
-        def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-            x = self.first(x)
-            if rank == 1:
-                x = self.extra(x)
-            for block in self.blocks:
-                x = block(x)
-            return self.last(x)
-
-    step = stepping(lambda model, x, turn, rank: model(x, rank).square().mean(), grad=False)
-
-    assert_parity(seeded(Sometimes), step, settings=BLOCKS)
-
-
 class Skips(nn.Module):
     """A unit that every rank enters, but whose parameters only some use."""
 
@@ -253,27 +223,21 @@ def test_a_unit_whose_parameters_are_used_on_one_rank_only(at: str, with_input_g
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_a_parameter_and_a_unit_used_nowhere(strategy: str) -> None:
+def test_parameters_used_nowhere_for_nothing_and_on_one_rank(strategy: str) -> None:
     class Unused(Net):
         def __init__(self) -> None:
             super().__init__()
             self.nothing = nn.Parameter(torch.ones(4))
             self.spare = Block()
+            self.wasted = Block(3)
+            self.extra = nn.Linear(3, 3)
 
-    assert_parity(seeded(Unused), settings={**BLOCKS, "strategy": strategy})
+        def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+            self.wasted(x)
+            return super().forward(self.extra(x) if rank == 1 else x)
 
-
-def test_a_unit_entered_whose_output_is_thrown_away() -> None:
-    class Wastes(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare = Block(3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.spare(x)
-            return super().forward(x)
-
-    assert_parity(seeded(Wastes), settings=BLOCKS)
+    step = stepping(lambda model, x, turn, rank: model(x, rank).square().mean(), grad=False)
+    assert_parity(seeded(Unused), step, settings={**BLOCKS, "strategy": strategy})
 
 
 def test_a_parameter_on_a_branch_beside_the_input() -> None:

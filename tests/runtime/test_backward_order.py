@@ -56,7 +56,7 @@ class Dropping(Net):
     ("schedule", "strategy"),
     [(SCHEDULES[0], "full_shard"), (SCHEDULES[1], "shard_grad_op"), ({}, "full_shard"), ({}, "no_shard")],
 )
-@pytest.mark.parametrize("dropped", [(0,), (1,), (2,), (3,), (1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("dropped", [(0,), (3,), (1, 2), (0, 1, 2, 3)])
 def test_one_rank_drops_outputs_of_blocks_that_it_ran(
     dropped: tuple[int, ...], strategy: str, schedule: dict[str, Any]
 ) -> None:
@@ -188,8 +188,7 @@ def test_two_forwards_of_which_one_computes_a_dropped_block_again() -> None:
     assert_parity(seeded(make), step, world_size=2, settings={**BLOCKS, **SCHEDULES[0]})
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dropped", [(0,), (2,), (1, 3)])
+@pytest.mark.parametrize(("schedule", "dropped"), list(zip(SCHEDULES, [(0,), (2,), (1, 3)], strict=True)))
 @pytest.mark.parametrize("then", ["a backward through the same graph", "a step of its own"])
 def test_gradients_of_inputs_alone_while_one_rank_drops_a_block(
     then: str, dropped: tuple[int, ...], schedule: dict[str, Any]
@@ -207,8 +206,9 @@ def test_gradients_of_inputs_alone_while_one_rank_drops_a_block(
     assert_parity(seeded(Dropping), step, world_size=2, settings={**BLOCKS, **schedule})
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize(
+    ("schedule", "strategy"), list(zip(SCHEDULES, ["full_shard", "shard_grad_op", "full_shard"], strict=True))
+)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_forwards_and_two_backwards_of_which_one_drops_a_block_on_one_rank(
     order: tuple[int, int], strategy: str, schedule: dict[str, Any]

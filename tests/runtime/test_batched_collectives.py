@@ -7,8 +7,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from parity import (
     Block,
     Net,
@@ -19,7 +17,6 @@ from parity import (
     on_ranks,
     root_of,
     seeded,
-    sgd,
     sharded_copy,
     square_step,
     stepping,
@@ -27,7 +24,6 @@ from parity import (
     units_of,
 )
 from polyshard.interfaces import Observer, PluginContext, UnitSpec, Work
-from polyshard.runtime.order import batch_ends
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -40,21 +36,6 @@ BLOCK_NBYTES = 77 * 8
 def pairs(blocks: int = 2) -> int:
     """Bytes that let this many blocks travel together, and no more, whatever the padding."""
     return (blocks + 1) * BLOCK_NBYTES - 1
-
-
-@given(st.lists(st.integers(0, 40), max_size=30), st.integers(0, 100))
-def test_batches_are_the_longest_runs_that_fit(sizes: list[int], limit: int) -> None:
-    ends = batch_ends(sizes, limit)
-    assert len(ends) == len(sizes)
-    start = 0
-    while start < len(sizes):
-        end = ends[start]
-        assert ends[start:end] == [end] * (end - start)
-        assert end == start + 1 or sum(sizes[start:end]) <= limit
-        assert end - start <= 16
-        if end < len(sizes):
-            assert end - start == 16 or sum(sizes[start : end + 1]) > limit
-        start = end
 
 
 def fake() -> FakeCollectives:
@@ -79,6 +60,8 @@ def batches_of_a_step(blocks: int, **settings: Any) -> tuple[list[int], list[int
 def test_twenty_four_small_blocks_are_gathered_by_six_communications() -> None:
     # 24 blocks in forward and in backward, the root once. The root's own gather is not prefetched.
     assert batches_of_a_step(24, batch_nbytes=pairs(4)) == ([4] * 6, [4] * 6, 49)
+    # There are at most 16 in one.
+    assert batches_of_a_step(24, batch_nbytes="16 MiB") == ([16, 8], [16, 8], 49)
 
 
 @pytest.mark.parametrize(
@@ -229,87 +212,51 @@ def test_no_more_is_gathered_at_once_than_the_report_says(ahead: int, together: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("batch_nbytes", [pairs(2), pairs(3)])
 @pytest.mark.parametrize(
     "settings",
     [
-        {"strategy": "full_shard"},
-        {"strategy": "full_shard", "reshard_after_forward": True, "forward_prefetch": 2},
-        {"strategy": "shard_grad_op"},
-        {"strategy": "full_shard", "offload": "cpu"},
+        {"batch_nbytes": pairs(2)},
+        {"batch_nbytes": pairs(3), "reshard_after_forward": True, "forward_prefetch": 2},
+        {"batch_nbytes": pairs(3), "strategy": "shard_grad_op"},
+        {"batch_nbytes": pairs(2), "offload": "cpu"},
+        # With units inside of units.
+        {"batch_nbytes": pairs(2), "policy": units_of(Block, nn.Linear)},
     ],
-    ids=["full", "released", "grad_op", "offload"],
+    ids=["full", "released", "grad_op", "offload", "nested"],
 )
-def test_training_is_that_of_the_unsharded_model(world_size: int, batch_nbytes: int, settings: dict[str, Any]) -> None:
-    everything = {**BLOCKS, **settings, "batch_nbytes": batch_nbytes}
+def test_training_is_that_of_the_unsharded_model(world_size: int, settings: dict[str, Any]) -> None:
+    everything = {**BLOCKS, **settings}
     assert_parity(seeded(lambda: Net(7)), world_size=world_size, turns=4, optimizer=adam, settings=everything)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
 def test_hybrid_groups_batch_among_themselves(strategy: str) -> None:
-    model = seeded(lambda: Net(5))
-    expected = train_reference(model, square_step, 4, turns=4)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[list[torch.Tensor]]:
-        settings = {"strategy": strategy, "shard_size": 2, "batch_nbytes": pairs(2)}
-        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
-        optimizer = sgd(mine)
-        observed = []
-        for turn in range(4):
-            observed.append(square_step(mine, turn, rank))
-            optimizer.step()
-            optimizer.zero_grad()
-        with polyshard.unsharded(mine):
-            for name, parameter in mine.named_parameters():
-                torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=1e-12, atol=1e-12)
-        return observed
-
-    for rank, observed in enumerate(on_ranks(4, on_rank)):
-        for values, wanted in zip(observed, (turn[rank] for turn in expected.observed), strict=True):
-            torch.testing.assert_close(values, wanted, rtol=1e-12, atol=1e-12)
+    settings = {**BLOCKS, "strategy": strategy, "shard_size": 2, "batch_nbytes": pairs(2)}
+    assert_parity(seeded(lambda: Net(5)), world_size=4, turns=4, settings=settings)
 
 
-def test_units_inside_units_share_batches_with_those_around_them() -> None:
-    settings = {"policy": units_of(Block, nn.Linear), "batch_nbytes": pairs(2)}
-    assert_parity(seeded(lambda: Net(4)), world_size=2, turns=4, optimizer=adam, settings=settings)
+class Chooses(Net):
+    """Runs the blocks that it is told to run, on all ranks alike."""
 
-
-class Repeats(Net):
-    """The second block runs twice in a row, the first at both ends: each may be in one batch twice."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, indices: tuple[int, ...]) -> torch.Tensor:
         x = self.first(x)
-        for index in (0, 1, 1, 2, 3, 0):
+        for index in indices:
             x = self.blocks[index](x)
         return self.last(x)
 
 
+#: The second block twice in a row, the first at both ends: each may be in one batch twice.
+TWICE = ((0, 1, 1, 2, 3, 0),) * 4
+LEFT_OUT = ((0, 1, 2, 3, 4, 5), (0, 2, 3, 4, 5), (0, 3, 4), (1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("turns", [TWICE, LEFT_OUT], ids=["twice", "left out"])
 @pytest.mark.parametrize("together", [2, 3, 8])
-def test_units_used_twice(together: int) -> None:
+def test_units_used_twice_and_units_left_out(together: int, turns: tuple[tuple[int, ...], ...]) -> None:
+    step = stepping(lambda model, x, turn, rank: model(x, turns[turn]).square().mean(), grad=False)
     settings = {**BLOCKS, "batch_nbytes": pairs(together)}
-    assert_parity(seeded(lambda: Repeats(4)), world_size=2, turns=4, optimizer=adam, settings=settings)
-
-
-class Skips(Net):
-    """Blocks that a step leaves out, on all ranks alike."""
-
-    def forward(self, x: torch.Tensor, left_out: tuple[int, ...] = ()) -> torch.Tensor:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            if index not in left_out:
-                x = block(x)
-        return self.last(x)
-
-
-skipping_step = stepping(
-    lambda model, x, turn, rank: model(x, ((), (1,), (1, 2, 5), (0,), ())[turn]).square().mean(), grad=False
-)
-
-
-@pytest.mark.parametrize("together", [2, 3, 8])
-def test_a_step_that_leaves_out_blocks_of_a_batch(together: int) -> None:
-    settings = {**BLOCKS, "batch_nbytes": pairs(together)}
-    assert_parity(seeded(lambda: Skips(6)), skipping_step, world_size=2, turns=5, settings=settings)
+    model = seeded(lambda: Chooses(6))
+    assert_parity(model, step, world_size=2, turns=len(turns), optimizer=adam, settings=settings)
 
 
 def one_rank_without_gradient(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:

@@ -19,11 +19,8 @@ from parity import (
     draw,
     on_ranks,
     seeded,
-    sgd,
     sharded_copy,
     square_step,
-    train,
-    train_reference,
     units_of,
 )
 from polyshard.errors import CollectiveError
@@ -136,11 +133,16 @@ def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, 4 * BLOCK_NBYTES, 5 * BLOCK_NBYTES, "16 MiB"])
 @pytest.mark.parametrize(
-    "config",
-    [{"strategy": "full_shard"}, {"strategy": "shard_grad_op"}, {"strategy": "full_shard", "offload": "cpu"}],
-    ids=["full", "grad_op", "offload"],
+    ("limit", "config"),
+    [
+        (3 * BLOCK_NBYTES, {"strategy": "shard_grad_op"}),
+        (3 * BLOCK_NBYTES, {"offload": "cpu"}),
+        (4 * BLOCK_NBYTES, {"strategy": "full_shard"}),
+        (4 * BLOCK_NBYTES, {"offload": "cpu"}),
+        (5 * BLOCK_NBYTES, {"strategy": "full_shard"}),
+        ("16 MiB", {"strategy": "shard_grad_op"}),
+    ],
 )
 def test_training_is_that_of_the_unsharded_model(world_size: int, limit: int | str, config: dict[str, Any]) -> None:
     everything = {**BLOCKS, **config, "batch_nbytes": limit}
@@ -170,22 +172,12 @@ def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
-@pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
+@pytest.mark.parametrize(
+    ("strategy", "blocks"), [("hybrid_shard", 3), ("hybrid_shard_zero2", 4)], ids=["grouped", "merged"]
+)
 def test_hybrid_groups_reduce_buckets_over_shards_and_replicas(strategy: str, blocks: int) -> None:
-    model = seeded(lambda: Net(9))
-    expected = train_reference(model, square_step, 4, turns=3)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        config = {"strategy": strategy, "shard_size": 2, "batch_nbytes": blocks * BLOCK_NBYTES}
-        mine = sharded_copy(model, rank, world, **BLOCKS, **config)
-        optimizer = sgd(mine)
-        train(mine, optimizer, square_step, rank, 3)
-        with polyshard.unsharded(mine):
-            for name, parameter in mine.named_parameters():
-                torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=1e-12, atol=1e-12)
-
-    on_ranks(4, on_rank)
+    settings = {**BLOCKS, "strategy": strategy, "shard_size": 2, "batch_nbytes": blocks * BLOCK_NBYTES}
+    assert_parity(seeded(lambda: Net(9)), world_size=4, settings=settings)
 
 
 @pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])

@@ -220,51 +220,30 @@ def counted() -> tuple[nn.Module, torch.optim.Optimizer, CapturedStep[Any, Any]]
     return model, optimizer, step
 
 
-def replace_data(model: nn.Module, _: Any) -> None:
-    weight = model.get_parameter("blocks.1.up.weight")
+Change = Callable[[Any, torch.optim.Optimizer], object]
+
+
+def replace_data(model: Any, _: Any) -> None:
+    weight = model.blocks[1].up.weight
     weight.data = weight.data + 1.0
 
 
-def replace_object(model: nn.Module, _: Any) -> None:
-    up = model.get_submodule("blocks.1.up")
-    up.weight = nn.Parameter(up.weight.detach() + 1.0)  # type: ignore[operator]
+def replace_object(model: Any, _: Any) -> None:
+    up = model.blocks[1].up
+    up.weight = nn.Parameter(up.weight.detach() + 1.0)
 
 
-def replace_by_an_equal(model: nn.Module, _: Any) -> None:
-    assert model.get_parameter("gain").numel() == 1
-    model.gain = nn.Parameter(model.get_parameter("gain").detach().clone())
+def replace_by_an_equal(model: Any, _: Any) -> None:
+    assert model.gain.numel() == 1
+    model.gain = nn.Parameter(model.gain.detach().clone())
 
 
-def replace_by_one_element(model: nn.Module, _: Any) -> None:
-    model.get_submodule("last").bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+def zeros(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, dtype=torch.float64))
 
 
-def freeze(model: nn.Module, _: Any) -> None:
-    model.get_submodule("blocks.1.down").requires_grad_(False)
-
-
-def replace_outside(model: nn.Module, _: Any) -> None:
-    model.outside = nn.Linear(3, 3, bias=False).double()
-
-
-def replace_weight_outside(model: nn.Module, _: Any) -> None:
-    model.outside.weight = nn.Parameter(torch.zeros(3, 3, dtype=torch.float64))  # type: ignore[union-attr]
-
-
-def freeze_outside(model: nn.Module, _: Any) -> None:
-    model.get_submodule("outside").requires_grad_(False)
-
-
-def replace_buffer(model: nn.Module, _: Any) -> None:
-    model.scale = torch.ones(1, dtype=torch.float64)
-
-
-def add_buffer(model: nn.Module, _: Any) -> None:
-    model.register_buffer("another", torch.ones(1))
-
-
-def replace_in_a_group(_: Any, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["params"][2] = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+def freeze(model: Any, _: Any) -> None:
+    model.blocks[1].down.requires_grad_(False)
 
 
 def replace_state(_: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -278,20 +257,21 @@ def replace_state(_: Any, optimizer: torch.optim.Optimizer) -> None:
         (replace_data, "'blocks.1.up.weight' was given other data"),
         (replace_object, "'blocks.1.up.weight' was replaced"),
         (replace_by_an_equal, "'gain' was replaced"),
-        (replace_by_one_element, "'last.bias' was replaced"),
+        (lambda model, _: setattr(model.last, "bias", zeros(1)), "'last.bias' was replaced"),
         (freeze, "'blocks.1.down.weight' was frozen"),
-        (replace_outside, "'outside' was replaced"),
-        (replace_weight_outside, "'outside.weight' was replaced"),
-        (freeze_outside, "'outside.weight' was frozen"),
-        (replace_buffer, "'scale' was replaced"),
-        (add_buffer, "a buffer or a module was added"),
-        (replace_in_a_group, "parameters of SGD changed"),
+        (lambda model, _: setattr(model, "outside", nn.Linear(3, 3, bias=False).double()), "'outside' was replaced"),
+        (lambda model, _: setattr(model.outside, "weight", zeros(3, 3)), "'outside.weight' was replaced"),
+        (lambda model, _: model.outside.requires_grad_(False), "'outside.weight' was frozen"),
+        (lambda model, _: setattr(model, "scale", torch.ones(1, dtype=torch.float64)), "'scale' was replaced"),
+        (lambda model, _: model.register_buffer("another", torch.ones(1)), "a buffer or a module was added"),
+        (
+            lambda _, optimizer: optimizer.param_groups[0]["params"].__setitem__(2, zeros(2)),
+            "parameters of SGD changed",
+        ),
         (replace_state, "state of SGD was replaced"),
     ],
 )
-def test_what_was_replaced_or_frozen_after_the_capture_is_refused_by_the_next_call(
-    change: Callable[[nn.Module, torch.optim.Optimizer], None], what: str
-) -> None:
+def test_what_was_replaced_or_frozen_after_the_capture_is_refused_by_the_next_call(change: Change, what: str) -> None:
     model, optimizer, step = counted()
     change(model, optimizer)
     before = [p.detach().clone() for p in model.parameters()]

@@ -129,8 +129,7 @@ class Router(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(("prefetch", "strategy"), [(0, "full_shard"), (1, "full_shard"), (1, "shard_grad_op")])
 @pytest.mark.parametrize(("read_by", "with_output"), [("root", True), ("root", False), ("user", True)])
 def test_a_loss_kept_as_an_attribute(read_by: str, with_output: bool, prefetch: int, strategy: str) -> None:
     class Root(nn.Module):
@@ -179,8 +178,7 @@ class LateRouter(Router):
         return kept[0] if isinstance(kept, list) else kept
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("alone", "strategy"), [(False, "full_shard"), (True, "shard_grad_op")])
 @pytest.mark.parametrize(
     ("name", "blank"),
     [

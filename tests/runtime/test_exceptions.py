@@ -125,44 +125,23 @@ def failing_then_right(break_it: Callable[[nn.Module], None], in_backward: bool 
     return step
 
 
+@pytest.mark.parametrize(
+    ("index", "at", "world_size"),
+    [
+        *((index, at, 2) for index, at in [(0, "start"), (0, "end"), (2, "middle"), (3, "start"), (3, "end")]),
+        # Of the root's forward.
+        *((None, at, world_size) for at, world_size in [("start", 1), ("start", 3), ("end", 3)]),
+        *((index, "backward", world_size) for index, world_size in [(0, 2), (1, 2), (3, 2), (3, 1)]),
+    ],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("index", "at"), [(0, "start"), (0, "end"), (2, "middle"), (3, "start"), (3, "end")])
-def test_an_exception_in_the_forward_of_a_unit(index: int, at: str, strategy: str) -> None:
+def test_after_an_exception_the_next_step_is_right(index: int | None, at: str, world_size: int, strategy: str) -> None:
     def break_it(model: nn.Module) -> None:
-        model.blocks[index].raises = at
+        (model if index is None else model.blocks[index]).raises = at
 
-    assert_parity(
-        seeded(FragileNet), failing_then_right(break_it), world_size=2, settings={**FRAGILE, "strategy": strategy}
-    )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("at", "world_size"), [("start", 1), ("start", 3), ("end", 3)])
-def test_an_exception_in_the_forward_of_the_root(world_size: int, at: str, strategy: str) -> None:
-    def break_it(model: nn.Module) -> None:
-        model.raises = at
-
-    assert_parity(
-        seeded(FragileNet),
-        failing_then_right(break_it),
-        world_size,
-        settings={**FRAGILE, "strategy": strategy},
-        optimizer=adam,
-    )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("index", "world_size"), [(0, 2), (1, 2), (3, 2), (3, 1)])
-def test_an_exception_in_a_backward(world_size: int, index: int, strategy: str) -> None:
-    def break_it(model: nn.Module) -> None:
-        model.blocks[index].raises = "backward"
-
-    assert_parity(
-        seeded(FragileNet),
-        failing_then_right(break_it, in_backward=True),
-        world_size,
-        settings={**FRAGILE, "strategy": strategy},
-    )
+    step = failing_then_right(break_it, in_backward=at == "backward")
+    settings = {**FRAGILE, "strategy": strategy}
+    assert_parity(seeded(FragileNet), step, world_size, settings=settings, optimizer=adam)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

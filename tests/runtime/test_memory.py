@@ -157,21 +157,6 @@ def test_full_shard_gathers_one_unit_ahead_in_forward_and_backward() -> None:
     on_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
-def test_no_more_units_are_gathered_at_once_than_the_prefetch_asks_for(prefetch: int) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model, log = watched(rank, world, blocks=6, forward_prefetch=prefetch, backward_prefetch=prefetch)
-        for turn in range(3):
-            log.peak = 0
-            loss = forward(model, turn, rank)
-            assert log.peak == (1 + prefetch if turn else 1)
-            log.peak = 0
-            loss.backward()
-            assert log.peak == 1 + prefetch
-
-    on_ranks(2, on_rank)
-
-
 def test_shard_grad_op_gathers_once_a_step_and_keeps_until_backward() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model, log = watched(rank, world, strategy="shard_grad_op")
@@ -249,27 +234,6 @@ def test_values_changed_between_two_forwards_are_seen_although_units_stayed_gath
         return [first, *square_step(model, turn, rank)]
 
     assert_parity(seeded(Net), step, settings={"policy": units_of(Block), "strategy": strategy})
-
-
-def test_no_shard_gathers_nothing() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> set[str]:
-        events: list[str] = []
-
-        class Counts(Log):
-            def _note(self, event: str, unit: UnitSpec) -> None:
-                events.append(event)
-
-            def compute(self, unit: UnitSpec, backward: bool) -> None:
-                self.computing.append((unit.name, backward))
-                events.append("compute")
-
-        model = sharded_copy(
-            seeded(Net), rank, world, policy=units_of(Block), listeners=[Counts()], strategy="no_shard"
-        )
-        forward(model).backward()
-        return set(events)
-
-    assert on_ranks(2, on_rank) == [{"compute", "reduce"}] * 2
 
 
 def test_a_unit_that_is_skipped_is_released_again_and_not_gathered_ahead_any_more() -> None:

@@ -65,11 +65,15 @@ def as_mapping(hidden: torch.Tensor, logits: torch.Tensor) -> Mapping:
     return mapping
 
 
+Structure = Callable[[torch.Tensor, torch.Tensor], Any]
+Read = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+
+
 class Returns(nn.Module):
     """Two tensors in a structure of choice, out of a block that is a unit, and of the root."""
 
     class Inner(nn.Module):
-        def __init__(self, structure: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        def __init__(self, structure: Structure) -> None:
             super().__init__()
             self.structure = structure
             self.one = nn.Linear(3, 5)
@@ -79,11 +83,7 @@ class Returns(nn.Module):
             hidden = torch.tanh(self.one(x))
             return self.structure(hidden, self.two(hidden))
 
-    def __init__(
-        self,
-        structure: Callable[[torch.Tensor, torch.Tensor], Any],
-        read: Callable[[Any], tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
+    def __init__(self, structure: Structure, read: Read) -> None:
         super().__init__()
         self.structure, self.read = structure, read
         self.inner = self.Inner(structure)
@@ -93,239 +93,6 @@ class Returns(nn.Module):
         output = self.inner(x)
         hidden, logits = self.read(output)
         return self.structure(hidden, self.last(logits))
-
-
-STRUCTURES: dict[
-    str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]
-] = {
-    "tuple": (lambda h, o: (h, o), lambda out: (out[0], out[1])),
-    "list": (lambda h, o: [h, None, o], lambda out: (out[0], out[2])),
-    "dict": (lambda h, o: {"h": h, "o": o, "n": 3}, lambda out: (out["h"], out["o"])),
-    "nested": (lambda h, o: {"a": [(h,), {"b": o}]}, lambda out: (out["a"][0][0], out["a"][1]["b"])),
-    "namedtuple": (Pair, lambda out: (out.hidden, out.logits)),
-    "dataclass": (lambda h, o: Record(o, h), lambda out: (out.hidden, out.logits)),
-    "mapping": (as_mapping, lambda out: (out.hidden, out["logits"])),
-    "views": (lambda h, o: (h.view(-1, 1), o.t()), lambda out: (out[0].view(-1, 5), out[1].t())),
-    "views in a mapping": (
-        lambda h, o: as_mapping(h.view(-1, 1), o.t()),
-        lambda out: (out.hidden.view(-1, 5), out["logits"].t()),
-    ),
-    "views in a dataclass": (
-        lambda h, o: Record(o.t(), h.view(-1, 1)),
-        lambda out: (out.hidden.view(-1, 5), out.logits.t()),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STRUCTURES)
-@pytest.mark.parametrize("used", ["both", "hidden"])
-def test_outputs_of_any_structure(name: str, used: str) -> None:
-    structure, read = STRUCTURES[name]
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        output = model(x)
-        assert type(output) is type(structure(x, x))
-        hidden, logits = read(output)
-        loss = hidden.square().mean() + (logits.square().mean() if used == "both" else 0.0)
-        loss.backward()
-        assert x.grad is not None
-        return [loss.detach(), x.grad]
-
-    assert_parity(
-        seeded(lambda: Returns(structure, read)), step, world_size=2, settings={"policy": units_of(Returns.Inner)}
-    )
-
-
-def words_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    loss.backward()
-    return [loss.detach()]
-
-
-@pytest.mark.parametrize("classes", [(Block,), (Block, nn.Embedding), (nn.Embedding,)])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_integer_input_with_an_embedding_first(world_size: int, classes: tuple[type[nn.Module], ...]) -> None:
-    assert_parity(seeded(Words), words_step, world_size, optimizer=adam, settings={"policy": units_of(*classes)})
-
-
-def test_an_input_by_keyword_gets_its_gradient() -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
-        scale = draw(5, turn=turn, rank=rank, requires_grad=True)
-        loss = model(tokens, scale=scale).square().mean()
-        loss.backward()
-        assert scale.grad is not None
-        return [loss.detach(), scale.grad]
-
-    assert_parity(seeded(Words), step, settings=BLOCKS)
-
-
-def test_nested_inputs_all_get_their_gradients() -> None:
-    class Takes(Net):
-        def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-            return super().forward(batch["x"][0] * batch["record"].logits)
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        y = draw(3, turn=turn, rank=rank, requires_grad=True)
-        loss = model({"x": [x, 2], "record": Record(y)}).square().mean()
-        loss.backward()
-        assert x.grad is not None
-        assert y.grad is not None
-        return [loss.detach(), x.grad, y.grad]
-
-    assert_parity(seeded(Takes), step, world_size=2, settings=BLOCKS)
-
-
-@pytest.mark.parametrize("reshape", [lambda x: x.view(-1), lambda x: x.t(), lambda x: x[1:], lambda x: x])
-def test_a_unit_may_return_a_view_of_its_input_beside_what_it_computed(
-    reshape: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    class Passes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 4)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return reshape(x), self.linear(x)
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 3)
-            self.passes = Passes()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            view, computed = self.passes(self.first(x))
-            return view.square().mean() + computed.square().mean()
-
-    step = stepping(lambda model, x, turn, rank: model(x))
-
-    assert_parity(seeded(Root), step, settings={"policy": units_of(Passes)})
-
-
-def test_the_caller_may_change_a_returned_view_in_place() -> None:
-    class Viewing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x).view(-1, 2, 3)
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 5)
-            self.viewing = Viewing()
-            self.last = nn.Linear(3, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.viewing(self.first(x))
-            y.mul_(2.0)
-            y[:, 0] += 1.0
-            return self.last(y).transpose(0, 1)
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        out = model(x)
-        out.add_(1.0)
-        loss = out.square().mean()
-        loss.backward()
-        assert x.grad is not None
-        return [loss.detach(), x.grad]
-
-    assert_parity(seeded(Root), step, settings={"policy": units_of(Viewing)})
-
-
-@pytest.mark.parametrize("operation", ["add_", "relu_", "mul_"])
-def test_the_first_operation_of_a_unit_may_be_in_place(operation: str) -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            getattr(x, operation)(*(() if operation == "relu_" else (2.0,)))
-            return self.linear(x)
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 5)
-            self.unit = InPlace()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.unit(self.first(x))
-
-    assert_parity(seeded(Root), settings={"policy": units_of(InPlace)})
-
-
-def test_the_caller_sees_what_a_unit_did_in_place_to_its_input() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x.add_(1.0)
-            return self.linear(x)
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unit = InPlace()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.unit(x)
-            return self.unit.linear.weight.new_zeros(()) + x.sum()
-
-    model = seeded(Root)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> float:
-        mine = sharded_copy(model, rank, world)
-        with torch.no_grad():
-            return float(mine(torch.zeros(2, 5, dtype=torch.float64)))
-
-    assert on_ranks(2, on_rank) == [10.0, 10.0]
-
-
-def test_an_output_that_needs_no_gradient_leaves_nothing_gathered_and_trains_on() -> None:
-    class Detached(Net):
-        detaches = True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            return y.detach() if self.detaches else y
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        model.detaches = True
-        y = model(draw(4, 3, turn=turn, rank=rank))
-        assert not y.requires_grad
-        model.detaches = False
-        return [y, *square_step(model, turn, rank)]
-
-    assert_parity(seeded(Detached), step, settings=BLOCKS)
-
-
-def test_a_detached_output_releases_every_unit() -> None:
-    class Detached(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).argmax(-1)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded_copy(seeded(Detached), rank, world, **BLOCKS)
-        mine(draw(4, 3))
-        # Autograd dropped the graph; the root's output can start no backward.
-        assert "(root)" not in root_of(mine).gathered
-        with torch.no_grad():
-            mine(draw(4, 3))
-        assert root_of(mine).gathered == ()
-
-    on_ranks(2, on_rank)
 
 
 class Plain:
@@ -340,42 +107,6 @@ class Slotted:
 
     def __init__(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         self.hidden, self.logits = hidden, logits
-
-
-@pytest.mark.parametrize("container", [Plain, Slotted, lambda h, o: SimpleNamespace(hidden=h, logits=o)])
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_outputs_hidden_in_objects(container: Callable[[torch.Tensor, torch.Tensor], Any], prefetch: int) -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        output = model(x)
-        loss = output.hidden.square().mean() + output.logits.square().mean()
-        loss.backward()
-        assert x.grad is not None
-        return [loss.detach(), x.grad]
-
-    model = seeded(lambda: Returns(container, lambda output: (output.hidden, output.logits)))
-    settings = {"policy": units_of(Returns.Inner), "backward_prefetch": prefetch}
-    assert_parity(model, step, world_size=2, settings=settings)
-
-
-class Queries(nn.Module):
-    """The root's own parameter is what the first unit computes on, and an argument of the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries = nn.Parameter(torch.linspace(-1, 1, 20).reshape(4, 5))
-        self.scale = nn.Parameter(torch.ones(5))
-        self.memory = nn.Linear(3, 5)
-        self.one, self.two = Block(), Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.one(self.queries)
-        return self.two(y * self.scale) + self.one(self.memory(x))
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_a_parameter_of_the_root_as_input_of_a_unit(strategy: str) -> None:
-    assert_parity(seeded(Queries), optimizer=adam, settings={**BLOCKS, "strategy": strategy})
 
 
 @dataclasses.dataclass
@@ -440,25 +171,252 @@ def around(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return output["hidden"].view(-1, 5), output["logits"].t()
 
 
-@pytest.mark.slow
+def again(reshape: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Structure, Read]:
+    """One tensor returned several times, which stays one."""
+
+    def structure(hidden: torch.Tensor, logits: torch.Tensor) -> Any:
+        hidden = reshape(hidden)
+        return {"all": (hidden, [hidden, logits]), "last": hidden}
+
+    def read(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, (same, logits) = output["all"]
+        assert hidden is same
+        assert hidden is output["last"]
+        return hidden.view(4, 5) + same.view(4, 5), logits
+
+    return structure, read
+
+
+def by_name(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return output.hidden, output.logits
+
+
+STRUCTURES: dict[str, tuple[Structure, Read]] = {
+    "tuple": (lambda h, o: (h, o), lambda out: (out[0], out[1])),
+    "list": (lambda h, o: [h, None, o], lambda out: (out[0], out[2])),
+    "dict": (lambda h, o: {"h": h, "o": o, "n": 3}, lambda out: (out["h"], out["o"])),
+    "nested": (lambda h, o: {"a": [(h,), {"b": o}]}, lambda out: (out["a"][0][0], out["a"][1]["b"])),
+    "namedtuple": (Pair, by_name),
+    "dataclass": (lambda h, o: Record(o, h), by_name),
+    "mapping": (as_mapping, lambda out: (out.hidden, out["logits"])),
+    "views": (lambda h, o: (h.view(-1, 1), o.t()), lambda out: (out[0].view(-1, 5), out[1].t())),
+    "views in a mapping": (
+        lambda h, o: as_mapping(h.view(-1, 1), o.t()),
+        lambda out: (out.hidden.view(-1, 5), out["logits"].t()),
+    ),
+    "views in a dataclass": (
+        lambda h, o: Record(o.t(), h.view(-1, 1)),
+        lambda out: (out.hidden.view(-1, 5), out.logits.t()),
+    ),
+    "object": (Plain, by_name),
+    "object with slots": (Slotted, by_name),
+    "namespace": (lambda h, o: SimpleNamespace(hidden=h, logits=o), by_name),
+    "unset field": (late, by_name),
+    "linked": (linked, ends_of),
+    "deep": (deep, bottom_of),
+    "cyclic": (round_trip, around),
+    "tensor twice": again(lambda x: x),
+    "view twice": again(lambda x: x.view(-1)),
+}
+
+
 @pytest.mark.parametrize(
-    ("structure", "read"),
-    [(late, lambda output: (output.hidden, output.logits)), (linked, ends_of), (deep, bottom_of), (round_trip, around)],
-    ids=["unset field", "linked", "deep", "cyclic"],
+    ("name", "used"),
+    [
+        *((name, "both") for name in STRUCTURES),
+        *((name, "hidden") for name in ("tuple", "dataclass", "mapping", "views", "views in a mapping")),
+    ],
 )
-def test_outputs_with_unset_fields_deep_ones_and_ones_that_contain_themselves(
-    structure: Callable[[torch.Tensor, torch.Tensor], Any], read: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_outputs_of_any_structure(name: str, used: str, prefetch: int) -> None:
+    structure, read = STRUCTURES[name]
+
+    def loss_of(model: nn.Module, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
+        output = model(x)
+        assert type(output) is type(structure(x, x))
+        hidden, logits = read(output)
+        return hidden.square().mean() + (logits.square().mean() if used == "both" else 0.0)
+
+    settings = {"policy": units_of(Returns.Inner), "backward_prefetch": prefetch}
+    assert_parity(seeded(lambda: Returns(structure, read)), stepping(loss_of), world_size=2, settings=settings)
+
+
+def words_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize("classes", [(Block,), (Block, nn.Embedding), (nn.Embedding,)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_integer_input_with_an_embedding_first(world_size: int, classes: tuple[type[nn.Module], ...]) -> None:
+    assert_parity(seeded(Words), words_step, world_size, optimizer=adam, settings={"policy": units_of(*classes)})
+
+
+def test_an_input_by_keyword_gets_its_gradient() -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
+        scale = draw(5, turn=turn, rank=rank, requires_grad=True)
+        loss = model(tokens, scale=scale).square().mean()
+        loss.backward()
+        assert scale.grad is not None
+        return [loss.detach(), scale.grad]
+
+    assert_parity(seeded(Words), step, settings=BLOCKS)
+
+
+def test_nested_inputs_all_get_their_gradients() -> None:
+    class Takes(Net):
+        def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+            return super().forward(batch["x"][0] * batch["record"].logits)
+
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        hidden, logits = read(model(x))
-        loss = hidden.square().mean() + logits.square().mean()
+        y = draw(3, turn=turn, rank=rank, requires_grad=True)
+        loss = model({"x": [x, 2], "record": Record(y)}).square().mean()
         loss.backward()
         assert x.grad is not None
-        return [loss.detach(), x.grad]
+        assert y.grad is not None
+        return [loss.detach(), x.grad, y.grad]
 
-    model = seeded(lambda: Returns(structure, read))
-    assert_parity(model, step, world_size=2, settings={"policy": units_of(Returns.Inner)})
+    assert_parity(seeded(Takes), step, world_size=2, settings=BLOCKS)
+
+
+@pytest.mark.parametrize("reshape", [lambda x: x.view(-1), lambda x: x[1:], lambda x: x])
+def test_a_unit_may_return_a_view_of_its_input_beside_what_it_computed(
+    reshape: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return reshape(x), self.linear(x)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.passes = Passes()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            view, computed = self.passes(self.first(x))
+            return view.square().mean() + computed.square().mean()
+
+    step = stepping(lambda model, x, turn, rank: model(x))
+
+    assert_parity(seeded(Root), step, settings={"policy": units_of(Passes)})
+
+
+def test_the_caller_may_change_a_returned_view_in_place() -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).view(-1, 2, 3)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 5)
+            self.viewing = Viewing()
+            self.last = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.viewing(self.first(x))
+            y.mul_(2.0)
+            y[:, 0] += 1.0
+            return self.last(y).transpose(0, 1)
+
+    step = stepping(lambda model, x, turn, rank: model(x).add_(1.0).square().mean())
+    assert_parity(seeded(Root), step, settings={"policy": units_of(Viewing)})
+
+
+class InPlace(nn.Module):
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        self.operation = operation
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        getattr(x, self.operation)(*(() if self.operation == "relu_" else (2.0,)))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("operation", ["add_", "relu_", "mul_"])
+def test_the_first_operation_of_a_unit_may_be_in_place(operation: str) -> None:
+    make = seeded(lambda: nn.Sequential(nn.Linear(3, 5), InPlace(operation)))
+    assert_parity(make, settings={"policy": units_of(InPlace)})
+
+
+def test_the_caller_sees_what_a_unit_did_in_place_to_its_input() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> float:
+        mine = sharded_copy(seeded(lambda: InPlace("add_")), rank, world)
+        x = torch.zeros(2, 5, dtype=torch.float64)
+        with torch.no_grad():
+            mine(x)
+        return float(x.sum())
+
+    assert on_ranks(2, on_rank) == [20.0, 20.0]
+
+
+def test_an_output_that_needs_no_gradient_leaves_nothing_gathered_and_trains_on() -> None:
+    class Detached(Net):
+        detaches = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y.detach() if self.detaches else y
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        model.detaches = True
+        y = model(draw(4, 3, turn=turn, rank=rank))
+        assert not y.requires_grad
+        model.detaches = False
+        return [y, *square_step(model, turn, rank)]
+
+    assert_parity(seeded(Detached), step, settings=BLOCKS)
+
+
+def test_a_detached_output_releases_every_unit() -> None:
+    class Detached(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).argmax(-1)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Detached), rank, world, **BLOCKS)
+        mine(draw(4, 3))
+        # Autograd dropped the graph; the root's output can start no backward.
+        assert "(root)" not in root_of(mine).gathered
+        with torch.no_grad():
+            mine(draw(4, 3))
+        assert root_of(mine).gathered == ()
+
+    on_ranks(2, on_rank)
+
+
+class Queries(nn.Module):
+    """The root's own parameter is what the first unit computes on, and an argument of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.linspace(-1, 1, 20).reshape(4, 5))
+        self.scale = nn.Parameter(torch.ones(5))
+        self.memory = nn.Linear(3, 5)
+        self.one, self.two = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(self.queries)
+        return self.two(y * self.scale) + self.one(self.memory(x))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_parameter_of_the_root_as_input_of_a_unit(strategy: str) -> None:
+    assert_parity(seeded(Queries), optimizer=adam, settings={**BLOCKS, "strategy": strategy})
 
 
 class SeesTheSame(nn.MultiheadAttention):
@@ -491,8 +449,9 @@ class Attends(nn.Module):
         return self.last(output.to(self.last.weight.dtype))
 
 
-@pytest.mark.parametrize("same", [(True, True), (False, True), (True, False), (False, False)])
-@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    ("same", "by_name"), [((True, True), False), ((True, True), True), ((False, True), True), ((True, False), False)]
+)
 def test_one_tensor_given_several_times_stays_one(same: tuple[bool, bool], by_name: bool) -> None:
     step = stepping(mean_square, 2, 4, 3)
 
@@ -514,27 +473,3 @@ def test_one_tensor_given_several_times_stays_one_when_it_is_cast(precision: Any
 
     for gradients in on_ranks(2, on_rank):
         assert any(gradient.abs().max() > 0 for gradient in gradients if gradient.numel())
-
-
-@pytest.mark.parametrize("reshape", [lambda x: x, lambda x: x.view(-1)], ids=["itself", "view"])
-def test_one_tensor_returned_several_times_stays_one(reshape: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    def structure(hidden: torch.Tensor, logits: torch.Tensor) -> Any:
-        hidden = reshape(hidden)
-        return {"all": (hidden, [hidden, logits]), "last": hidden}
-
-    def read(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, (again, logits) = output["all"]
-        assert hidden is again
-        assert hidden is output["last"]
-        return hidden.view(4, 5) + again.view(4, 5), logits
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        hidden, logits = read(model(x))
-        loss = hidden.square().mean() + logits.square().mean()
-        loss.backward()
-        assert x.grad is not None
-        return [loss.detach(), x.grad]
-
-    model = seeded(lambda: Returns(structure, read))
-    assert_parity(model, step, world_size=2, settings={"policy": units_of(Returns.Inner)})

@@ -17,7 +17,6 @@ from parity import (
     is_sharded,
     on_ranks,
     seeded,
-    sgd,
     train,
     train_reference,
     units_of,
@@ -112,16 +111,8 @@ def test_steps_of_several_forwards_and_backwards_are_the_same(use: str, shape: S
 
 @pytest.mark.parametrize("use", FEW_USES)
 def test_groups_that_replicate_each_other_train_the_same(use: str) -> None:
-    model = seeded(lambda: Tailed(use))
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_tailed(world, rank, model, strategy="hybrid_shard", shard_size=2)
-        optimizer = sgd(mine)
-        train(mine, optimizer, tailed_step, rank, 3)
-        return whole(mine)
-
-    expected = train_reference(model, tailed_step, 4).parameters
-    assert_all_close(on_ranks(4, on_rank), expected)
+    settings = {"policy": units_of(Block), "strategy": "hybrid_shard", "shard_size": 2}
+    assert_parity(seeded(lambda: Tailed(use)), tailed_step, 4, settings=settings)
 
 
 def test_composing_from_the_inside_out_splits_what_is_left() -> None:
@@ -219,6 +210,4 @@ def test_an_embedding_trains_although_its_weight_is_not_gathered_for_backward(ki
         # Its forward writes to the weight, where a row is longer than this.
         model.embedding.max_norm = 1e9
     settings = {"policy": units_of(Block), "strategy": "shard_grad_op" if kind == "kept" else "full_shard"}
-    if kind == "not ahead":
-        settings["forward_prefetch"] = settings["backward_prefetch"] = 0
     assert_parity(model, tailed_step, 2, settings=settings)

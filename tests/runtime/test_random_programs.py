@@ -40,7 +40,7 @@ from random_programs import (
 )
 from torch import nn
 
-QUICK = 30
+QUICK = 20
 QUICK_CHUNK = 10
 NIGHTLY = 2000
 CHUNK = 50

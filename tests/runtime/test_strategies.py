@@ -23,7 +23,6 @@ from parity import (
     train,
     train_reference,
     units_of,
-    whole,
     whole_of,
 )
 from polyshard.errors import ConfigError, StateError
@@ -193,10 +192,6 @@ def test_a_single_rank_is_not_sharded_and_says_so() -> None:
         torch.testing.assert_close(parameter.detach(), reference.parameters[name], rtol=0, atol=1e-15)
 
 
-def test_a_single_rank_that_asks_for_no_shard_hears_no_warning() -> None:
-    polyshard.shard(seeded(Net), polyshard.ShardConfig(collectives=fake(0, 1), strategy="no_shard", **BLOCKS))
-
-
 def test_one_rank_of_1024_runs_a_step() -> None:
     # The stand-in pretends that every rank sends what this one sends, so the gathered weight is this rank's four
     # elements over and over, and the averaged gradient is that weight's own.
@@ -292,43 +287,6 @@ def test_no_sync_belongs_to_the_outermost_module() -> None:
 # Norms.
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
-@pytest.mark.parametrize("max_norm", [0.05, 1e3])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"strategy": "full_shard"},
-        {"strategy": "full_shard", "offload": "cpu"},
-        {"strategy": "no_shard"},
-        {"strategy": "hybrid_shard", "shard_size": 2},
-    ],
-    ids=lambda settings: "-".join(map(str, settings.values())),
-)
-def test_clipping_equals_torchs_on_the_unsharded_model(
-    norm_type: float, max_norm: float, settings: dict[str, Any]
-) -> None:
-    model = seeded(Net)
-    plain = copy.deepcopy(model)
-    for name, gradient in accumulated(model, 4, 1).items():
-        plain.get_parameter(name).grad = gradient
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
-    assert 0.05 < expected < 1e3
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
-        square_step(mine, 0, rank)
-        norm = polyshard.clip_grad_norm_(mine, max_norm, norm_type)
-        return norm, gradients_of(mine)
-
-    ranks = on_ranks(4, on_rank)
-    for norm, _ in ranks:
-        assert norm.shape == ()
-        assert torch.equal(norm, ranks[0][0])
-        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-    clipped = {name: cast("torch.Tensor", p.grad) for name, p in plain.named_parameters()}
-    assert_wholes(model, [gradients for _, gradients in ranks], clipped, settings)
-
-
 def test_clipping_without_gradients_answers_zero() -> None:
     model = seeded(Net)
 
@@ -348,31 +306,6 @@ def test_a_norm_that_shards_cannot_combine_is_refused(norm_type: float) -> None:
     with pytest.raises(ConfigError, match=f"norm_type.*{norm_type}"):
         polyshard.clip_grad_norm_(model, 1.0, norm_type)
     assert not collectives.calls
-
-
-def test_training_with_clipping_equals_that_of_the_unsharded_model() -> None:
-    model = seeded(Slivers)
-    plain = copy.deepcopy(model)
-    optimizer = adam(plain)
-    for turn in range(5):
-        # The global batch of four ranks.
-        x = torch.cat([draw(4, 3, turn=turn, rank=rank) for rank in range(4)])
-        plain(x).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, policy=units_of(nn.Linear))
-        opt = adam(mine)
-        for turn in range(5):
-            mine(draw(4, 3, turn=turn, rank=rank)).square().mean().backward()
-            polyshard.clip_grad_norm_(mine, 0.01)
-            opt.step()
-            opt.zero_grad()
-        return whole(mine)
-
-    assert_all_close(on_ranks(4, on_rank), {name: each.detach() for name, each in plain.named_parameters()})
 
 
 # Whole parameters outside of compute.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from polyshard import hookimpl
 from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
 from polyshard_testing import ListenerSuite, plugin_context
-from suite_faults import Fault, failing, local_faults, names_of
+from suite_faults import Fault, failing, fault, local_faults, names_of
 from torch import nn
 
 
@@ -249,16 +249,6 @@ class ReadsTheDevice(Sound):
         assert self.total.item() > 0
 
 
-def make(plugin: type[Sound]) -> object:
-    return plugin(plugin_context())
-
-
-def fault(plugin: type[Sound], *fails: str, why: str = "") -> Any:
-    if "api_version" not in vars(plugin):
-        plugin.api_version = 1
-    return pytest.param(Fault(lambda: make(plugin), fails, why), id=plugin.__name__)
-
-
 HOOKS = "hooks_exist_and_take_their_arguments"
 OBSERVERS = "observers_have_all_methods"
 TRAINING = "training_gives_the_same_numbers_as_without_it"
@@ -271,7 +261,7 @@ SAVING = "saving_and_loading"
 LEFT = "the_model_is_left_as_it_was"
 
 FAULTS = [
-    *local_faults(Sound, make),
+    *local_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault(Unmarked, HOOKS),
     fault(NoSuchHook, HOOKS),
     fault(NoSuchArgument, HOOKS),

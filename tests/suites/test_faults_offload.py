@@ -6,13 +6,13 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
 from polyshard_testing import OffloadSuite, plugin_context
-from suite_faults import Fault, failing, local_faults, names_of
+from suite_faults import Fault, failing, fault, local_faults, names_of
 
 
 class Sound(OffloadManager):
@@ -287,12 +287,6 @@ def _spread(tensor: torch.Tensor) -> torch.Tensor:
     wide = torch.zeros(2 * tensor.numel(), dtype=tensor.dtype)
     wide[::2].copy_(tensor)
     return wide[::2]
-
-
-def fault(plugin: type[Sound], *fails: str, why: str = "") -> Any:
-    if "api_version" not in vars(plugin):
-        plugin.api_version = 1
-    return pytest.param(Fault(lambda: plugin(plugin_context()), fails, why), id=plugin.__name__)
 
 
 VERSION = "api_version_stands_in_the_class_itself_and_is_served"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard_testing import PolicySuite, plugin_context
-from suite_faults import Fault, failing, local_faults, names_of
+from suite_faults import Fault, failing, fault, local_faults, names_of
 from torch import nn
 
 
@@ -159,23 +159,13 @@ class Rounds(Sound):
         return {key: {"precision": "bf16"} for key in super().plan(root, context)}
 
 
-def make(plugin: type[WrapPolicy]) -> WrapPolicy:
-    return plugin(plugin_context())  # type: ignore[call-arg]
-
-
-def fault(plugin: type[WrapPolicy], *fails: str, why: str = "") -> Any:
-    if "api_version" not in vars(plugin):
-        plugin.api_version = 1
-    return pytest.param(Fault(lambda: make(plugin), fails, why), id=plugin.__name__)
-
-
 OVERRIDES = "overrides_are_settings_that_a_unit_has"
 LEFT = "model_is_left_as_it_was"
 CALLED = "units_with_parameters_are_called"
 TRAINING = "training_is_that_of_the_unsharded_model"
 
 FAULTS = [
-    *local_faults(Sound, make),
+    *local_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault(GroupsForManyRanks, "plan_names_modules_of_the_model"),
     fault(OneForTrue, OVERRIDES),
     fault(Misspells, OVERRIDES, TRAINING, why="polyshard refuses it as well"),

@@ -22,7 +22,7 @@ from polyshard.interfaces import (
 )
 from polyshard.nested import map_tensors
 from polyshard_testing import PrecisionSuite, plugin_context
-from suite_faults import Fault, failing, local_faults, names_of
+from suite_faults import Fault, failing, fault, local_faults, names_of
 
 Cast = Callable[[torch.Tensor], torch.Tensor]
 
@@ -314,16 +314,6 @@ class CastsInTraining(Low):
         return lambda args, kwargs: casts(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
 
 
-def make(plugin: type[PrecisionCaster]) -> PrecisionCaster:
-    return plugin(plugin_context())  # type: ignore[call-arg]
-
-
-def fault(plugin: type[PrecisionCaster], *fails: str, why: str = "") -> Any:
-    if "api_version" not in vars(plugin):
-        plugin.api_version = 1
-    return pytest.param(Fault(lambda: make(plugin), fails, why), id=plugin.__name__)
-
-
 CAPABILITIES = "capabilities_are_real_bools_that_do_not_change"
 DTYPES = "dtypes_are_floats_that_fit_each_other"
 INPUTS = "input_casts_keep_structure_values_and_integers"
@@ -335,7 +325,7 @@ TRAINING = "training_is_near_that_of_the_unsharded_model"
 EVALUATION = "evaluation_is_near_that_of_the_unsharded_model"
 
 FAULTS = [
-    *local_faults(Sound, make),
+    *local_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault(EverySecond, CAPABILITIES),
     fault(CountsForTrue, CAPABILITIES, TRAINING, EVALUATION, why="polyshard refuses a number, too"),
     fault(NarrowReduction, DTYPES),

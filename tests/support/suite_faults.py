@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from polyshard.interfaces import Group
 from polyshard.registry.find import name_and_version, scan
+from polyshard_testing import plugin_context
 from polyshard_testing.plugin import LocalPluginSuite, PluginSuite
 
 
@@ -34,6 +35,13 @@ class Fault:
 
     def __post_init__(self) -> None:
         assert (len(self.fails) > 1) == bool(self.why_several), self
+
+
+def fault(plugin: type[Any], *fails: str, why: str = "") -> Any:
+    """A case of a test: ``plugin``, which is constructed with a context alone, and over which tests it fails."""
+    if "api_version" not in vars(plugin):
+        plugin.api_version = 1
+    return pytest.param(Fault(lambda: plugin(plugin_context()), fails, why), id=plugin.__name__)
 
 
 def common_faults(

@@ -91,33 +91,24 @@ def _parity(
     num_iters: int = 2,
     mixed_precision: MixedPrecision | None = None,
     init_kwargs: Mapping[str, Any] | None = None,
-    reference_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Every case against one training of the reference, which no axis changes.
 
     ``check`` looks at the wrapped model after each training that was not refused.
     """
-    reference = train_reference(
-        ranks,
-        model_class,
-        ref_init_fn=ref_init_fn,
-        num_iters=num_iters,
-        mixed_precision=mixed_precision,
-        init_kwargs=reference_kwargs,
-    )
+    reference = train_reference(ranks, model_class, num_iters, mixed_precision, ref_init_fn)
 
     def case(cuda_init_mode: CUDAInitMode, **settings: Any) -> None:
         model = fsdp_parity(
             ranks,
             model_class,
-            FSDPInitMode.RECURSIVE,
+            reference,
             cuda_init_mode,
-            num_iters=num_iters,
-            cpu_offload=cpu_offload,
+            num_iters,
+            cpu_offload,
+            mixed_precision,
+            init_kwargs or {},
             sharding_strategy=sharding_strategy,
-            mixed_precision=mixed_precision,
-            init_kwargs=init_kwargs,
-            reference=reference,
             **settings,
         )
         refused = cpu_offload.offload_params and cuda_init_mode is CUDAInitMode.CUDA_AFTER

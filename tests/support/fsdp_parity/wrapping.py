@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .models import CUDAInitMode, expected_warnings, wrap_fsdp
 from .ranks import Ranks
-from .subtests import named
+from .subtests import named, subtests
 
 NORMS = ("bn1", "bn2", "bn3", "sync_bn")
 
@@ -150,6 +150,11 @@ def wrap_batchnorm_in_wrapped_container(ranks: Ranks) -> None:
             assert all(isinstance(getattr(model.bn_container, name), FSDP) == bool(norms) for name in NORMS)
 
 
+@subtests(
+    cpu_offload=[CPUOffload(False), CPUOffload(True)],
+    backward_prefetch=[BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.BACKWARD_PRE],
+    forward_prefetch=[False, True],
+)
 def train_wrapped_by_policy(
     ranks: Ranks, cpu_offload: CPUOffload, backward_prefetch: BackwardPrefetch, forward_prefetch: bool
 ) -> None:
