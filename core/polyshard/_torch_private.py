@@ -195,6 +195,14 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def unchanged_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Inside, operations that only seem to write to ``tensor`` do not count as changes of it.
+
+    No public call lets a tensor have another history without a new version (torch 2.11 and 2.13).
+    """
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined, no-untyped-call, no-any-return, unused-ignore]
+
+
 def current_stream_key(device_index: int) -> tuple[int, int, int]:
     """The current CUDA stream of a device as (stream id, device index, device type), equal for equal streams.
 

@@ -353,6 +353,37 @@ def test_the_first_operation_of_a_unit_may_be_in_place(operation: str) -> None:
     assert_parity(make, settings={"policy": units_of(InPlace)})
 
 
+class Rescales(nn.Module):
+    """Changes its inputs in place, one of them by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, others: dict[str, torch.Tensor]) -> torch.Tensor:
+        x.mul_(self.scale)
+        others["other"].relu_()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("uses_output", [True, False])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_the_caller_goes_on_with_what_a_unit_changed_in_place(strategy: str, uses_output: bool) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 5)
+            self.unit = Rescales()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, z = self.first(x), self.first(2 * x)
+            found = self.unit(y, {"other": z})
+            return y * y + z * y + (found if uses_output else found.detach())
+
+    assert_parity(seeded(Root), settings={"policy": units_of(Rescales), "strategy": strategy})
+
+
 def test_the_caller_sees_what_a_unit_did_in_place_to_its_input() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> float:
         mine = sharded_copy(seeded(lambda: InPlace("add_")), rank, world)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_, methodcaller
 from typing import Any, NoReturn, TypeVar
@@ -45,6 +45,7 @@ T = TypeVar("T")
 Hook = Callable[..., None]
 
 _detached = methodcaller("detach")
+_version_of = attrgetter("_version")
 #: Attributes of every module, which are nobody's results.
 _TORCHS = frozenset(nn.Module().__dict__)
 
@@ -60,6 +61,8 @@ class ForwardHooks:
         # Id of the hook that calls ``post_forward``.
         self._post_forward_id = 0
         self.side_outputs = SideOutputs(self._own_modules)
+        # Of forwards that run, by depth: the caller's tensors, those that the module got for them, and their versions.
+        self._inputs: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int]]] = {}
 
     def attach(self) -> None:
         """Put the hooks on the module."""
@@ -197,6 +200,7 @@ class ForwardHooks:
             # What torch.func differentiates adds to no parameter's gradient.
             return self._watch_output(output)[0] if records and not _torch_private.in_transform() else output
         recomputes = _torch_private.in_backward()
+        inputs = self._inputs.pop(module_state.entered, None)
         if output is None:
             error = sys.exception()
             if error is not None and id(error) != self._outer_error:
@@ -209,6 +213,8 @@ class ForwardHooks:
         watched = False
         if records and module_state.kind is not StateKind.RESIDENT and (not recomputes or self._has_graph()):
             output, watched = self._watch_output(output)
+            if inputs is not None and list(map(_version_of, inputs[0])) != inputs[2] and not recomputes:
+                watched |= adopt_in_place(*inputs, output_hook(module_state))
         if recomputes:
             self._computed(True)
         else:
@@ -281,12 +287,17 @@ class ForwardHooks:
             # Further forwards have had their gradients when the first one's inputs get theirs.
             return args, kwargs
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
-            return pass_through(input_hook(self.module_state), list(args)), kwargs
-        found = distinct_tensors((args, kwargs), attrgetter("requires_grad"))
-        if not found:
-            # The end of the backward takes over: an integer input, or the first unit of the model.
-            return args, kwargs
-        return pass_through_in(input_hook(self.module_state), (args, kwargs), found)
+            found: Sequence[torch.Tensor] = args
+            args = passed = pass_through(input_hook(self.module_state), list(args))
+        else:
+            found = distinct_tensors((args, kwargs), attrgetter("requires_grad"))
+            if not found:
+                # The end of the backward takes over: an integer input, or the first unit of the model.
+                return args, kwargs
+            passed = pass_through(input_hook(self.module_state), found)
+            args, kwargs = _exchanged(found, passed, (args, kwargs))
+        self._inputs[self.module_state.entered] = found, passed, list(map(_version_of, found))
+        return args, kwargs
 
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
         hook = output_hook(self.module_state)
@@ -458,8 +469,51 @@ def pass_through(callback: Callable[[], None], tensors: list[torch.Tensor]) -> t
 
 def pass_through_in(callback: Callable[[], None], value: T, tensors: list[torch.Tensor]) -> T:
     """``value`` with ``tensors``, which are distinct, passed through: each stays one tensor wherever it occurs."""
-    passed = dict(zip(map(id, tensors), pass_through(callback, tensors), strict=True))
-    return map_tensors(lambda tensor: passed.get(id(tensor), tensor), value)
+    return _exchanged(tensors, pass_through(callback, tensors), value)
+
+
+def _exchanged(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], value: T) -> T:
+    """``value`` with ``others`` in the places of ``tensors``."""
+    by_id = dict(zip(map(id, tensors), others, strict=True))
+    return map_tensors(lambda tensor: by_id.get(id(tensor), tensor), value)
+
+
+class _Adopt(torch.autograd.Function):
+    """Gives ``tensor``, in place, the history of ``changed``, which lies in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        """``tensor`` itself: no memory is written."""
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """The gradient is that of ``changed``."""
+        return None, gradient
+
+
+def adopt_in_place(
+    given: Sequence[torch.Tensor], passed: Sequence[torch.Tensor], versions: Sequence[int], hook: Hook
+) -> bool:
+    """Let the caller's tensors have the history of in-place changes that a module made to its inputs.
+
+    The module got ``passed``, new tensors over the memory of ``given``: without this a caller that goes on with its own
+    tensor would get gradients that lack the change. Views and leaves are left alone, since
+    autograd refuses most such changes.
+
+    Returns:
+        Whether any was changed. ``hook`` is then called before a backward goes through it, as through an output.
+    """
+    changed = False
+    for tensor, own, version in zip(given, passed, versions, strict=True):
+        if tensor._version != version and tensor.grad_fn is not None and not tensor._is_view():
+            # Tensors that the module saved for backward lie in this memory, too, and nothing is written to it.
+            with _torch_private.unchanged_version(tensor):
+                _Adopt.apply(tensor, own)  # type: ignore[no-untyped-call]
+            _torch_private.on_gradient(tensor, hook)
+            changed = True
+    return changed
 
 
 def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
