@@ -61,8 +61,8 @@ class ForwardHooks:
         # Id of the hook that calls ``post_forward``.
         self._post_forward_id = 0
         self.side_outputs = SideOutputs(self._own_modules)
-        # Of forwards that run, by depth: the caller's tensors, those that the module got for them, and their versions.
-        self._inputs: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int]]] = {}
+        # Of forwards that run, by depth: the caller's tensors, those that the module got for them, the sum of versions.
+        self._inputs: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], int]] = {}
 
     def attach(self) -> None:
         """Put the hooks on the module."""
@@ -213,8 +213,11 @@ class ForwardHooks:
         watched = False
         if records and module_state.kind is not StateKind.RESIDENT and (not recomputes or self._has_graph()):
             output, watched = self._watch_output(output)
-            if inputs is not None and list(map(_version_of, inputs[0])) != inputs[2] and not recomputes:
-                watched |= adopt_in_place(*inputs, output_hook(module_state))
+            if inputs is not None and not recomputes:
+                given, passed, version = inputs
+                # Nearly all modules have one input: no list is made for it.
+                if (given[0]._version if len(given) == 1 else sum(map(_version_of, given))) != version:
+                    watched |= adopt_in_place(given, passed, output_hook(module_state))
         if recomputes:
             self._computed(True)
         else:
@@ -289,6 +292,7 @@ class ForwardHooks:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
             found: Sequence[torch.Tensor] = args
             args = passed = pass_through(input_hook(self.module_state), list(args))
+            version = found[0]._version
         else:
             found = distinct_tensors((args, kwargs), attrgetter("requires_grad"))
             if not found:
@@ -296,7 +300,8 @@ class ForwardHooks:
                 return args, kwargs
             passed = pass_through(input_hook(self.module_state), found)
             args, kwargs = _exchanged(found, passed, (args, kwargs))
-        self._inputs[self.module_state.entered] = found, passed, list(map(_version_of, found))
+            version = sum(map(_version_of, found))
+        self._inputs[self.module_state.entered] = found, passed, version
         return args, kwargs
 
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
@@ -493,9 +498,7 @@ class _Adopt(torch.autograd.Function):
         return None, gradient
 
 
-def adopt_in_place(
-    given: Sequence[torch.Tensor], passed: Sequence[torch.Tensor], versions: Sequence[int], hook: Hook
-) -> bool:
+def adopt_in_place(given: Sequence[torch.Tensor], passed: Sequence[torch.Tensor], hook: Hook) -> bool:
     """Let the caller's tensors have the history of in-place changes that a module made to its inputs.
 
     The module got ``passed``, new tensors over the memory of ``given``: without this a caller that goes on with its own
@@ -506,8 +509,10 @@ def adopt_in_place(
         Whether any was changed. ``hook`` is then called before a backward goes through it, as through an output.
     """
     changed = False
-    for tensor, own, version in zip(given, passed, versions, strict=True):
-        if tensor._version != version and tensor.grad_fn is not None and not tensor._is_view():
+    for tensor, own in zip(given, passed, strict=True):
+        # An in-place operation that autograd saw has put another node in the boundary's place.
+        seen = own.grad_fn is not None and own.grad_fn.name() != f"{Boundary.__name__}Backward"
+        if seen and tensor.grad_fn is not None and not tensor._is_view():
             # Tensors that the module saved for backward lie in this memory, too, and nothing is written to it.
             with _torch_private.unchanged_version(tensor):
                 _Adopt.apply(tensor, own)  # type: ignore[no-untyped-call]
