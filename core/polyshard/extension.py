@@ -2,7 +2,7 @@
 
 A face has a wrapper and an API of its own over the engine. It subclasses ``Unit`` (parameters gathered together),
 ``ModuleState`` and ``ForwardHooks`` (a module in a step), ``Root`` (begin and end of a step), ``ExecutionOrder``
-(prefetching), ``Gradients`` and ``ReductionInput`` (which gradients are reduced), ``RankGrid`` (how they are reduced),
+(prefetching), ``Gradients`` and ``ReductionInput`` (which gradients are reduced), ``UnitRanks`` (how they are reduced),
 ``Bindings`` and ``MasterViews`` (what modules and optimizers hold), and leaves the rest to the engine. None of this is
 a promise to plugins, whose contracts are in ``polyshard.interfaces``.
 """
@@ -15,7 +15,7 @@ from .functions.lookup import live_roots
 from .functions.norms import clip_grad_norm
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
-from .planning.groups import RankGrid
+from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
 from .planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, refuse_unshardable
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
@@ -49,7 +49,6 @@ __all__ = [
     "ModuleState",
     "Originals",
     "Phase",
-    "RankGrid",
     "Reducer",
     "ReductionInput",
     "Reshard",
@@ -59,6 +58,7 @@ __all__ = [
     "Slot",
     "Swap",
     "Unit",
+    "UnitRanks",
     "UnitState",
     "become",
     "clip_grad_norm",

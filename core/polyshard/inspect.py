@@ -120,7 +120,7 @@ class ShardedUnit:
         unit = self._unit
         pieces = {piece.slot: piece for piece in unit.pieces}
         return tuple(
-            ShardedParameter(each.original, each.names, slot, pieces.get(index), unit.grid.shard is not None)
+            ShardedParameter(each.original, each.names, slot, pieces.get(index), unit.ranks.owner is not None)
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )
 
@@ -142,17 +142,17 @@ class ShardedUnit:
     @property
     def shard(self) -> Collectives | None:
         """The ranks that hold one shard each; None where every rank holds the whole unit."""
-        return self._unit.grid.shard
+        return self._unit.ranks.owner
 
     @property
     def replicate(self) -> Collectives | None:
         """The ranks that hold the same shard; None where there is no other."""
-        return self._unit.grid.replicate
+        return self._unit.ranks.replicate
 
     @property
     def shard_rank(self) -> int:
         """Index of this rank's shard."""
-        return self._unit.grid.shard_rank
+        return self._unit.ranks.shard_rank
 
     @property
     def flat_parameter(self) -> nn.Parameter | None:

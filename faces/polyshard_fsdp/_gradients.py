@@ -14,9 +14,9 @@ from polyshard.extension import (
     FlatBuffer,
     FlatLayout,
     Gradients,
-    RankGrid,
     Reducer,
     ReductionInput,
+    UnitRanks,
     view_of,
 )
 from polyshard.interfaces import COMPLETED, UnitDtypes, Work
@@ -28,15 +28,15 @@ _SHOWS = "_polyshard_shows"
 
 
 @dataclass(frozen=True, slots=True)
-class HookedGrid(RankGrid):
+class HookedRanks(UnitRanks):
     """The ranks of a unit whose gradients a communication hook of the user reduces."""
 
-    hook: Callable[..., Any]
-    state: object = field(compare=False)
+    hook: Callable[..., Any] = field(kw_only=True)
+    state: object = field(compare=False, kw_only=True)
 
     def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
         # Hooks that compress give tensors other data. Results are fresh, but the input's memory serves later backwards.
-        if self.shard is None:
+        if self.reduction is None:
             self.hook(self.state, wire)
         else:
             self.hook(self.state, wire.detach(), result)
@@ -199,8 +199,8 @@ class FlatGradients(Gradients):
             elif given.shape != gradient.shape:
                 raise StateError(
                     f"Cannot writeback when the gradient shape changes\nExpects {gradient.shape} but got {given.shape} "
-                    f"in unit '{self._unit.name}' on rank {self.unit.grid.world.rank}, whose gradients under no_sync() "
-                    "are whole. Set .grad to a tensor of the whole shape, or to None."
+                    f"in unit '{self._unit.name}' on rank {self.unit.ranks.world.rank}, whose gradients under "
+                    "no_sync() are whole. Set .grad to a tensor of the whole shape, or to None."
                 )
             elif given.data_ptr() != gradient.data_ptr():
                 gradient.copy_(given)

@@ -95,7 +95,7 @@ class Flattened:
     @property
     def is_cut(self) -> bool:
         """Whether each rank holds a part only."""
-        return self.unit.grid.shard is not None
+        return self.unit.ranks.owner is not None
 
     @property
     def device(self) -> torch.device:
@@ -377,7 +377,7 @@ def _exchange(
     everyones: dict[Flattened, list[Mapping[int, _Description]]] = {}
     for members in groups.values():
         mine = [{index: _describe(entries) for index, entries in held[each].items()} for each in members]
-        shard = members[0].unit.grid.shard
+        shard = members[0].unit.ranks.owner
         everyone = shard.all_gather_object(mine) if shard is not None else [mine]
         everyones.update((each, [theirs[index] for theirs in everyone]) for index, each in enumerate(members))
     return [(flattened, held[flattened], everyones[flattened]) for flattened in names.flattened]

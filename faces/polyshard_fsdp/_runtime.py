@@ -118,7 +118,7 @@ class FSDPModuleState(ModuleState):
         if not (self.joins_reduction and root.accumulates):
             return
         for unit in self.units:
-            if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.grid.alone:
+            if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.ranks.alone:
                 continue
             if root.synchronises:
                 root.reduce_zeros(UnusedUnit(unit))

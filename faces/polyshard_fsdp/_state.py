@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, RankGrid, Reshard
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, Reshard, UnitRanks
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
@@ -176,7 +176,7 @@ class FSDPInstance:
             self,
             handle,
             spec,
-            self._make_grid(),
+            self._make_ranks(),
             caster.dtypes(spec),
             caster,
             CpuOffload(context) if offloads else NoOffload(context),
@@ -189,15 +189,15 @@ class FSDPInstance:
         self._handle, self._flat_unit = handle, unit
         return unit
 
-    def _make_grid(self) -> RankGrid:
+    def _make_ranks(self) -> UnitRanks:
         world = collectives_of(self.process_group, self.compute_device)
         replicas: Collectives | None = None
         if self._groups.replicate_group is not None:
             replicas = collectives_of(self._groups.replicate_group, self.compute_device)
         if self.sharding_strategy is ShardingStrategy.NO_SHARD:
             among = replicas or world
-            return RankGrid(world, None, among if among.world_size > 1 else None)
-        return RankGrid(world, world, replicas)
+            return UnitRanks.over(world, None, among if among.world_size > 1 else None)
+        return UnitRanks.over(world, world, replicas)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
@@ -415,9 +415,9 @@ def _refuse_misplaced(instance: FSDPInstance, handle: FlatParamHandle) -> None:
 
 def _share_collectives(instances: Sequence[FSDPInstance]) -> None:
     # One object for each group of ranks: norms then take one reduction for all units of a group.
-    grids: dict[tuple[Any, ...], RankGrid] = {}
+    all_ranks: dict[tuple[Any, ...], UnitRanks] = {}
     for each in instances:
         unit = each._flat_unit
         if unit is not None:
-            key = (each.process_group, each._groups.replicate_group, unit.grid.shard is None, type(unit.grid))
-            unit.use_grid(grids.setdefault(key, unit.grid))
+            key = (each.process_group, each._groups.replicate_group, unit.ranks.owner is None, type(unit.ranks))
+            unit.use_ranks(all_ranks.setdefault(key, unit.ranks))

@@ -440,14 +440,14 @@ class ShardedForm(FullForm):
 
     def _gather(self, unit: FlatUnit, values: Sequence[Any]) -> list[torch.Tensor]:
         """Whole tensors, in the master's dtype, of which each rank has the rows that are its own."""
-        shard = unit.grid.shard
+        shard = unit.ranks.owner
         if shard is None or not values:
             return []
         return gather_rows(values, shard, unit.master.dtype, self.instance.compute_device)
 
     def _refuse_other(self, value: Any, unit: FlatUnit, key: str) -> None:
         """Refuse a value of another type, or that other ranks cut."""
-        name, ranks = clean_tensor_name(key), unit.grid.shard_size
+        name, ranks = clean_tensor_name(key), unit.ranks.shard_size
         if _torch_private.is_sharded_tensor(value):
             refuse_other_cut(value, ranks, f"'{name}'", self.instance.rank)
         elif not is_cut_along_rows(value, ranks):
@@ -528,7 +528,7 @@ class LocalForm(_Form):
 
     def _own_numel(self, unit: FlatUnit) -> int:
         shard_numel = unit.layout.shard_numel
-        left = unit.handle.unsharded_numel - unit.grid.shard_rank * shard_numel
+        left = unit.handle.unsharded_numel - unit.ranks.shard_rank * shard_numel
         return min(max(left, 0), shard_numel)
 
     def _own_in(self, value: object, unit: FlatUnit, key: str) -> torch.Tensor:

@@ -20,12 +20,12 @@ from polyshard.extension import (
     MasterViews,
     Originals,
     Phase,
-    RankGrid,
     Reshard,
     ShardedParameter,
     Shown,
     Swap,
     Unit,
+    UnitRanks,
     UnitState,
     become,
     view_of,
@@ -63,7 +63,7 @@ class FlatUnit(Unit):
         instance: Any,
         handle: FlatParamHandle,
         spec: UnitSpec,
-        grid: RankGrid,
+        ranks: UnitRanks,
         dtypes: UnitDtypes,
         caster: PrecisionCaster,
         offload: OffloadManager,
@@ -88,7 +88,7 @@ class FlatUnit(Unit):
             handle.layout,
             # The handle's have the names inside of its instance, whatever the instance becomes part of.
             [dataclasses.replace(each) for each in handle.parameters],
-            grid,
+            ranks,
             _parked(offload, spec, handle.keep_own_shard()),
             dtypes,
             caster,
@@ -123,8 +123,8 @@ class FlatUnit(Unit):
             self.layout,
             self.pieces,
             self.master,
-            whole=self.grid.shard is None,
-            rank=self.grid.world.rank,
+            whole=self.ranks.owner is None,
+            rank=self.ranks.world.rank,
         )
 
     def _make_bindings(self) -> Bindings:
@@ -270,11 +270,11 @@ class FlatUnit(Unit):
         if data.shape != self.master.shape:
             raise ParameterChangedError(
                 f"Cannot writeback when the parameter shape changes\nExpects {self.master.shape} but got {data.shape} "
-                f"in '{self.name}' on rank {self.grid.world.rank}. Give the flat parameter data of its own shape."
+                f"in '{self.name}' on rank {self.ranks.world.rank}. Give the flat parameter data of its own shape."
             )
         if self.misplaced:
             if refuse_offload:
-                raise misplaced_offload(data.device, self.name, self.grid.world.rank)
+                raise misplaced_offload(data.device, self.name, self.ranks.world.rank)
             # Left where the user put it: the next use says what is wrong with that.
             return
         self.refuse_unreduced(data)
@@ -290,7 +290,7 @@ class FlatUnit(Unit):
         moves = data.dtype != self.master.dtype or data.device != self.master.device
         if moves and self.flat_gradients.unreduced:
             raise StateError(
-                f"The parameters of '{self.name}' on rank {self.grid.world.rank} cannot become {data.dtype} on "
+                f"The parameters of '{self.name}' on rank {self.ranks.world.rank} cannot become {data.dtype} on "
                 f"{data.device} while gradients of backwards under no_sync() wait to be reduced. Move or cast the "
                 "model after a backward outside of no_sync(), or after zero_grad(set_to_none=True)."
             )
@@ -332,7 +332,7 @@ class FlatUnit(Unit):
             self.prepared = False
             raise ParameterMovedError(
                 "FSDP does not support changing the parameters between forward and backward for "
-                f"{self.handle.sharding_strategy}: unit '{self.name}' on rank {self.grid.world.rank}. "
+                f"{self.handle.sharding_strategy}: unit '{self.name}' on rank {self.ranks.world.rank}. "
                 "Change them before the forward or after the backward."
             )
         if self._checks_writeback:

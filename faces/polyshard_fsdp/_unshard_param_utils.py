@@ -144,12 +144,12 @@ class _Summoned:
 
 def _keeps_gradients(unit: FlatUnit) -> bool:
     """Whether the parameters are whole outside of the context too, and their gradients with them."""
-    return unit.grid.shard is None and not unit.handle.offload_params
+    return unit.ranks.owner is None and not unit.handle.offload_params
 
 
 def _gather_gradients(unit: FlatUnit) -> tuple[torch.Tensor, list[bool]]:
     """The whole flat gradient, and which parameters have one on any rank."""
-    shard, device = unit.grid.shard, unit.spec.device
+    shard, device = unit.ranks.owner, unit.spec.device
     present = torch.tensor([float(parameter.grad is not None) for parameter in unit.originals.tensors], device=device)
     if shard is not None:
         shard.all_reduce(present, op=ReduceOp.MAX).wait()
@@ -198,7 +198,7 @@ def _refuse_arguments(
 def _refuse_unreduced(unit: FlatUnit) -> None:
     if unit.flat_gradients.shows_unreduced and not _keeps_gradients(unit):
         raise StepAssertionError(
-            f"with_grads=True while the gradients of unit '{unit.name}' on rank {unit.grid.world.rank} are those of a "
+            f"with_grads=True while the gradients of unit '{unit.name}' on rank {unit.ranks.world.rank} are those of a "
             "backward under no_sync(), whole and not reduced. Read them outside, or after a backward that synchronises."
         )
 

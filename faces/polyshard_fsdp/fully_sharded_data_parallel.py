@@ -16,7 +16,7 @@ from torch import nn
 from . import _init_utils, _optim_utils, _state_dict_utils, _unshard_param_utils, api
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
-from ._gradients import HookedGrid
+from ._gradients import HookedRanks
 from ._optim_utils import Form, OptimInput
 from ._state import Arguments, FSDPInstance
 from ._traversal_utils import _get_fsdp_states
@@ -278,8 +278,8 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         for each in instances:
             each._comm_hook, each._comm_hook_state = hook, state
             if (unit := each._flat_unit) is not None:
-                grid = unit.grid
-                unit.grid = HookedGrid(grid.world, grid.shard, grid.replicate, hook, state)
+                ranks = unit.ranks
+                unit.ranks = HookedRanks.over(ranks.world, ranks.owner, ranks.replicate, hook=hook, state=state)
 
     @staticmethod
     def set_state_dict_type(

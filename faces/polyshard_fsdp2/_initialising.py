@@ -77,7 +77,7 @@ class Initialising:
             for module_state in self._stages
             for unit in module_state.units
             # Where nothing is cut, what is there is whole.
-            if unit.grid.shard is not None
+            if unit.ranks.owner is not None
         }
         self._shown: dict[torch.Tensor, tuple[Unit, torch.Tensor, nn.Parameter]] = {}
         self._stage: ModuleState | None = None

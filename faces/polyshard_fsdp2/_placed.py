@@ -85,7 +85,7 @@ def piece_of(unit: Unit, value: torch.Tensor, what: str) -> torch.Tensor:
         StateError: ``value`` has another shape, or lies on other ranks.
     """
     placed, slot = _units[unit], slot_of(unit)
-    rank = unit.grid.world.rank
+    rank = unit.ranks.world.rank
     if tuple(value.shape) != slot.shape:
         raise StateError(
             f"{what} came in shape {tuple(value.shape)}, and the whole parameter has {slot.shape} (rank {rank}). Give "
@@ -98,7 +98,7 @@ def piece_of(unit: Unit, value: torch.Tensor, what: str) -> torch.Tensor:
                 f"{placed.placements} on {placed.mesh} (rank {rank}). Redistribute it, or give its full_tensor()."
             )
         return value.to_local()
-    start, stop = unit.layout.range_of(0, unit.grid.shard_rank)
+    start, stop = unit.layout.range_of(0, unit.ranks.shard_rank)
     row = value[0].numel() if slot.numel else 1
     return value[start // row : stop // row]
 

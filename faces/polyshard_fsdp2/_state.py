@@ -87,10 +87,10 @@ class State:
         if module_state is None:
             return
         for unit in module_state.units:
-            if self.reshard is not None and unit.grid.shard is not None:
+            if self.reshard is not None and unit.ranks.owner is not None:
                 unit.reshard_policy = Reshard.ALWAYS if self.reshard else Reshard.NEVER
             if self.factor is not None:
-                ranks = unit.grid.world.world_size
+                ranks = unit.ranks.world.world_size
                 if unit.resident and self.factor != ranks:
                     raise UnsupportedError(
                         f"set_gradient_divide_factor({self.factor}) on one rank: nothing reduces the gradients of "

@@ -184,7 +184,7 @@ def test_replicas_add_up_a_group_by_one_reduction() -> None:
     config = polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), shard_size=2, **settings)
     polyshard.shard(model, config)
     model(torch.ones(2, WIDTH, dtype=torch.float64)).square().mean().backward()
-    replicas = root_of(model).units[0].grid.replicate
+    replicas = root_of(model).units[0].ranks.replicate
     assert isinstance(replicas, FakeCollectives)
     assert [call.operation for call in replicas.calls] == ["all_reduce"] * (BLOCKS + 1)
 

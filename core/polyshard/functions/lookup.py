@@ -162,7 +162,7 @@ def placement_of(parameter: torch.Tensor) -> Placement:
         numel = parameter.numel()
         return Placement(tuple(parameter.shape), tuple(parameter.stride()), 0, numel, None, 0, ((0, numel),))
     unit, layout = found.unit, found.unit.layout
-    shard = unit.grid.shard_rank
+    shard = unit.ranks.shard_rank
     if found.slot is None:
         size = layout.shard_numel
         pieces = tuple((rank * size, (rank + 1) * size) for rank in range(layout.world_size))
@@ -179,12 +179,12 @@ def dtensor_of(parameter: torch.Tensor) -> DTensor:
     """See ``polyshard.as_dtensor``."""
     (found,) = live_roots.find((parameter,))
     placed = placement_of(parameter)
-    if found is None or found.slot is None or found.unit.grid.shard is None:
+    if found is None or found.slot is None or found.unit.ranks.owner is None:
         raise UnsupportedError(
             f"as_dtensor() needs a parameter of which each rank holds a piece, but this one, of shape {placed.shape}, "
             "is whole here, or flat. Use it as it is."
         )
-    shard = found.unit.grid.shard
+    shard = found.unit.ranks.owner
     where = f"'{found.name}' (rank {found.root.rank})"
     row = product(placed.shape[1:])
     each = -(-placed.shape[0] // shard.world_size) * row if placed.shape else 0

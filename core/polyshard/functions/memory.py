@@ -104,11 +104,13 @@ def _reduced_nbytes(root: Root) -> int:
     nbytes = dict.fromkeys(ReduceMode, 0)
     for module_state in root.module_states:
         reduced = [unit.gradients for unit in module_state.units if unit.trainable and not unit.resident]
-        for _, same in groupby(reduced, lambda each: (each.unit.grid.shard, each.input.dtype, each.input.result_dtype)):
+        for _, same in groupby(
+            reduced, lambda each: (each.unit.ranks.reduction, each.input.dtype, each.input.result_dtype)
+        ):
             together = list(same)
             sizes = [each.input.nbytes for each in together]
-            total, grid = sum(sizes), together[0].unit.grid
-            mode = reducer.mode_of_module(sizes, grid)
+            total, ranks = sum(sizes), together[0].unit.ranks
+            mode = reducer.mode_of_module(sizes, ranks)
             if mode is ReduceMode.ALONE:
                 inputs += sizes
             elif mode is ReduceMode.GROUPED and total > reducer.limits[mode]:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 from .. import _torch_private
 from ..errors import ConfigError, NonFiniteError, RankMismatchError
 from ..interfaces import Collectives, ReduceOp
-from ..planning.groups import RankGrid
+from ..planning.groups import UnitRanks
 from ..runtime.root import Root
 from ..runtime.unit import Unit
 
@@ -39,15 +39,15 @@ def clip_grad_norm(
     """
     check_norm_type(norm_type, "clip_grad_norm_", root.rank)
     managed: set[nn.Parameter] = set()
-    held: GradientsByGrid = {}
-    grid: RankGrid | None = None
+    held: GradientsByRanks = {}
+    ranks: UnitRanks | None = None
     group: list[torch.Tensor] = []
     for unit in root.units:
         managed.update(unit.originals.tensors)
-        if unit.grid is not grid:
-            grid = unit.grid
+        if unit.ranks is not ranks:
+            ranks = unit.ranks
             # A rank without a piece of any parameter still takes part in the reduction.
-            group = held.setdefault(grid, [])
+            group = held.setdefault(ranks, [])
         group += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
     outside = [parameter for parameter in module.parameters() if parameter not in managed]
     trained = [parameter for parameter in outside if parameter.requires_grad or parameter.grad is not None]
@@ -75,7 +75,7 @@ def clip_grad_norm(
 def agreed_norm(
     root: Root,
     units: Iterable[Unit],
-    held: GradientsByGrid,
+    held: GradientsByRanks,
     norm_type: float,
     wide: torch.dtype,
     text: str,
@@ -97,20 +97,20 @@ def agreed_norm(
         RankMismatchError: the ranks' norms of one gradient differ; on all ranks.
     """
     device = root.collectives.device
-    alike = {grid: grid.everyone for grid in held if grid is not None}
+    alike = {ranks: ranks.everyone for ranks in held if ranks is not None}
     # In one order on all ranks, unlike a set.
     first = _first_of_each(dict.fromkeys(alike.values()))
-    # Ranks of a grid have the same gradients; ranks of different grids may not.
+    # Ranks of a ranks have the same gradients; ranks of different all_ranks may not.
     kinds = dict.fromkeys(first.values())
     unsure = [each for each in kinds if each] if len(kinds) > 1 or None in held else []
     if unsure:
         text += ", with parameters outside of units" if None in held else ", of units over different ranks"
-    meeting = [grid.shard for grid in alike] + [group for each in unsure for group in each]
+    meeting = [ranks.owner for ranks in alike] + [group for each in unsure for group in each]
     with root.meeting("norm of gradients", dict.fromkeys(meeting), text):
         norms: dict[Everyone | None, list[torch.Tensor]] = {}
-        for grid, tensors in held.items():
-            norm = _group_norm(None if grid is None else grid.shard, tensors, norm_type, wide, device)
-            norms.setdefault(None if grid is None else first[alike[grid]], []).append(norm)
+        for ranks, tensors in held.items():
+            norm = _group_norm(None if ranks is None else ranks.owner, tensors, norm_type, wide, device)
+            norms.setdefault(None if ranks is None else first[alike[ranks]], []).append(norm)
         if not norms:
             return torch.zeros((), dtype=wide, device=device)
         total = _together([norm for each in norms.values() for norm in each], norm_type)
@@ -161,10 +161,10 @@ def check_norm_type(norm_type: float, call: str, rank: int) -> None:
 
 #: Norms with a larger relative difference are of different gradients, and not of one that was rounded twice.
 _TOLERANCE = 1e-5
-#: Groups that together reach the ranks among which a unit is reduced; see ``RankGrid.everyone``.
+#: Groups that together reach the ranks among which a unit is reduced; see ``UnitRanks.everyone``.
 Everyone = tuple[Collectives, ...]
 #: The gradients of a norm, by the ranks that share them; None for parameters outside of units.
-GradientsByGrid = dict[RankGrid | None, list[torch.Tensor]]
+GradientsByRanks = dict[UnitRanks | None, list[torch.Tensor]]
 #: Names and gradients of parameters outside of units; called where ranks differ.
 Outside = Callable[[], Iterable[tuple[str, torch.Tensor | None]]]
 
@@ -226,7 +226,7 @@ def _refuse_different(
         what = f"'{different[0]}'{more}, which nothing averages,"
         values = f"its norm is {norms}{', ...' if len(found) > 4 else ''}"
     else:
-        other = next((unit for unit in units if _ranks_of(unit.grid.everyone) != _ranks_of(everyone)), None)
+        other = next((unit for unit in units if _ranks_of(unit.ranks.everyone) != _ranks_of(everyone)), None)
         what = f"unit '{other.name}', which is sharded over other ranks," if other is not None else "some parameter"
         values = f"the norm of all such gradients is from {smallest:.4g} to {largest:.4g}"
     raise RankMismatchError(
@@ -251,7 +251,7 @@ def _differ(norms: Sequence[float | None]) -> bool:
 
 def _refuse_not_finite(root: Root, total: torch.Tensor, outside: Sequence[nn.Parameter]) -> None:
     bad = (~total.isfinite()).to(torch.float32)
-    if outside or any(unit.grid.shard is None or unit.grid.replicate is not None for unit in root.units):
+    if outside or any(unit.ranks.owner is None or unit.ranks.replicate is not None for unit in root.units):
         # Ranks that hold the same should have the same, but a fault may have hit one of them alone, and all must reach
         # the exchange below or none.
         root.collectives.all_reduce(bad, op=ReduceOp.MAX).wait()

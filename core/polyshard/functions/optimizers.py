@@ -125,7 +125,7 @@ class OptimizerCheck:
         self._warned.add(optimizer)
         if first_look:
             _warn_of_underflow(optimizer, found)
-        groups = [[each for each in group if each.unit.grid.shard is not None] for group in found]
+        groups = [[each for each in group if each.unit.ranks.owner is not None] for group in found]
         if any(groups):
             _refuse_whole_matrices(optimizer, groups)
             _refuse_replaced(optimizer, groups)
@@ -392,7 +392,7 @@ class _Blocks:
 
         Pieces that are too small to be divided are more exact than the whole, and do not count.
         """
-        ranges = [unit.layout.range_of(slot, rank) for rank in range(unit.grid.shard_size)]
+        ranges = [unit.layout.range_of(slot, rank) for rank in range(unit.ranks.shard_size)]
         there = [(start, stop - start) for start, stop in ranges if start < stop]
         if not self.divides(unit.layout.slots[slot].numel):
             return any(self.divides(numel) for _, numel in there)

@@ -30,13 +30,13 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..interfaces import ReduceOp
-from ..planning.groups import RankGrid
+from ..planning.groups import UnitRanks
 from ..runtime.activation_checkpoint import Checkpointed
 from ..runtime.guards import forget_registrations
 from ..runtime.root import Root
 from ..runtime.unit import Unit
 from .lookup import ParameterLocation, live_roots
-from .norms import GradientsByGrid, agreed_norm, check_norm_type, norm_dtype, norm_text, readable_scales
+from .norms import GradientsByRanks, agreed_norm, check_norm_type, norm_dtype, norm_text, readable_scales
 from .optimizers import OptimizerCheck
 from .whole import guard_state_dicts
 
@@ -209,7 +209,7 @@ class GradientUtilities:
             if unit.dtypes.grad == torch.float16 and not allow_fp16:
                 raise ConfigError(
                     f"torch.amp.GradScaler does not unscale fp16 gradients, which unit '{unit.name}' has (rank "
-                    f"{unit.grid.world.rank}). Keep the model in fp32 and shard it with precision='fp16'."
+                    f"{unit.ranks.world.rank}). Keep the model in fp32 and shard it with precision='fp16'."
                 )
         inv_scale, found_inf = readable_scales(inv_scale, given), readable_scales(found_inf, given)
         findings = self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
@@ -217,10 +217,10 @@ class GradientUtilities:
         worst = torch.zeros((), dtype=torch.float32, device=device)
         for finding in findings.values():
             worst = torch.maximum(worst, finding.to(device))
-        groups = dict.fromkeys(group for unit in units for group in (unit.grid.shard, unit.grid.replicate))
+        groups = dict.fromkeys(group for unit in units for group in (unit.ranks.owner, unit.ranks.replicate))
         if not units and root.units:
             # Only parameters outside of units: one scale serves these and the model's other optimizers.
-            groups = dict.fromkeys(root.units[0].grid.everyone)
+            groups = dict.fromkeys(root.units[0].ranks.everyone)
         with root.meeting("findings of a GradScaler", groups):
             for group in groups:
                 if group is not None:
@@ -256,13 +256,13 @@ class GradientUtilities:
         first = inside[0][0].root
         order = float(norm_type)
         check_norm_type(order, call, first.rank)
-        held: GradientsByGrid = {}
-        grid: RankGrid | None = None
+        held: GradientsByRanks = {}
+        ranks: UnitRanks | None = None
         group: list[torch.Tensor] = []
         for each, tensor in inside:
-            if each.unit.grid is not grid:
-                grid = each.unit.grid
-                group = held.setdefault(grid, [])
+            if each.unit.ranks is not ranks:
+                ranks = each.unit.ranks
+                group = held.setdefault(ranks, [])
             if tensor is not None:
                 group.append(tensor)
         if outside:
@@ -301,16 +301,16 @@ class GradientUtilities:
         for age, root in enumerate(live_roots.roots()):
             seen, missing = [], None
             for number, unit in enumerate(root.units):
-                for receiver in () if unit.grid.alone else unit.receivers:
+                for receiver in () if unit.ranks.alone else unit.receivers:
                     gradient = receiver.grad
                     if gradient is None:
                         continue
                     index = wanted.get((gradient.data_ptr(), gradient.numel()))
                     if index is not None:
                         found[index] = ParameterLocation(root, unit, None, (age, number))
-                        if unit.grid.shard is not None:
+                        if unit.ranks.owner is not None:
                             seen.append(unit)
-                    elif gradient.numel() and unit.grid.shard is not None:
+                    elif gradient.numel() and unit.ranks.owner is not None:
                         missing = unit
             if seen and (missing is not None or not _reaches_every_rank(seen)):
                 raise StateError(
@@ -323,11 +323,11 @@ class GradientUtilities:
 
 def _spans_ranks(found: Sequence[ParameterLocation | None]) -> bool:
     """Whether this rank may not answer alone: others hold pieces, or may have other gradients of what is no unit's."""
-    grids = [each.unit.grid for each in found if each is not None]
-    if any(grid.shard is not None for grid in grids):
+    all_ranks = [each.unit.ranks for each in found if each is not None]
+    if any(ranks.owner is not None for ranks in all_ranks):
         return True
-    several = len(grids) < len(found) or any(grid is not grids[0] for grid in grids)
-    return several and not all(grid.alone for grid in grids)
+    several = len(all_ranks) < len(found) or any(ranks is not all_ranks[0] for ranks in all_ranks)
+    return several and not all(ranks.alone for ranks in all_ranks)
 
 
 def _as_flat(
@@ -345,7 +345,7 @@ def _as_flat(
             absent = next(index for index in range(len(unit.parameters)) if index not in slots)
             raise StateError(
                 f"Some parameters of unit '{unit.name}' are to be clipped and '{unit.parameters[absent].names[0]}' is "
-                f"not, but all of them have one gradient, that of their flat parameter (rank {unit.grid.world.rank}). "
+                f"not, but all of them have one gradient, that of their flat parameter (rank {unit.ranks.world.rank}). "
                 "Clip all of them, or do without polyshard.flat_parameters."
             )
     tensors: dict[torch.Tensor, ParameterLocation | None] = {}
@@ -538,7 +538,7 @@ def _prune(
 
 
 def _refuse_pieces(call: str, tensors: Iterable[torch.Tensor], instead: str) -> None:
-    found = _first(tensors, lambda each: each.unit.grid.shard is not None and not each.root.unsharded)
+    found = _first(tensors, lambda each: each.unit.ranks.owner is not None and not each.root.unsharded)
     if found is not None:
         raise StateError(
             f"{call} got '{found.name}', of which this rank holds a piece (rank {found.root.rank}), and means whole "

@@ -55,7 +55,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
     refusals = ExitStack()
     try:
         for unit in root.units:
-            with root.meeting(f"gather of whole '{unit.spec.label}'", (unit.grid.shard,)):
+            with root.meeting(f"gather of whole '{unit.spec.label}'", (unit.ranks.owner,)):
                 flats[unit] = _expose_whole(unit)
             for parameter in unit.parameters:
                 if parameter.original.requires_grad:
@@ -106,7 +106,7 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
 
     Where nothing is cut and ``own`` is there already, ``own`` itself.
     """
-    shard = unit.grid.shard
+    shard = unit.ranks.owner
     with torch.inference_mode(False), torch.no_grad():
         if shard is None:
             return own.to(unit.spec.device if unit.parks else own.device)
@@ -119,7 +119,7 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
 
 def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:
     """This rank's elements (``[shard_numel]``) of ``whole`` (``[padded_numel]``), as a view."""
-    return whole.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
+    return whole.narrow(0, unit.ranks.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
 
 
 def write_back(unit: Unit, whole: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
                 got = None if current is None else tuple(current.shape)
                 raise ParameterChangedError(
                     f"Cannot writeback when the parameter shape changes\nExpects {slot.shape} but got {got} for "
-                    f"'{parameter.names[0]}' on rank {unit.grid.world.rank}. Keep the whole shape."
+                    f"'{parameter.names[0]}' on rank {unit.ranks.world.rank}. Keep the whole shape."
                 )
             if current.data_ptr() != view.data_ptr():
                 view.copy_(current)
@@ -257,7 +257,7 @@ class _Guard:
     def _shows_pieces(self) -> bool:
         root = self.unit.step
         assert isinstance(root, Root)
-        return not (self.unit.grid.shard is None or root.unsharded or self._is_left_alone)
+        return not (self.unit.ranks.owner is None or root.unsharded or self._is_left_alone)
 
     @property
     def _is_left_alone(self) -> bool:
@@ -270,7 +270,7 @@ class _Guard:
 
     @property
     def _rank(self) -> int:
-        return self.unit.grid.world.rank
+        return self.unit.ranks.world.rank
 
 
 def _is_dtensor(value: object) -> bool:

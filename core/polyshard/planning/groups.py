@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -16,66 +16,94 @@ from .answers import issued
 
 
 @dataclass(frozen=True, slots=True)
-class RankGrid:
-    """The ranks of a strategy: ``shard`` times ``replicate`` of them.
+class UnitRanks:
+    """The ranks of one unit: who holds its parts, and whom its communication reaches.
 
-    ========================  ===============  ==================
-    strategy                  shard            replicate
-    ========================  ===============  ==================
-    FULL_SHARD, SHARD_GRAD_OP all ranks        none
-    HYBRID_SHARD (and ZeRO-2) ``shard_size``   the other ranks
-    NO_SHARD                  none             all ranks
-    ========================  ===============  ==================
+    ==========================  =====================  ==================================
+    unit                        owner                  replicate
+    ==========================  =====================  ==================================
+    FULL_SHARD, SHARD_GRAD_OP   all data ranks         none
+    HYBRID_SHARD (and ZeRO-2)   ``shard_size`` ranks   the other data ranks
+    NO_SHARD                    none                   all data ranks
+    beside tensor parallelism   as above, of those with this rank's part of the parameters
+    experts, ``mesh=`` of own   the ranks with these experts, along that mesh
+    ==========================  =====================  ==================================
+
+    Gathers and reductions reach the owners in all of these. They are fields of their own, since a unit may compute with
+    another copy than its master.
     """
 
     world: Collectives
-    """All ranks; from the plugin."""
-    shard: Collectives | None
-    """Ranks among which a unit is cut; None where each rank holds whole units."""
+    """All ranks of the model, those of other units too."""
+    owner: Collectives | None
+    """Ranks that hold a part of the master and of the optimizer's state each; None where this rank holds all of it."""
+    gather: Collectives | None
+    """Ranks among which whole parameters are gathered; None where nothing is."""
+    reduction: Collectives | None
+    """Ranks among which gradients are reduced and scattered; None where each keeps them whole."""
     replicate: Collectives | None
-    """Ranks that hold the same shard; None where there is no other."""
+    """Ranks that hold the same part, and add up its gradients behind that; None where there is no other."""
+    divisor: float | None = None
+    """What the sum of gradients over ``reduction`` and ``replicate`` is divided by; None for ``number``."""
+    label: str = ""
+    """The dimensions of the mesh, in messages: ``"dp"``, ``"edp and dp_replicate"``; empty where there is no mesh."""
+
+    @classmethod
+    def over(cls, world: Collectives, owner: Collectives | None, replicate: Collectives | None, **more: Any) -> Self:
+        """The ranks of a unit that is gathered from its masters, and reduced to them."""
+        return cls(world, owner, owner, owner, replicate, **more)
 
     @property
     def shard_size(self) -> int:
         """Number of shards of a unit."""
-        return self.shard.world_size if self.shard else 1
+        return self.owner.world_size if self.owner else 1
 
     @property
     def shard_rank(self) -> int:
         """Index of this rank's shard."""
-        return self.shard.rank if self.shard else 0
+        return self.owner.rank if self.owner else 0
+
+    @property
+    def number(self) -> int:
+        """Ranks whose gradients are added up."""
+        reduced = self.reduction.world_size if self.reduction else 1
+        return reduced * (self.replicate.world_size if self.replicate else 1)
+
+    @property
+    def scale(self) -> float | None:
+        """The factor of a mean over ``number`` ranks that makes it the sum by ``divisor``; None for 1."""
+        return None if self.divisor is None or self.divisor == self.number else self.number / self.divisor
 
     @property
     def everyone(self) -> tuple[Collectives, ...]:
-        """Groups through which a value reaches all ranks, one after the other; empty for a single rank."""
-        replicas = self.replicate.world_size if self.replicate else 1
-        if self.world.world_size == self.shard_size * replicas:
+        """Groups through which a value reaches all ranks of the unit, one after the other; empty for a single rank."""
+        if self.world.world_size == self.number:
             return () if self.alone else (self.world,)
-        # A drop-in may have the two groups alone.
-        return tuple(each for each in (self.shard, self.replicate) if each is not None)
+        # The unit has groups of its own.
+        return tuple(each for each in (self.owner, self.replicate) if each is not None)
 
     @property
     def blends(self) -> bool:
         """Whether means of elements depend on the elements beside them."""
-        return any(each.capabilities.blends for each in (self.shard, self.replicate) if each is not None)
+        return any(each.capabilities.blends for each in (self.reduction, self.replicate) if each is not None)
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank."""
-        return self.shard is None and self.replicate is None
+        return self.owner is None and self.replicate is None
 
     def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
         """Start taking the mean of ``wire`` (``[shard_size * n]``) over all ranks; ``result`` (``[n]``) gets the shard.
 
         ``wire`` is overwritten. Without shards the mean replaces it.
         """
-        if self.shard is None:
+        if self.reduction is None:
             if self.replicate is None:
                 return COMPLETED
             return issued(self.replicate.all_reduce(wire, op=ReduceOp.MEAN), "all_reduce", self.replicate, "")
-        scratch = self._scratch(self.shard, result, wire)
-        work = self.shard.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
-        work = issued(work, "reduce_scatter", self.shard, "")
+        scratch = self._scratch(self.reduction, result, wire)
+        work = self.reduction.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
+        work = issued(work, "reduce_scatter", self.reduction, "")
         return work if self.replicate is None else _ThenAllReduce(work, self.replicate, result)
 
     def reduce_many(
@@ -85,20 +113,20 @@ class RankGrid:
 
         ``results``: the memory of which each ``result`` is a range; needed for replicas, which reduce it as a whole.
         """
-        shard = self.shard
-        assert shard is not None
-        work = shard.reduce_scatter_many(
-            [(result, wire, self._scratch(shard, result, wire)) for result, wire in pairs], op=ReduceOp.MEAN
+        among = self.reduction
+        assert among is not None
+        work = among.reduce_scatter_many(
+            [(result, wire, self._scratch(among, result, wire)) for result, wire in pairs], op=ReduceOp.MEAN
         )
-        work = issued(work, "reduce_scatter_many", shard, "")
+        work = issued(work, "reduce_scatter_many", among, "")
         if self.replicate is None:
             return work
         assert results is not None
         return _ThenAllReduce(work, self.replicate, results)
 
     @staticmethod
-    def _scratch(shard: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
-        nbytes = shard.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
+    def _scratch(among: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
+        nbytes = among.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
         return torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
 
 

@@ -20,7 +20,7 @@ from ..errors import StateError
 from ..interfaces import Observer, OffloadManager, UnitDtypes, UnitSpec
 from ..planning import thresholds
 from ..planning.answers import refuse_gradient
-from ..planning.groups import RankGrid
+from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout, contiguous_stride
 from ..planning.plan import ManagedParameter
 from .parameters import GradientTarget
@@ -37,7 +37,7 @@ class Reducible(Protocol):
     """A unit as its gradients see it. Read anew each time: the unit may become part of a larger model."""
 
     spec: UnitSpec
-    grid: RankGrid
+    ranks: UnitRanks
     observers: tuple[Observer, ...]
 
 
@@ -61,7 +61,7 @@ class Gradients:
         self._dtypes = dtypes
         self._keeper = keeper
         wire = dtypes.wire
-        shard = unit.grid.shard
+        shard = unit.ranks.reduction
         if shard is None or not (shard.capabilities.widening and wire in shard.capabilities.dtypes):
             # No backend that widens: gradients travel in the dtype in which they accumulate.
             wire = dtypes.reduce
@@ -111,7 +111,7 @@ class Gradients:
     @property
     def widens(self) -> bool:
         """Whether gradients are cast on their way into the reduction, or reduced whole."""
-        return self.unit.grid.shard is None or self.input.dtype != self._dtypes.compute
+        return self.unit.ranks.reduction is None or self.input.dtype != self._dtypes.compute
 
     @property
     def unreduced(self) -> bool:
@@ -161,7 +161,7 @@ class Gradients:
 
     def _contribution(self, places: Sequence[object]) -> Contribution:
         unit = self.unit
-        return Contribution(unit.spec, unit.grid, self.input, places, unit.observers, self._deliver)
+        return Contribution(unit.spec, unit.ranks, self.input, places, unit.observers, self._deliver)
 
     def _note_missed(self, missed: frozenset[int]) -> None:
         if self.unfilled:
@@ -235,7 +235,7 @@ class Gradients:
             stored = self._keeper.store_grad(spec, result, whole)
             # A rank that holds no element has no owner, and nothing views the gradient.
             device = self._owners[0].device if self._owners else None
-            refuse_gradient(self._keeper, spec, stored, result, device, self.unit.grid.world.rank)
+            refuse_gradient(self._keeper, spec, stored, result, device, self.unit.ranks.world.rank)
             if stored is whole:
                 return
             if not fresh:
@@ -253,7 +253,7 @@ class Gradients:
             elif current.shape != view.shape:
                 raise StateError(
                     f"Cannot writeback when the gradient shape changes\nExpects {view.shape} but got {current.shape} "
-                    f"in unit '{self.unit.spec.label}' on rank {self.unit.grid.world.rank}. Set .grad to a tensor "
+                    f"in unit '{self.unit.spec.label}' on rank {self.unit.ranks.world.rank}. Set .grad to a tensor "
                     "of the shard's shape."
                 )
             else:
@@ -290,7 +290,7 @@ class Gradients:
                 owner.grad = view
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        if self._strided or self.unit.grid.shard is None:
+        if self._strided or self.unit.ranks.reduction is None:
             start = flat.storage_offset()
             return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._targets]
         parts = torch.split_with_sizes(flat, self._sizes)

@@ -26,7 +26,7 @@ def groups_of(root: Root) -> Iterable[Collectives]:
     """All groups of ranks that the model communicates over, each once."""
     groups = {id(root.collectives): root.collectives}
     for unit in root.units:
-        for group in (unit.grid.shard, unit.grid.replicate):
+        for group in (unit.ranks.owner, unit.ranks.replicate):
             if group is not None:
                 groups[id(group)] = group
     return groups.values()

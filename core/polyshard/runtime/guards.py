@@ -61,7 +61,7 @@ class IdleCallGuard:
         gathering = {module_state.module for module_state in module_states}
         refusals: dict[nn.Module, _Refusal] = {}
         for unit in outermost.units:
-            if unit.grid.shard is None:
+            if unit.ranks.owner is None:
                 # Modules hold whole parameters at all times.
                 continue
             for parameter in unit.parameters:
@@ -339,7 +339,7 @@ def forget_registrations() -> None:
 def refuse_copies(units: Iterable[Unit]) -> None:
     """Let the modules that hold pieces of ``units`` refuse copies, where they are not whole."""
     for unit in units:
-        if unit.grid.shard is None:
+        if unit.ranks.owner is None:
             continue
         for parameter in unit.parameters:
             for module, _ in parameter.sites:
@@ -367,7 +367,7 @@ class _Uncopied:
         if unsharded or (unit.prepared and unit.bindings.shown is Shown.VIEWS):
             # Whole. The copy is a plain module: its attribute is None.
             return
-        name, rank = self._parameter.names[0], unit.grid.world.rank
+        name, rank = self._parameter.names[0], unit.ranks.world.rank
         raise StateError(
             f"A module that holds a piece of '{name}' cannot be {done} (rank {rank}): the copy would take the "
             "piece for the whole. Copy it before sharding, or inside of 'with polyshard.unsharded(model)'."

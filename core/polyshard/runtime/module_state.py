@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast
-from ..planning.groups import RankGrid
+from ..planning.groups import UnitRanks
 from ..planning.plan import ManagedParameter, names_behind
 from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
 from .step import Step
@@ -129,10 +129,10 @@ class ModuleState:
     def join(
         self,
         name: str,
-        grid: RankGrid | None,
+        ranks: UnitRanks | None,
         names_of: Callable[[ManagedParameter], tuple[str, ...]] | None = None,
     ) -> None:
-        """Become part of a larger model, under ``name``, with its collectives where ``grid`` is given.
+        """Become part of a larger model, under ``name``, with its collectives where ``ranks`` is given.
 
         ``names_of``: all names of a parameter there; None where the larger model puts one prefix before all of them.
         """
@@ -142,7 +142,7 @@ class ModuleState:
             own = unit.spec.module_name
             # Units that were merged keep the name of their module.
             module_name = name if own == before else f"{prefix}.{own}" if prefix else own
-            unit.join(module_name, names_of or partial(names_behind, prefix), grid)
+            unit.join(module_name, names_of or partial(names_behind, prefix), ranks)
 
     @property
     def label(self) -> str:
@@ -272,7 +272,7 @@ class ModuleState:
             elif step.synchronises and step.accumulates and unit.gradients.unreduced:
                 # Earlier microbatches left gradients that nothing else would reduce.
                 pass
-            elif not (unit.trainable and joins and step.accumulates) or unit.grid.alone:
+            elif not (unit.trainable and joins and step.accumulates) or unit.ranks.alone:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
             if step.synchronises:

@@ -31,7 +31,7 @@ import torch
 from .. import _torch_private
 from ..interfaces import BufferRole, Observer, UnitSpec, Work
 from ..planning import thresholds
-from ..planning.groups import RankGrid
+from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout, round_up
 from .gather import FlatBuffer
 from .peers import Audit
@@ -43,7 +43,7 @@ class Contribution(NamedTuple):
     """One unit in one reduction. Its input alone holds the gradients, until they are collected."""
 
     spec: UnitSpec
-    grid: RankGrid
+    ranks: UnitRanks
     input: ReductionInput
     places: Sequence[object]
     """The places (``CommStreams.here``) at which the gradients were computed."""
@@ -54,7 +54,7 @@ class Contribution(NamedTuple):
     @property
     def bucket(self) -> object:
         """Equal for units with shards that may be reduced together."""
-        return self.grid.shard, self.grid.replicate, self.input.dtype, self.input.result_dtype
+        return self.ranks.reduction, self.ranks.replicate, self.input.dtype, self.input.result_dtype
 
 
 class ReduceMode(enum.Enum):
@@ -105,9 +105,9 @@ class Reducer:
         # A reduction delivers its result only in the era in which it was issued.
         self._era = object()
 
-    def mode_of(self, nbytes: int, grid: RankGrid) -> ReduceMode:
-        """How a unit with an input of ``nbytes`` is reduced over ``grid``."""
-        if grid.shard is None:
+    def mode_of(self, nbytes: int, ranks: UnitRanks) -> ReduceMode:
+        """How a unit with an input of ``nbytes`` is reduced over ``ranks``."""
+        if ranks.reduction is None:
             return ReduceMode.ALONE
         if nbytes * thresholds.FEWEST_MERGED <= self.limits[ReduceMode.MERGED]:
             return ReduceMode.MERGED
@@ -119,25 +119,25 @@ class Reducer:
         All are issued after ``flush``, and delivered after ``CommStreams.drain``.
         """
         nbytes = contribution.input.nbytes
-        self._take((contribution,), (gradients,), nbytes, self.mode_of(nbytes, contribution.grid))
+        self._take((contribution,), (gradients,), nbytes, self.mode_of(nbytes, contribution.ranks))
 
     def reduce_together(self, units: Sequence[tuple[Contribution, list[torch.Tensor | None]]]) -> None:
         """``reduce`` for each of ``units``, of one module, by as few launches as they may share."""
         for _, same in groupby(units, lambda unit: unit[0].bucket):
             members, gradients = zip(*same, strict=True)
-            whole = members[0].grid.shard is None
+            whole = members[0].ranks.reduction is None
             if whole or len(members) == 1:
                 for each, its in zip(members, gradients, strict=True):
                     self.reduce(each, its)
                 continue
             sizes = [each.input.nbytes for each in members]
-            self._take(members, gradients, sum(sizes), self.mode_of_module(sizes, members[0].grid))
+            self._take(members, gradients, sum(sizes), self.mode_of_module(sizes, members[0].ranks))
 
-    def mode_of_module(self, sizes: Sequence[int], grid: RankGrid) -> ReduceMode:
-        """How units of one module, with inputs of ``sizes`` bytes, are reduced over ``grid``."""
-        if len(sizes) == 1 or grid.shard is None:
-            return self.mode_of(max(sizes), grid)
-        merges = sum(sizes) <= self.limits[ReduceMode.MERGED] and self.mode_of(max(sizes), grid) is ReduceMode.MERGED
+    def mode_of_module(self, sizes: Sequence[int], ranks: UnitRanks) -> ReduceMode:
+        """How units of one module, with inputs of ``sizes`` bytes, are reduced over ``ranks``."""
+        if len(sizes) == 1 or ranks.reduction is None:
+            return self.mode_of(max(sizes), ranks)
+        merges = sum(sizes) <= self.limits[ReduceMode.MERGED] and self.mode_of(max(sizes), ranks) is ReduceMode.MERGED
         return ReduceMode.MERGED if merges else ReduceMode.GROUPED
 
     def _take(
@@ -157,7 +157,7 @@ class Reducer:
             if self.audit is not None:
                 call = each.spec.label, "reduce", input.layout.padded_numel, input.dtype
                 with self._recorder.during("comparison of a reduction", (each.spec,), True):
-                    self.streams.meet(self.audit.agree, each.grid.world, *call)
+                    self.streams.meet(self.audit.agree, each.ranks.world, *call)
         limit = self.limits[mode]
         if self._waiting and (
             mode is not self._mode or self._nbytes + nbytes > limit or self._waiting[0].bucket != members[0].bucket
@@ -192,7 +192,7 @@ class Reducer:
     def open(self, contribution: Contribution) -> None:
         """Give its input memory; called before ``reduce`` where gradients are computed in place."""
         self._make_room(contribution)
-        contribution.input.attach(contribution.grid, self.streams.here())
+        contribution.input.attach(contribution.ranks, self.streams.here())
 
     def forget(self) -> None:
         """Let reductions in flight end without delivering a result."""
@@ -227,28 +227,28 @@ class Reducer:
         buffers = [self._filled_by(each) for each in members]
         copies = joined([input.collect(buffer) for input, buffer in zip(inputs, buffers, strict=True)])
         flats, most = [buffer.flat for buffer in buffers], thresholds.HELD_NBYTES
-        grid = members[0].grid
+        ranks = members[0].ranks
         many = sum(input.nbytes for input in inputs) > most and sum(source.nbytes for source in copies.sources) > most
-        if grid.shard is None or many:
+        if ranks.reduction is None or many:
             copies.run()
             copies.release()
             copies = Copies([], [], [], [])
-        if grid.shard is None:
+        if ranks.reduction is None:
             return _Launch(members, flats, list(flats), copies)
         copies.spent.extend(buffers)
-        if grid.replicate is None or len(members) == 1:
+        if ranks.replicate is None or len(members) == 1:
             return _Launch(members, flats, [input.new_result(input.layout.shard_numel) for input in inputs], copies)
         # Next to each other, so that one communication adds them up over replicas.
         columns = column_sizes(inputs)
         result = inputs[0].new_result(sum(columns))
-        if grid.blends:
+        if ranks.blends:
             result.zero_()
         return _Launch(members, flats, shards_in(result, inputs, columns), copies, result=result)
 
     def _filled_by(self, contribution: Contribution) -> FlatBuffer:
         """The memory in which its gradients are brought together."""
         input = contribution.input
-        if contribution.grid.shard is None:
+        if contribution.ranks.reduction is None:
             # Reduced in place, and viewed by ``.grad`` afterwards: memory that lives as long as these views.
             return FlatBuffer(input.new_result(input.layout.padded_numel), input.layout, resizable=False)
         if not input.claimed:
@@ -261,7 +261,7 @@ class Reducer:
         merged = self._merged.get(inputs[0])
         if merged is None or merged.inputs != inputs:
             merged = self._merged[inputs[0]] = MergedInput(
-                inputs, members[0].grid.shard_size, clean=members[0].grid.blends
+                inputs, members[0].ranks.shard_size, clean=members[0].ranks.blends
             )
         if merged.travels:
             # A backward passed these units twice: their memory serves one reduction at a time.
@@ -305,8 +305,8 @@ class _Launch(NamedTuple):
             self.merged.fill(self.copies)
         first = self.members[0]
         if len(self.inputs) == 1:
-            return first.grid.reduce(self.results[0], self.inputs[0])
-        return first.grid.reduce_many(list(zip(self.results, self.inputs, strict=True)), self.result)
+            return first.ranks.reduce(self.results[0], self.inputs[0])
+        return first.ranks.reduce_many(list(zip(self.results, self.inputs, strict=True)), self.result)
 
     def retire(self) -> None:
         """Release inputs and gradients, and with this object results: sources of a cast or of a copy to the host."""
@@ -359,9 +359,9 @@ class ReductionInput:
         """Whether the first gradient may be computed in place."""
         return not (self.has_sum or self.gradients is not None or self.buffer.attached)
 
-    def attach(self, grid: RankGrid, here: object) -> None:
+    def attach(self, ranks: UnitRanks, here: object) -> None:
         """Give ``buffer`` memory, from the backend's allocator and the pool of the current stream, ``here``."""
-        with (grid.shard or grid.world).allocation(BufferRole.REDUCE, self.buffer.nbytes):
+        with (ranks.reduction or ranks.world).allocation(BufferRole.REDUCE, self.buffer.nbytes):
             self.buffer.attach()
         self._attached_at = here
 

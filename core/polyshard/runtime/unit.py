@@ -21,7 +21,7 @@ from ..interfaces import (
     WireSpec,
 )
 from ..nested import iter_hidden_tensors, iter_tensors
-from ..planning.groups import RankGrid
+from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown
@@ -87,7 +87,7 @@ class Unit:
         spec: UnitSpec,
         layout: FlatLayout,
         parameters: Sequence[ManagedParameter],
-        grid: RankGrid,
+        ranks: UnitRanks,
         master: torch.Tensor,
         dtypes: UnitDtypes,
         caster: PrecisionCaster,
@@ -101,7 +101,7 @@ class Unit:
         self.spec = spec
         self.layout = layout
         self.parameters = tuple(parameters)
-        self.grid = grid
+        self.ranks = ranks
         self.dtypes = dtypes
         self.caster = caster
         self.offload = offload
@@ -109,10 +109,13 @@ class Unit:
         self.observers: tuple[Observer, ...] = ()
         self.step: Step | None = None
         self.trainable = any(parameter.original.requires_grad for parameter in parameters)
+        #: Elements by which launches of communication are planned: the same on all ranks of the world, whichever part
+        #: of the unit they hold.
+        self.launch_numel = layout.padded_numel
         #: Whether ``offload`` keeps the master and the gradient.
         self.parks = parks
         self.flat: FlatMaster | None = None
-        self.pieces = layout.pieces(grid.shard_rank)
+        self.pieces = layout.pieces(ranks.shard_rank)
         self._expired = False
         #: How the unit travels where its caster encodes it; None for as it computes.
         self.wire = wire
@@ -140,7 +143,7 @@ class Unit:
         dtypes = self.dtypes
         self.master = master
         # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
-        self.permanent = self.grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
+        self.permanent = self.ranks.owner is None and dtypes.compute == self.master.dtype and not self.parks
         self.originals = self._make_originals()
         self.gradients = self._make_gradients()
         self._take_gradient_dtype(self.originals.tensors)
@@ -167,8 +170,8 @@ class Unit:
             self.layout,
             self.pieces,
             self.master,
-            whole=self.grid.shard is None,
-            rank=self.grid.world.rank,
+            whole=self.ranks.owner is None,
+            rank=self.ranks.world.rank,
         )
 
     def _make_bindings(self) -> Bindings:
@@ -193,7 +196,7 @@ class Unit:
     @property
     def resident(self) -> bool:
         """Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast."""
-        return self.permanent and self.grid.alone
+        return self.permanent and self.ranks.alone
 
     def watch(self, observers: tuple[Observer, ...]) -> None:
         """Tell ``observers`` of gathers, compute and reductions from now on."""
@@ -212,7 +215,7 @@ class Unit:
         if self.resident:
             return list(self.originals.tensors)
         if self.flat is None:
-            self.flat = FlatMaster(self.originals, self.master, lambda: self.name, self.grid.world.rank)
+            self.flat = FlatMaster(self.originals, self.master, lambda: self.name, self.ranks.world.rank)
             self._take_gradient_dtype([self.flat.parameter])
             self.gradients.set_targets([self.flat.gradient_target])
         return [self.flat.parameter]
@@ -238,21 +241,21 @@ class Unit:
     def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         if self.permanent:
             return FlatBuffer.over(self.master, self.layout)
-        shard = self.grid.shard
-        if shard is not None and shard.capabilities.fixed_addresses:
-            return FlatBuffer.lease(self.layout, dtype, shard)
-        return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=self.grid.shard_rank, leaves=True)
+        gather = self.ranks.gather
+        if gather is not None and gather.capabilities.fixed_addresses:
+            return FlatBuffer.lease(self.layout, dtype, gather)
+        return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=self.ranks.shard_rank, leaves=True)
 
     def _renew_record(self) -> None:
         """Let gathers know of a change. Before ``prepare`` there is nothing to gather."""
         if self._training_buffer is not None:
-            shard = self.grid.shard
+            gather = self.ranks.gather
             self.record = GatherRecord(
                 self.spec,
-                shard,
+                gather,
                 self.master,
                 self.buffer,
-                shard or self.grid.world,
+                gather or self.ranks.world,
                 self.keeper,
                 self.caster,
                 self.wire,
@@ -268,20 +271,20 @@ class Unit:
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
 
-    def use_grid(self, grid: RankGrid) -> None:
-        """Communicate over ``grid`` from now on, whose sizes are those of the grid before."""
-        self.grid = grid
+    def use_ranks(self, ranks: UnitRanks) -> None:
+        """Communicate over ``ranks`` from now on, whose sizes are those of the ranks before."""
+        self.ranks = ranks
         self._renew_record()
 
     def join(
-        self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], grid: RankGrid | None
+        self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], ranks: UnitRanks | None
     ) -> None:
-        """Become a unit of a larger model, of its module ``module_name``, and of the ranks of ``grid`` if given.
+        """Become a unit of a larger model, of its module ``module_name``, and of the ranks of ``ranks`` if given.
 
-        Nobody else keeps ``spec`` or ``grid``: they change here.
+        Nobody else keeps ``spec`` or ``ranks``: they change here.
         """
-        if grid is not None:
-            self.use_grid(grid)
+        if ranks is not None:
+            self.use_ranks(ranks)
         for each in self.parameters:
             each.names = names_of(each)
         self.spec = dataclasses.replace(
@@ -342,7 +345,7 @@ class Unit:
             if leaf.grad is not None and leaf.grad.requires_grad:
                 raise StateError(
                     "polyshard does not support gradients of gradients: backward(create_graph=True) reached "
-                    f"'{parameter.names[0]}' on rank {self.grid.world.rank}. Differentiate twice outside of sharded "
+                    f"'{parameter.names[0]}' on rank {self.ranks.world.rank}. Differentiate twice outside of sharded "
                     "modules."
                 )
 
@@ -373,7 +376,7 @@ class Unit:
     def gathered(self) -> tuple[int, torch.dtype]:
         """Elements of a gather's result, and their dtype: bytes where the unit is encoded."""
         if self.wire is not None:
-            return self.wire.nbytes_per_rank * self.grid.shard_size, torch.uint8
+            return self.wire.nbytes_per_rank * self.ranks.shard_size, torch.uint8
         return self.layout.padded_numel, self.buffer.dtype
 
     @property
@@ -406,14 +409,14 @@ class Unit:
             self.places.append(here)
 
     def _compare_gathered(self, audit: Audit) -> None:
-        shard = self.grid.shard
-        if audit.done or shard is None or self.name in audit.gathered:
+        among = self.ranks.gather
+        if audit.done or among is None or self.name in audit.gathered:
             return
         audit.gathered.add(self.name)
         sent = None if self.parks or self.wire is not None else self.master
         assert self.step is not None
         with self.step.recorder.during("comparison of a gather", (self.spec,), self.step.phase is Phase.BACKWARD):
-            audit.compare_gathered(shard, self.name, self.buffer.flat, self.buffer.own, sent)
+            audit.compare_gathered(among, self.name, self.buffer.flat, self.buffer.own, sent)
 
     def show(self) -> None:
         """Let modules see whole parameters."""
@@ -519,11 +522,11 @@ def unshard_together(units: Sequence[Unit]) -> None:
     try:
         if step.audit is not None:
             for unit in units:
-                step.streams.meet(step.audit.agree, unit.grid.world, unit.name, "all_gather", *unit.gathered)
-        shard = units[0].grid.shard
-        if step.announce is not None and shard is not None:
+                step.streams.meet(step.audit.agree, unit.ranks.world, unit.name, "all_gather", *unit.gathered)
+        among = units[0].ranks.gather
+        if step.announce is not None and among is not None:
             # Among those that gather: replicas may evaluate apart.
-            step.streams.meet(shard.announce, "all_gather of " + ", ".join(unit.name for unit in units))
+            step.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in units))
         step.streams.gather([unit.record for unit in units])
     except BaseException as error:
         if isinstance(error, CollectiveError):
@@ -554,7 +557,7 @@ def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
             if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
                 raise UnshardedUseError(
                     f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
-                    f"on rank {unit.grid.world.rank}, which is released when the forward ends. Return a clone, or "
+                    f"on rank {unit.ranks.world.rank}, which is released when the forward ends. Return a clone, or "
                     "compute with it inside the forward."
                 )
 

@@ -16,7 +16,7 @@ from ..events import Events
 from ..functions.memory import memory_report
 from ..interfaces import Collectives, OffloadManager, UnitSpec
 from ..planning.answers import refuse_shared_memory
-from ..planning.groups import RankGrid
+from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, modules_in, names_in
 from ..planning.units import PlannedModule
@@ -69,7 +69,7 @@ class ShardPlan:
 Masters = dict[str, list[torch.Tensor]]
 
 
-def prepare(plan: ShardPlan, grid: RankGrid) -> tuple[Masters, Callable[[], None]]:
+def prepare(plan: ShardPlan, ranks: UnitRanks) -> tuple[Masters, Callable[[], None]]:
     """Initialise meta parameters, and park the masters that offload managers park.
 
     Takes memory for shards alone: the whole parameters stay until ``build``.
@@ -85,7 +85,7 @@ def prepare(plan: ShardPlan, grid: RankGrid) -> tuple[Masters, Callable[[], None
     try:
         masters = materialize(
             modules,
-            grid,
+            ranks,
             device,
             plan.request.initializer,
             _whole_shapes(plan),
@@ -93,16 +93,16 @@ def prepare(plan: ShardPlan, grid: RankGrid) -> tuple[Masters, Callable[[], None
         )
         for each in modules:
             if each.parks:
-                masters[each.name] = _park(each, masters.pop(each.name, None), grid, device)
-        try_codecs(modules, grid.world, grid.shard_size)
-        refuse_shared_memory(_parked(plan, masters), grid.world.rank)
+                masters[each.name] = _park(each, masters.pop(each.name, None), ranks, device)
+        try_codecs(modules, ranks.world, ranks.shard_size)
+        refuse_shared_memory(_parked(plan, masters), ranks.world.rank)
     except BaseException:
         undo()
         raise
     return masters, undo
 
 
-def build(plan: ShardPlan, grid: RankGrid, masters: Masters) -> Root:
+def build(plan: ShardPlan, ranks: UnitRanks, masters: Masters) -> Root:
     """Make the model's parameters shards, and put the hooks on it. ``masters``: emptied.
 
     Memory peaks at the shards plus one module: parameters are cut module by module.
@@ -119,13 +119,13 @@ def build(plan: ShardPlan, grid: RankGrid, masters: Masters) -> Root:
             own = masters.pop(each.name, None)
             if own is None:
                 own = [
-                    _cut(group, unit.layout, grid, device) for group, unit in zip(each.groups, each.units, strict=True)
+                    _cut(group, unit.layout, ranks, device) for group, unit in zip(each.groups, each.units, strict=True)
                 ]
             cuts = True
             made[each.module] = ModuleState(
                 each.name,
                 each.module,
-                _build_units(each, own, grid, device, _reshard_policy(plan, each)),
+                _build_units(each, own, ranks, device, _reshard_policy(plan, each)),
                 input_cast=each.input_cast,
                 output_cast=each.output_cast,
                 full_precision_in_eval=each.full_precision_in_eval,
@@ -135,28 +135,28 @@ def build(plan: ShardPlan, grid: RankGrid, masters: Masters) -> Root:
             )
             if each.parent is not None:
                 merge_on_use(made[each.module], made[each.parent])
-        root = _join(plan, grid, made)
+        root = _join(plan, ranks, made)
         if plan.events.active:
             plan.events.after_shard(plan.request.module)
     except BaseException as error:
         if cuts:
-            give_up(plan, grid, f"{type(error).__name__}: {error}")
+            give_up(plan, ranks, f"{type(error).__name__}: {error}")
         raise
     return root
 
 
-def give_up(plan: ShardPlan, grid: RankGrid, reason: str) -> None:
+def give_up(plan: ShardPlan, ranks: UnitRanks, reason: str) -> None:
     """Refuse every later use of the model, which is in pieces and stays so."""
-    mark_broken(plan.request.module, f"{reason} (rank {grid.world.rank})")
+    mark_broken(plan.request.module, f"{reason} (rank {ranks.world.rank})")
 
 
-def close_groups(plan: ShardPlan, grid: RankGrid) -> None:
+def close_groups(plan: ShardPlan, ranks: UnitRanks) -> None:
     """Close what was made for a model that was not built. Every rank calls it."""
-    for collectives in _groups(plan, grid):
+    for collectives in _groups(plan, ranks):
         collectives.close()
 
 
-def _join(plan: ShardPlan, grid: RankGrid, made: Mapping[nn.Module, ModuleState]) -> Root:
+def _join(plan: ShardPlan, ranks: UnitRanks, made: Mapping[nn.Module, ModuleState]) -> Root:
     """The root of the module states that were ``made``, and of those inside the model that were there before."""
     config, model = plan.request.config, plan.request.module
     states = []
@@ -166,7 +166,7 @@ def _join(plan: ShardPlan, grid: RankGrid, made: Mapping[nn.Module, ModuleState]
             states.append(made[inner])
         elif MODULE_STATE_ATTRIBUTE in inner.__dict__:
             there: ModuleState = inner.__dict__[MODULE_STATE_ATTRIBUTE]
-            there.join(name, grid if there.signature == plan.signature else None, names_of)
+            there.join(name, ranks if there.signature == plan.signature else None, names_of)
             states.append(there)
     # The root takes the module states, and what they own, from the inner roots.
     inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))
@@ -175,23 +175,23 @@ def _join(plan: ShardPlan, grid: RankGrid, made: Mapping[nn.Module, ModuleState]
         if inner_root.idle_guard is not None:
             inner_root.idle_guard.leave()
     root = Root(
-        grid.world,
+        ranks.world,
         states,
-        streams_for(grid.world),
+        streams_for(ranks.world),
         ExecutionOrder(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
         plan.events,
         check_ranks=config.check_ranks,
     )
     root.timeout_s = config.timeout_s
     if config.check_ranks:
-        peers = root.recorder.peers = peers_of(grid.world)
+        peers = root.recorder.peers = peers_of(ranks.world)
         if peers is not None:
             root.recorder.watch = Watch(root.recorder, peers, config.timeout_s)
     if config.reshard_after_forward == "auto" and plan.strategy is not Strategy.NO_SHARD:
         planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
         meter = CudaMemory(plan.device) if plan.device.type == "cuda" else planned
         root.budget = Budget(config.memory_budget, meter)
-    root.owned = (*inner_owned, *_groups(plan, grid))
+    root.owned = (*inner_owned, *_groups(plan, ranks))
     for module, state in made.items():
         ForwardHooks(state).attach()
         module.__dict__[MODULE_STATE_ATTRIBUTE] = state
@@ -202,10 +202,10 @@ def _join(plan: ShardPlan, grid: RankGrid, made: Mapping[nn.Module, ModuleState]
     return root
 
 
-def _groups(plan: ShardPlan, grid: RankGrid) -> tuple[Collectives, ...]:
+def _groups(plan: ShardPlan, ranks: UnitRanks) -> tuple[Collectives, ...]:
     """What is closed with the model: parts before wholes, and not what the user made."""
-    parts = [each for each in (grid.shard, grid.replicate) if each is not None and each is not grid.world]
-    return (*parts, *((grid.world,) if plan.constructs else ()))
+    parts = [each for each in (ranks.owner, ranks.replicate) if each is not None and each is not ranks.world]
+    return (*parts, *((ranks.world,) if plan.constructs else ()))
 
 
 def _sharded_units(model: nn.Module) -> Iterator[Unit]:
@@ -246,7 +246,7 @@ def _reshard_policy(plan: ShardPlan, module: PlannedModule) -> Reshard:
 
 
 def _park(
-    module: PlannedModule, masters: list[torch.Tensor] | None, grid: RankGrid, device: torch.device
+    module: PlannedModule, masters: list[torch.Tensor] | None, ranks: UnitRanks, device: torch.device
 ) -> list[torch.Tensor]:
     """The masters of one module, each where its offload manager has it; the model stays as it is.
 
@@ -260,13 +260,13 @@ def _park(
         masters.reverse()
     placed = []
     for unit, group in zip(module.units, module.groups, strict=True):
-        shard = masters.pop() if masters is not None else _cut(group, unit.layout, grid, device)
-        placed.append(park(module.plugins.offload, unit, shard, grid.world.rank) if unit.parked else shard)
+        shard = masters.pop() if masters is not None else _cut(group, unit.layout, ranks, device)
+        placed.append(park(module.plugins.offload, unit, shard, ranks.world.rank) if unit.parked else shard)
     return placed
 
 
 def _build_units(
-    module: PlannedModule, masters: list[torch.Tensor], grid: RankGrid, device: torch.device, reshard: Reshard
+    module: PlannedModule, masters: list[torch.Tensor], ranks: UnitRanks, device: torch.device, reshard: Reshard
 ) -> list[Unit]:
     """The units of one module: its parameters become views of ``masters`` (emptied), and let go of what they held."""
     if module.parent is not None:
@@ -282,12 +282,12 @@ def _build_units(
             planned.spec,
             planned.layout,
             group,
-            grid,
+            ranks,
             masters.pop(),
             planned.dtypes,
             module.plugins.caster,
             module.plugins.offload,
-            reshard=reshard if grid.shard is not None else Reshard.NEVER,
+            reshard=reshard if ranks.owner is not None else Reshard.NEVER,
             wire=planned.wire,
             parks=planned.parked,
         )
@@ -300,10 +300,10 @@ def _build_units(
     return units
 
 
-def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, grid: RankGrid, device: torch.device) -> torch.Tensor:
+def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, ranks: UnitRanks, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         master = torch.zeros(layout.shard_numel, dtype=group[0].original.dtype, device=device)
-        for piece in layout.pieces(grid.shard_rank):
+        for piece in layout.pieces(ranks.shard_rank):
             slot = layout.slots[piece.slot]
             source = group[piece.slot].original.detach()
             if source.stride() != slot.stride:

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import ParameterError, PluginContractError
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from ..planning.answers import place, plugin_name
-from ..planning.groups import RankGrid
+from ..planning.groups import UnitRanks
 from ..planning.layout import round_up
 from ..planning.plan import ModuleParameters
 from ..planning.units import PlannedModule, PlannedUnit
@@ -107,7 +107,7 @@ def remember(owners: Sequence[PlannedModule], device: torch.device) -> Callable[
 
 def materialize(
     owners: Sequence[PlannedModule],
-    grid: RankGrid,
+    ranks: UnitRanks,
     device: torch.device,
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
@@ -123,20 +123,20 @@ def materialize(
     that no holes are left between the masters.
     """
     hollow = [owner for owner in owners if owner.has_meta_parameters]
-    nbytes = max((sum(_nbytes(owner)) for owner in hollow), default=0) if grid.shard is not None else 0
+    nbytes = max((sum(_nbytes(owner)) for owner in hollow), default=0) if ranks.owner is not None else 0
     masters: dict[str, list[torch.Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
         for owner in owners:
             if owner.has_meta_parameters:
-                flats = _flats(owner, scratch if grid.shard is not None else None, device)
+                flats = _flats(owner, scratch if ranks.owner is not None else None, device)
                 _fill(owner, flats, device, initializer, whole_shapes)
                 if from_first:
-                    send_from_first(_wholes(owner, flats), grid.world, device)
+                    send_from_first(_wholes(owner, flats), ranks.world, device)
                 masters[owner.name] = [
                     flat
-                    if grid.shard is None
-                    else flat.narrow(0, grid.shard_rank * layout.shard_numel, layout.shard_numel).clone()
+                    if ranks.owner is None
+                    else flat.narrow(0, ranks.shard_rank * layout.shard_numel, layout.shard_numel).clone()
                     for layout, flat in zip((unit.layout for unit in owner.units), flats, strict=True)
                 ]
             else:
@@ -146,10 +146,10 @@ def materialize(
                         _initialize(module, set(), initializer, whole_shapes)
                 if from_first:
                     originals = [parameter.original for group in owner.groups for parameter in group]
-                    send_from_first(originals, grid.world, device)
+                    send_from_first(originals, ranks.world, device)
             if from_first:
                 buffers = [buffer for module in owner.modules for buffer in module._buffers.values()]
-                send_from_first([buffer for buffer in buffers if buffer is not None], grid.world, device)
+                send_from_first([buffer for buffer in buffers if buffer is not None], ranks.world, device)
     return masters
 
 

@@ -21,7 +21,7 @@ from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMisma
 from ..functions.lookup import live_roots
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
-from ..planning.groups import RankGrid, rank_lists_for, strategy_for, subgroup
+from ..planning.groups import UnitRanks, rank_lists_for, strategy_for, subgroup
 from ..planning.layout import NamedLayout
 from ..planning.plan import (
     MODULE_STATE_ATTRIBUTE,
@@ -78,19 +78,19 @@ def shard_module(request: Request) -> Root:
     with ExitStack() as unfinished:
         with ExitStack() as undo:
             with agreement.phase():
-                grid = _form_groups(plan, plugins.collectives)
+                ranks = _form_groups(plan, plugins.collectives)
                 if request.config.check_ranks:
                     # All ranks fail alike then, and so close alike.
-                    unfinished.callback(close_groups, plan, grid)
-                masters, put_back = prepare(plan, grid)
+                    unfinished.callback(close_groups, plan, ranks)
+                masters, put_back = prepare(plan, ranks)
                 undo.callback(put_back)
             # Every rank could keep its model until here: nothing was let go of.
             undo.pop_all()
         try:
             with agreement.phase():
-                root = build(plan, grid, masters)
+                root = build(plan, ranks, masters)
         except RankMismatchError as mismatch:
-            give_up(plan, grid, str(mismatch))
+            give_up(plan, ranks, str(mismatch))
             raise
         unfinished.pop_all()
     _remember_plugins(plan, plugins)
@@ -248,9 +248,9 @@ def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> 
     return report
 
 
-def _form_groups(plan: ShardPlan, world: Collectives) -> RankGrid:
+def _form_groups(plan: ShardPlan, world: Collectives) -> UnitRanks:
     shard_lists, replicate_lists = plan.rank_lists
-    return RankGrid(world, subgroup(world, shard_lists), subgroup(world, replicate_lists))
+    return UnitRanks.over(world, subgroup(world, shard_lists), subgroup(world, replicate_lists))
 
 
 def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
