@@ -256,7 +256,7 @@ def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tup
 
 
 class FormedGroups:
-    """The communicators of a model's units: one for each set of ranks. Every rank of the world makes them, in one order."""
+    """The communicators of a model's units, one for each set of ranks. All ranks make them, in one order."""
 
     def __init__(self, ranks: ModelRanks, units: Iterable[tuple[UnitLists, float | None]], world: Collectives) -> None:
         """``units``: the ranks of the units of each module, and their divisor."""

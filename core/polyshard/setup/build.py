@@ -92,7 +92,9 @@ def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[]
         )
         for each in modules:
             if each.parks:
-                masters[each.name] = _park(each, masters.pop(each.name, None), groups.of(each.lists, each.divisor), device)
+                masters[each.name] = _park(
+                    each, masters.pop(each.name, None), groups.of(each.lists, each.divisor), device
+                )
         try_codecs(modules, groups.world)
         refuse_shared_memory(_parked(plan, masters), groups.world.rank)
     except BaseException:

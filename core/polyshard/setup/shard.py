@@ -129,9 +129,7 @@ def plan_shards(request: Request, plugins: ChosenPlugins) -> ShardPlan:
     )
 
 
-def planned_modules(
-    request: Request, plugins: ChosenPlugins, ranks: ModelRanks
-) -> tuple[PlannedModule, ...]:
+def planned_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks) -> tuple[PlannedModule, ...]:
     """The modules of ``plan_shards``, over ``ranks``. Tells nobody, for what looks and does not shard."""
     owners = _choose_modules(request, plugins, ranks)
     _refuse_unmeasured(request.config, ranks.strategy, plugins.context.device, plugins.collectives.rank)
