@@ -62,8 +62,8 @@ class Always(WrapPolicy):
 class Overrides:
     """Settings for the modules that a key matches, each of which becomes a unit.
 
-    A key is the name of a class, which stands for its subclasses, too, or a name in the model. In names, ``*`` matches
-    anything, dots included: ``"blocks.*.experts"``.
+    A key is the name of a class, which stands for its subclasses, too, or a name in the model, in which ``*`` stands
+    for anything between two dots: ``"blocks.*.experts"``.
     """
 
     def __init__(self, table: Mapping[str, Mapping[str, Any]] | None, policy: str) -> None:
@@ -315,7 +315,9 @@ def _reference(cls: type) -> str:
 
 
 def _matches(key: str, name: str, module: nn.Module) -> bool:
-    return fnmatchcase(name, key) or any(key == each.__name__ for each in type(module).__mro__)
+    keys, parts = key.split("."), name.split(".")
+    named = len(keys) == len(parts) and all(map(fnmatchcase, parts, keys))
+    return named or any(key == each.__name__ for each in type(module).__mro__)
 
 
 def _told_with(settings: Mapping[str, Any]) -> str:

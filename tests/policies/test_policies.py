@@ -565,7 +565,7 @@ def test_settings_by_class_or_name_of_a_module(name: str, overrides: dict[str, d
         ({"layer.*": {}}, "has 'layer.*', which no module inside this Module has as class or name"),
         ({"layers": {}}, r"matches 'layers', a ModuleList, which cannot be a unit.*'layers\.\*' for each"),
         (
-            {"Experts": {"mesh": "a"}, "*.experts": {"mesh": "b"}},
+            {"Experts": {"mesh": "a"}, "layers.*.experts": {"mesh": "b"}},
             "mesh of module 'layers.0.experts' twice, as 'a' and 'b'",
         ),
     ],
