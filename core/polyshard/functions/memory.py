@@ -99,7 +99,7 @@ def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
 
 
 def _reduced_nbytes(root: Root) -> int:
-    """Bytes of the two largest inputs, of a unit, a module state or a bucket each, and of the buckets that wait then."""
+    """Bytes of the two largest inputs, of a unit, a module state or a bucket each, and of the buckets that wait."""
     buckets = root.reducer.buckets
     inputs: list[int] = []
     # Of each kind and mode: bytes of this rank, and those by which launches are planned.

@@ -375,8 +375,14 @@ class Unit:
 
     @property
     def gathered(self) -> tuple[int, torch.dtype]:
-        """What ranks compare of a gather: elements, and the dtype that travels; bytes where the unit is encoded."""
-        return self.launch_numel, self.buffer.dtype if self.wire is None else torch.uint8
+        """What ranks compare of a gather: elements and dtype of its result, bytes where the unit is encoded.
+
+        Where other ranks have other parts of the unit: the elements by which launches are planned.
+        """
+        if self.wire is None:
+            return self.launch_numel, self.buffer.dtype
+        whole = self.ranks.number == self.ranks.world.world_size
+        return self.wire.nbytes_per_rank * self.ranks.shard_size if whole else self.launch_numel, torch.uint8
 
     @property
     def due(self) -> bool:
