@@ -13,6 +13,7 @@ from ._torch_private import in_backward, on_gradient
 from .events import Events
 from .functions.lookup import live_roots
 from .functions.norms import clip_grad_norm
+from .functions.optimizers import replaced_parameters
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from .planning.groups import UnitRanks
@@ -79,6 +80,7 @@ __all__ = [
     "product",
     "refuse_escape",
     "refuse_unshardable",
+    "replaced_parameters",
     "root_of",
     "streams_for",
     "unshard_due",

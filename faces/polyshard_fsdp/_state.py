@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, Reshard, UnitRanks
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, Reshard, UnitRanks, replaced_parameters
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
@@ -28,7 +28,7 @@ from ._flat_param import (
 from ._init_utils import HYBRID_SHARDING_STRATEGIES, SHARDING_STRATEGY_MAP, Groups, Managed
 from ._runtime import OPTIMIZERS, ForwardOrder, FSDPForward, FSDPModuleState, FSDPRoot, checks_order
 from ._traversal_utils import _get_fsdp_states
-from ._unit import FlatUnit, FSDPPrecision, misplaced_offload, replaced_parameters
+from ._unit import FlatUnit, FSDPPrecision, misplaced_offload
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -185,7 +185,12 @@ class FSDPInstance:
         )
         if not self._use_orig_params:
             handle.register_flat_param()
-            replaced_parameters.add(params, handle.flat_param._fqns, handle.rank)
+            replaced_parameters.add(
+                zip(params, handle.flat_param._fqns, strict=True),
+                "a flat parameter",
+                f"rank {handle.rank}, use_orig_params=False",
+                ", or pass use_orig_params=True",
+            )
         self._handle, self._flat_unit = handle, unit
         return unit
 

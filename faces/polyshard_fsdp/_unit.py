@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from polyshard.errors import ConfigError, DeviceError, ParameterChangedError, ParameterMovedError, StateError
+from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
 from polyshard.extension import (
     Bindings,
     FlatBuffer,
@@ -32,8 +30,6 @@ from polyshard.extension import (
 )
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _runtime_utils
 from ._common_utils import HandleTrainingState
@@ -506,51 +502,6 @@ class FlatBindings(Bindings):
 
     def _add_guards(self) -> None:
         """They are there already: outside of compute, too, nothing else stands under the names."""
-
-
-class ReplacedParameters:
-    """Parameters that a flat one took the place of. No module has them any more: their optimizer updates nothing."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._watches = False
-        # What each was called, and on which rank.
-        self._replaced: Any = WeakTensorKeyDictionary()
-        # Optimizers that hold none of them, and how many parameter groups they had.
-        self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-
-    def add(self, parameters: Sequence[nn.Parameter], names: Sequence[str], rank: int) -> None:
-        """Refuse optimizers of ``parameters``, which had ``names``, from now on."""
-        with self._lock:
-            for parameter, name in zip(parameters, names, strict=True):
-                self._replaced[parameter] = name, rank
-            self._passed.clear()
-            if not self._watches:
-                register_optimizer_step_pre_hook(self.before_step)
-                self._watches = True
-
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """To be called before each step of each optimizer.
-
-        Raises:
-            ConfigError: it holds a trained parameter that was replaced.
-        """
-        if torch.compiler.is_compiling() or self._passed.get(optimizer) == len(optimizer.param_groups):
-            return
-        for parameter in (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad):
-            found = self._replaced.get(parameter)
-            if found is not None:
-                name, rank = found
-                raise ConfigError(
-                    f"{type(optimizer).__name__} holds '{name}', which a flat parameter took the place of (rank "
-                    f"{rank}, use_orig_params=False): it would never be updated. Make the optimizer from "
-                    "model.parameters() behind the sharding, or pass use_orig_params=True."
-                )
-        self._passed[optimizer] = len(optimizer.param_groups)
-
-
-#: Optimizers are one for the whole process, and know of no model.
-replaced_parameters = ReplacedParameters()
 
 
 class FSDPPrecision(PrecisionCaster):

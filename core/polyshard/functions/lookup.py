@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..planning.layout import product
+from ..planning.parts import TensorPart
 from ..runtime.root import Root
 from ..runtime.unit import Unit
 
@@ -137,7 +138,7 @@ class Placement:
     """Where the elements of a parameter lie."""
 
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Shape of the whole parameter; of this rank's part of it, beside tensor or expert parallelism."""
     stride: tuple[int, ...]
     """Strides of the whole parameter, in elements."""
     start: int
@@ -153,6 +154,11 @@ class Placement:
     rows: tuple[int, int] | None = None
     """First and one past the last index of dimension 0 that this rank holds, where the layout cuts between them only;
     the parameter's own shape is then ``(rows, ...)``. None elsewhere."""
+    ranks: str = ""
+    """The dimensions of the mesh that the unit is cut over, and replicated; empty where no mesh was given."""
+    part: TensorPart | None = None
+    """The part of a larger tensor that all of the above is about: mesh, placements and shape of its ``DTensor``, with
+    the part's offset and sizes. None for a parameter that was no ``DTensor``."""
 
 
 def placement_of(parameter: torch.Tensor) -> Placement:
@@ -172,7 +178,8 @@ def placement_of(parameter: torch.Tensor) -> Placement:
     start, stop = pieces[shard]
     row = product(slot.shape[1:])
     rows = (start // row, stop // row) if slot.by_rows and row else None
-    return Placement(slot.shape, slot.stride, start, stop, unit.name, shard, pieces, rows)
+    part = unit.parameters[found.slot].part
+    return Placement(slot.shape, slot.stride, start, stop, unit.name, shard, pieces, rows, unit.ranks.label, part)
 
 
 def dtensor_of(parameter: torch.Tensor) -> DTensor:

@@ -6,7 +6,6 @@ Pieces under the names of whole parameters would look like a model to whoever sa
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -19,7 +18,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError
-from ..planning.plan import ManagedParameter
+from ..planning.parts import is_dtensor, local_of
 from ..runtime.gather import view_of
 from ..runtime.parameters import become
 from ..runtime.root import Root
@@ -58,9 +57,11 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
             with root.meeting(f"gather of whole '{unit.spec.label}'", (unit.ranks.owner,)):
                 flats[unit] = _expose_whole(unit)
             for parameter in unit.parameters:
-                if parameter.original.requires_grad:
-                    hook = partial(_refuse_gradient, parameter, root.rank)
-                    refusals.enter_context(parameter.original.register_hook(hook))  # type: ignore[no-untyped-call]
+                module, key = parameter.sites[0]
+                shown = module._parameters[key]
+                if shown is not None and shown.requires_grad:
+                    hook = partial(_refuse_gradient, shown, parameter.names[0], root.rank)
+                    refusals.enter_context(shown.register_hook(hook))  # type: ignore[no-untyped-call]
         yield
         if writeback:
             if root.registrations is not None and root.registered:
@@ -135,14 +136,16 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
             module, key = parameter.sites[0]
             current = module._parameters.get(key)
             view = view_of(whole, slot.shape, slot.stride, slot.offset)
-            if current is None or current.shape != view.shape:
+            shape = slot.shape if parameter.part is None else parameter.part.shape
+            if current is None or tuple(current.shape) != shape:
                 got = None if current is None else tuple(current.shape)
                 raise ParameterChangedError(
-                    f"Cannot writeback when the parameter shape changes\nExpects {slot.shape} but got {got} for "
+                    f"Cannot writeback when the parameter shape changes\nExpects {shape} but got {got} for "
                     f"'{parameter.names[0]}' on rank {unit.ranks.world.rank}. Keep the whole shape."
                 )
-            if current.data_ptr() != view.data_ptr():
-                view.copy_(current)
+            own = current if parameter.part is None else local_of(current)
+            if own.data_ptr() != view.data_ptr():
+                view.copy_(own)
         if whole.data_ptr() != unit.master.data_ptr():
             unit.master.copy_(own_part(unit, whole))
 
@@ -154,15 +157,21 @@ def _expose_whole(unit: Unit) -> torch.Tensor:
             # Without writeback, writes must not reach the master.
             flat = flat.clone()
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-            become(parameter.original, view_of(flat, slot.shape, slot.stride, slot.offset))
+            view = view_of(flat, slot.shape, slot.stride, slot.offset)
+            become(parameter.original, view)
+            if parameter.part is not None:
+                # As tensor parallelism alone would show it.
+                shown = nn.Parameter(parameter.part.as_leaf(view), requires_grad=parameter.original.requires_grad)
+                for module, key in parameter.sites:
+                    module._parameters[key] = shown
     return flat
 
 
-def _refuse_gradient(parameter: ManagedParameter, rank: int, _: torch.Tensor) -> None:
+def _refuse_gradient(parameter: torch.Tensor, name: str, rank: int, _: torch.Tensor) -> None:
     # Modules without a unit, and plain uses of a parameter, have no output that a module state watches.
-    if _torch_private.will_accumulate(parameter.original):
+    if _torch_private.will_accumulate(parameter):
         raise StateError(
-            f"A backward inside unsharded() on rank {rank} reached '{parameter.names[0]}': its gradient would be whole "
+            f"A backward inside unsharded() on rank {rank} reached '{name}': its gradient would be whole "
             "and this rank's alone. Run forward and backward outside of unsharded(), or use "
             "torch.autograd.grad."
         )
@@ -220,23 +229,27 @@ class _Guard:
         for key, index in self.slots.items():
             value: Any = state_dict.get(prefix + key)
             slot, piece = self.unit.layout.slots[index], pieces.get(index)
-            gathers = _is_dtensor(value)
+            gathers = is_dtensor(value)
             # Torch raises for other values.
             if not gathers and (type(value) is not torch.Tensor and type(value) is not nn.Parameter):
                 continue
             if not self._shows_pieces:
-                if gathers:
+                if gathers and self.unit.parameters[index].part is None:
                     state_dict[prefix + key] = value.detach().full_tensor()
                 continue
-            if tuple(value.shape) != slot.shape:
+            part = self.unit.parameters[index].part
+            shape = slot.shape if part is None else part.shape
+            if tuple(value.shape) != shape:
                 raise StateError(
                     f"load_state_dict() got '{self._parameter(index)}' in shape {tuple(value.shape)}, "
-                    f"and the whole parameter has {slot.shape} (rank {self._rank}). Give whole parameters, which each "
+                    f"and the whole parameter has {shape} (rank {self._rank}). Give whole parameters, which each "
                     "rank takes its part of, or load what polyshard.local_state_dict returned with "
                     "polyshard.load_local_state_dict."
                 )
             # A DTensor may be of any mesh, and cut otherwise than the parameter. All ranks pass here.
             whole = value.detach().full_tensor() if gathers else value.detach()
+            if part is not None:
+                whole = part.cut(whole)
             if whole.stride() != slot.stride:
                 whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(
                     whole
@@ -271,12 +284,6 @@ class _Guard:
     @property
     def _rank(self) -> int:
         return self.unit.ranks.world.rank
-
-
-def _is_dtensor(value: object) -> bool:
-    # Importing them takes long, and without the import there are no DTensors.
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 class _NoGuard:

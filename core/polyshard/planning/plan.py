@@ -35,6 +35,7 @@ from ..errors import (
 )
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import thresholds
+from .parts import TensorPart, is_dtensor, local_of, plain_parameter
 
 #: Attribute under which a sharded module holds its module state.
 MODULE_STATE_ATTRIBUTE = "_polyshard_module_state"
@@ -48,11 +49,14 @@ class ManagedParameter:
     """
 
     original: nn.Parameter
-    """The user's own object, which outside compute views the master shard."""
+    """The user's own object, which outside compute views the master shard. Of a ``DTensor``, a plain parameter of the
+    local shape, which takes its place when the model is built."""
     names: tuple[str, ...]
     """Every fully-qualified name; more than one for a shared parameter."""
     sites: tuple[tuple[nn.Module, str], ...]
     """Every (module, attribute) that holds it."""
+    part: TensorPart | None = None
+    """The part of a whole tensor that it is, by tensor or expert parallelism; None for a whole parameter."""
 
 
 def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
@@ -104,6 +108,9 @@ def _separable(
             waiting += list(module.children())[::-1]
             continue
         held = {p for each in inside for p in each._parameters.values() if p is not None and p in owned}
+        if any(map(is_dtensor, held)):
+            # What other modules would find in its place outside of its forward is no DTensor.
+            continue
         large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_SPLIT
         if large and all(user in inside for parameter in held for user, _ in owned[parameter]):
             found.append(module)
@@ -226,7 +233,9 @@ def plan_modules(
                     uses[parameter].owners.append(module)
     groups: dict[nn.Module, dict[tuple[torch.dtype, bool], list[ManagedParameter]]] = {}
     for parameter, found in uses.items():
-        managed = ManagedParameter(parameter, tuple(found.names), tuple(found.sites))
+        part = TensorPart.of(parameter, found.names[0], rank)
+        original = parameter if part is None else plain_parameter(parameter)
+        managed = ManagedParameter(original, tuple(found.names), tuple(found.sites), part)
         kind = (parameter.dtype, parameter.requires_grad)
         groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
     owners = {module for module in names if module is root or module in groups}
@@ -317,10 +326,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_refere
             f"Cannot flatten integer dtype tensors: {where} has dtype {parameter.dtype}. "
             "Register it as a buffer, or pass it in ignored_parameters."
         )
-    if type(parameter.data) is not torch.Tensor:
+    data = local_of(parameter) if is_dtensor(parameter) else parameter.data
+    if type(data) is not torch.Tensor:
         raise ParameterError(
-            f"The parameter {where} is a {type(parameter.data).__name__}, not a plain tensor. "
-            "Pass it in ignored_parameters."
+            f"The parameter {where} is a {type(data).__name__}, not a plain tensor. Pass it in ignored_parameters."
         )
     own = _state_of_its_own(parameter)
     if own:
@@ -345,7 +354,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_refere
 
 def _state_of_its_own(parameter: nn.Parameter) -> list[str]:
     """Attributes of a parameter of another class than torch's, as quantized ones need to compute."""
-    return [] if type(parameter) is nn.Parameter else list(vars(parameter))
+    return [] if type(parameter) is nn.Parameter or is_dtensor(parameter) else list(vars(parameter))
 
 
 def _walk(

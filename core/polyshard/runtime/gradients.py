@@ -77,7 +77,7 @@ class Gradients:
         #: it was None. An optimizer moves them, but would leave a parameter without a gradient alone.
         self.unfilled: frozenset[int] = frozenset()
         #: A factor of the mean over ranks; None for 1.
-        self.scale: float | None = None
+        self.scale = unit.ranks.scale
         self._reduced_once = False
         # The places at which the gradients of the next reduction were computed, and those in the sum added up.
         self._places: list[object] = []
@@ -312,7 +312,7 @@ def write_directly(
     Layers with another forward (a subclass, a replaced method) stay as they are.
     """
     for index, parameter in enumerate(parameters):
-        if len(parameter.sites) > 1 or layout.slots[index].numel < thresholds.DIRECT_NUMEL:
+        if len(parameter.sites) > 1 or parameter.part or layout.slots[index].numel < thresholds.DIRECT_NUMEL:
             continue
         module, attribute = parameter.sites[0]
         if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:

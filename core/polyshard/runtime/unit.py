@@ -75,9 +75,11 @@ class Unit:
     Three tensors carry a parameter's values:
 
     - the *original* ``nn.Parameter`` that the user made, from now on a view of the *master* shard (this rank's elements
-      only, 1-D or ``(rows, ...)``; the whole parameter where there is one shard); what optimizers update;
+      only, 1-D or ``(rows, ...)``; the whole parameter where there is one shard); what optimizers update. In the place
+      of a ``DTensor`` stands a plain parameter over this rank's elements of its local tensor;
     - the *master*: this rank's slice of the flat unit, in the original dtype;
-    - the *view* of the gather buffer, a leaf in compute dtype, which modules see during compute.
+    - the *view* of the gather buffer, a leaf in compute dtype, which modules see during compute: for a ``DTensor``, one
+      over the view.
     """
 
     #: Whether large linear layers write their weight gradients into the reduction's input.
@@ -110,6 +112,8 @@ class Unit:
         self.observers: tuple[Observer, ...] = ()
         self.step: Step | None = None
         self.trainable = any(parameter.original.requires_grad for parameter in parameters)
+        # Parameters that are parts of whole tensors: modules see them as ``DTensor``.
+        self._parts = [(index, each.part) for index, each in enumerate(parameters) if each.part is not None]
         #: Elements by which launches of communication are planned: the same on all ranks of the world, whichever part
         #: of the unit they hold.
         self.launch_numel = layout.padded_numel
@@ -197,7 +201,7 @@ class Unit:
     @property
     def resident(self) -> bool:
         """Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast."""
-        return self.permanent and self.ranks.alone
+        return self.permanent and self.ranks.alone and self.ranks.scale is None and not self._parts
 
     def watch(self, observers: tuple[Observer, ...]) -> None:
         """Tell ``observers`` of gathers, compute and reductions from now on."""
@@ -267,7 +271,9 @@ class Unit:
     def _bind(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
         self._renew_record()
-        self.leaves = list[torch.Tensor](self.originals.tensors) if self.resident else buffer.views
+        self.leaves = list[torch.Tensor](self.originals.tensors if self.resident else buffer.views)
+        for index, part in self._parts:
+            self.leaves[index] = part.as_leaf(buffer.views[index])
         self._no_gradients = [None] * len(self.leaves)
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
@@ -310,6 +316,10 @@ class Unit:
         gradients = list(map(_gradient_of, self.leaves))
         for leaf in self.leaves:
             leaf.grad = None
+        for index, part in self._parts:
+            gradient = gradients[index]
+            if gradient is not None:
+                gradients[index] = part.local_gradient(gradient)
         return gradients
 
     def claim_gradient(self, index: int) -> torch.Tensor | None:

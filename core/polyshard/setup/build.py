@@ -14,6 +14,7 @@ from ..config import ShardConfig, Strategy
 from ..errors import StateError
 from ..events import Events
 from ..functions.memory import memory_report
+from ..functions.optimizers import replaced_parameters
 from ..interfaces import Collectives, OffloadManager, UnitSpec
 from ..planning.answers import refuse_shared_memory
 from ..planning.groups import UnitRanks
@@ -278,6 +279,7 @@ def _build_units(
     masters.reverse()
     units = []
     for planned, group in zip(module.units, module.groups, strict=True):
+        _replace_dtensors(group, ranks.world.rank)
         unit = Unit(
             planned.spec,
             planned.layout,
@@ -298,6 +300,19 @@ def _build_units(
     for inner in module.modules:
         place_buffers(inner, device, module.buffer_dtype)
     return units
+
+
+def _replace_dtensors(group: Sequence[ManagedParameter], rank: int) -> None:
+    """Put plain parameters into the places of ``DTensor`` ones, whose optimizers are refused from now on."""
+    for parameter in group:
+        if parameter.part is not None:
+            module, key = parameter.sites[0]
+            replaced = module._parameters[key]
+            assert replaced is not None
+            named = [(replaced, parameter.names[0])]
+            replaced_parameters.add(named, "a plain parameter over this rank's part", f"rank {rank}")
+            for module, key in parameter.sites:
+                module._parameters[key] = parameter.original
 
 
 def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, ranks: UnitRanks, device: torch.device) -> torch.Tensor:

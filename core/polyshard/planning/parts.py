@@ -1,0 +1,169 @@
+"""Parameters that are parts of larger tensors, by tensor or expert parallelism: ``DTensor`` in, and out for compute.
+
+A unit holds the local tensors, flat, like any other parameters. Modules compute with ``DTensor`` leaves over the
+gathered local tensors, so that operations find the mesh and the placements that ``parallelize_module`` gave them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from ..errors import ParameterError
+from .layout import product
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether ``value`` is a ``DTensor``."""
+    # Importing them takes long, and without the import there are none.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TensorPart:
+    """The part of a whole tensor that one parameter of this rank is, as its ``DTensor`` said."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    """One for each dimension of ``mesh``."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    stride: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    """First index of the part within the whole, in each dimension."""
+    sizes: tuple[int, ...]
+    """Shape of the part."""
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, name: str, rank: int) -> TensorPart | None:
+        """The part that ``parameter`` is; None for a parameter that is no ``DTensor``.
+
+        Raises:
+            ParameterError: it is placed in a way that a unit cannot hold: partial, or in uneven strides.
+        """
+        if not is_dtensor(parameter):
+            return None
+        placed = cast("DTensor", parameter)
+        mesh, shape = placed.device_mesh, tuple(placed.shape)
+        for placement in placed.placements:
+            if not (placement.is_replicate() or (placement.is_shard() and type(placement).__name__ == "Shard")):
+                raise ParameterError(
+                    f"The parameter '{name}' is a DTensor with the placement {placement} (rank {rank}), which a unit "
+                    "cannot hold. Use Shard(dim) or Replicate(), or pass it in ignored_parameters."
+                )
+        offset, sizes = _box(shape, mesh, placed.placements)
+        local = local_of(placed)
+        if tuple(local.shape) != sizes:
+            raise ParameterError(
+                f"The DTensor '{name}' of shape {shape} has a local tensor of shape {tuple(local.shape)} where "
+                f"{placed.placements} on {mesh} cut {sizes} (rank {rank}). Make it with distribute_tensor."
+            )
+        return cls(mesh, tuple(placed.placements), shape, tuple(placed.stride()), offset, sizes)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks of ``mesh`` have this part."""
+        return product(
+            [size for size, each in zip(_sizes(self.mesh), self.placements, strict=True) if not each.is_shard()]
+        )
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks of ``mesh`` have parts of one shape."""
+        parts: dict[int, int] = {}
+        for size, each in zip(_sizes(self.mesh), self.placements, strict=True):
+            if each.is_shard():
+                dim = cast("Any", each).dim
+                parts[dim] = parts.get(dim, 1) * size
+        return all(self.shape[dim] % number == 0 for dim, number in parts.items())
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of the largest part of any rank: the same number on all of them."""
+        largest = list(self.shape)
+        for size, each in zip(_sizes(self.mesh), self.placements, strict=True):
+            if each.is_shard():
+                dim = cast("Any", each).dim
+                largest[dim] = -(-largest[dim] // size)
+        return product(largest)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``whole``, as a view."""
+        for dim, (start, size) in enumerate(zip(self.offset, self.sizes, strict=True)):
+            whole = whole.narrow(dim, start, size)
+        return whole
+
+    def as_leaf(self, local: torch.Tensor) -> torch.Tensor:
+        """A ``DTensor`` leaf over the memory of ``local`` (``sizes``), to compute with."""
+        from torch.distributed.tensor import DTensor
+
+        with torch.inference_mode(False), torch.no_grad():
+            leaf = DTensor.from_local(
+                local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+            )
+        return leaf.requires_grad_(local.requires_grad)
+
+    @torch.no_grad()
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The local tensor of ``gradient``, a ``DTensor`` that is placed as the parameter from here on.
+
+        Partial sums are added up over ``mesh``: every rank of it calls this for the same parameters, in one order.
+        """
+        placed = cast("DTensor", gradient)
+        if placed.placements != self.placements:
+            placed = placed.redistribute(self.mesh, self.placements)
+        return local_of(placed)
+
+
+def local_of(placed: torch.Tensor) -> torch.Tensor:
+    """The local tensor of ``placed``, a ``DTensor``, behind the collective that makes it."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    with torch.no_grad():
+        local = cast("DTensor", placed).to_local()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def plain_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of this rank's part of ``parameter``, a ``DTensor``, with the user's attributes of it."""
+    local = local_of(parameter)
+    plain = nn.Parameter(local.detach(), requires_grad=parameter.requires_grad)
+    plain.__dict__.update({key: value for key, value in vars(parameter).items() if not key.startswith("_")})
+    for hook in _torch_private.post_accumulate_grad_hooks(parameter):
+        plain.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return plain
+
+
+def _sizes(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.shape)
+
+
+def _box(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and sizes of this rank's part: each dimension of the mesh cuts what those before it left, as ``chunk``."""
+    offset, sizes = [0] * len(shape), list(shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return tuple(offset), (0,) * len(shape)
+    for number, index, placement in zip(_sizes(mesh), coordinate, placements, strict=True):
+        if placement.is_shard():
+            dim = cast("Any", placement).dim
+            chunk = -(-sizes[dim] // number)
+            start = min(index * chunk, sizes[dim])
+            offset[dim] += start
+            sizes[dim] = min(chunk, sizes[dim] - start)
+    return tuple(offset), tuple(sizes)
