@@ -105,7 +105,7 @@ class UnitRanks:
         scratch = self._scratch(self.reduction, result, wire)
         work = self.reduction.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
         work = issued(work, "reduce_scatter", self.reduction, "")
-        return work if self.replicate is None else _ThenAllReduce(work, self.replicate, result)
+        return work if self.replicate is None else ThenAllReduce(work, self.replicate, result)
 
     def reduce_many(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], results: torch.Tensor | None = None
@@ -123,7 +123,7 @@ class UnitRanks:
         if self.replicate is None:
             return work
         assert results is not None
-        return _ThenAllReduce(work, self.replicate, results)
+        return ThenAllReduce(work, self.replicate, results)
 
     @staticmethod
     def _scratch(among: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
@@ -132,19 +132,25 @@ class UnitRanks:
 
 
 @dataclass(slots=True)
-class _ThenAllReduce:
+class ThenAllReduce:
     """Reductions over shards, then over the replicas of each shard."""
 
     first: Work
     replicate: Collectives
     result: torch.Tensor
-    done: bool = False
+    second: Work | None = None
+    """Over the replicas; None before it was issued."""
+
+    def proceed(self) -> Work:
+        """Issue the second, behind the first."""
+        if self.second is None:
+            self.first.wait()
+            work = self.replicate.all_reduce(self.result, op=ReduceOp.MEAN)
+            self.second = issued(work, "all_reduce", self.replicate, "")
+        return self.second
 
     def wait(self) -> None:
-        if not self.done:
-            self.first.wait()
-            self.replicate.all_reduce(self.result, op=ReduceOp.MEAN).wait()
-            self.done = True
+        self.proceed().wait()
 
 
 def group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]:

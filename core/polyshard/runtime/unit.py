@@ -22,6 +22,7 @@ from ..interfaces import (
 )
 from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.groups import UnitRanks
+from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown
@@ -384,10 +385,14 @@ class Unit:
 
     @property
     def gathered(self) -> tuple[int, torch.dtype]:
-        """Elements of a gather's result, and their dtype: bytes where the unit is encoded."""
-        if self.wire is not None:
-            return self.wire.nbytes_per_rank * self.ranks.shard_size, torch.uint8
-        return self.layout.padded_numel, self.buffer.dtype
+        """What ranks compare of a gather: elements and dtype of its result, bytes where the unit is encoded.
+
+        Where other ranks have other parts of the unit: the elements by which launches are planned.
+        """
+        if self.wire is None:
+            return self.launch_numel, self.buffer.dtype
+        whole = self.ranks.number == self.ranks.world.world_size
+        return self.wire.nbytes_per_rank * self.ranks.shard_size if whole else self.launch_numel, torch.uint8
 
     @property
     def due(self) -> bool:
@@ -533,10 +538,12 @@ def unshard_together(units: Sequence[Unit]) -> None:
         if step.audit is not None:
             for unit in units:
                 step.streams.meet(step.audit.agree, unit.ranks.world, unit.name, "all_gather", *unit.gathered)
-        among = units[0].ranks.gather
-        if step.announce is not None and among is not None:
+        if step.announce is not None:
             # Among those that gather: replicas may evaluate apart.
-            step.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in units))
+            for same in alike(units, [id(unit.ranks.gather) for unit in units]) if len(units) > 1 else (units,):
+                among = same[0].ranks.gather
+                if among is not None:
+                    step.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in same))
         step.streams.gather([unit.record for unit in units])
     except BaseException as error:
         if isinstance(error, CollectiveError):
