@@ -61,6 +61,8 @@ class PlannedModule(ModuleParameters):
     full_precision_in_eval: bool
     reads_in_backward: bool
     """Whether its units are gathered in backward."""
+    scope: tuple[int, ...] | None = None
+    """The ranks of the model that have the same plain parameters, those of its units' own groups; None for all."""
 
     @property
     def parks(self) -> bool:
