@@ -161,6 +161,8 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
     """
     gathers = "gathered in backward" if plan.reads_in_backward else "not gathered in backward"
     rows: list[list[Any]] = [[f"'{plan.name or '(root)'}'", overrides, str(plan.buffer_dtype), gathers]]
+    if plan.lists.label or plan.divisor is not None:
+        rows[0].append(["over", plan.lists.label, "gradients divided by", plan.divisor])
     for unit, group in zip(plan.units, plan.groups, strict=True):
         title = f"unit '{unit.spec.label}'"
         even = all(parameter.part is None or parameter.part.is_even for parameter in group)

@@ -351,7 +351,7 @@ def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: 
     return master
 
 
-def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives, shards: int) -> None:
+def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives) -> None:
     """Encode and decode a ramp, once for each caster that encodes, as its smallest unit.
 
     Raises PluginContractError: what was decoded has little to do with what was encoded.
@@ -366,11 +366,11 @@ def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives, shards
             if known is None or unit.spec.shard_numel < known[1].spec.shard_numel:
                 smallest[id(owner.plugins.caster)] = owner.plugins.caster, unit
     for caster, unit in smallest.values():
-        _try_codec(caster, unit, collectives, shards)
+        _try_codec(caster, unit, collectives)
 
 
-def _try_codec(caster: PrecisionCaster, unit: PlannedUnit, collectives: Collectives, shards: int) -> None:
-    spec = unit.spec
+def _try_codec(caster: PrecisionCaster, unit: PlannedUnit, collectives: Collectives) -> None:
+    spec, shards = unit.spec, unit.layout.world_size
     assert unit.wire is not None
     ramp = torch.linspace(-1.0, 1.0, spec.shard_numel + 2, dtype=torch.float64)[1:-1]
     shard = ramp.to(device=spec.device, dtype=spec.master_dtype)
