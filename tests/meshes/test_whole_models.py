@@ -10,6 +10,7 @@ TP = {"sizes": (2, 2), "names": ("dp", "tp"), "shard": ("dp",)}
 EP = {"sizes": (2, 2), "names": ("edp", "ep"), "shard": ("edp", "ep"), "experts": ("edp",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -20,6 +21,7 @@ EP = {"sizes": (2, 2), "names": ("edp", "ep"), "shard": ("edp", "ep"), "experts"
         Plan(**EP, shape=Shape(experts=3, kept="dtensor")),
         Plan(**EP, shape=Shape(experts=4, kept="modules", closed=(0,))),
         Plan((1, 4), ("edp", "ep"), Shape(experts=3, kept="dtensor"), ("edp", "ep"), experts=("edp",)),
+        Plan((2, 2, 2), ("dp_replicate", "ep", "tp"), Shape(experts=3, kept="dtensor"), ("ep",), ("dp_replicate",)),
     ],
     ids=str,
 )

@@ -138,7 +138,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class Moe(nn.Module):
-    """Each token goes to two experts, which may be on other ranks of ``ep``; the loss of balance is ``self.balance``."""
+    """Each token goes to two experts, which may be on other ranks of ``ep``. Forward sets ``balance``, another loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

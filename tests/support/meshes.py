@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -41,8 +40,6 @@ T = TypeVar("T")
 POOLS = KeptRanks()
 #: Seconds that a call may take; its processes are stopped then, and the stacks of all shown.
 LIMIT_S = 60.0
-#: Steps behind the first, which shows gradients.
-STEPS = 10
 #: Far below the norm of gradients, so that all steps are clipped.
 MAX_NORM = 0.1
 
@@ -59,11 +56,15 @@ class Plan:
     replicate: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     """Dimensions that experts are cut over, of the configured mesh; the rest of their data ranks replicate."""
+    by_mesh: tuple[str, ...] = ()
+    """Instead of ``experts``: dimensions of the ``DeviceMesh`` that the policy gives, (replicate, shard) or (shard,)."""
     divisor: Any = None
     """``gradient_divisor`` of experts; None for the default."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Of ``ShardConfig``, beside all these."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["sgd", "adamw", "muon"] = "adamw"
+    steps: int = 10
+    """Behind the first, which shows gradients."""
     microbatches: int = 1
     dtype: torch.dtype = torch.float64
 
@@ -75,7 +76,9 @@ class Plan:
             if getattr(self.shape, each.name) != each.default
         }
         words = [f"{key}={value}" for key, value in [*changed.items(), *self.settings]]
-        return "-".join([mesh, *words, self.optimizer, *([f"{self.microbatches} parts"] * (self.microbatches > 1))])
+        if self.microbatches > 1:
+            words.append(f"{self.microbatches} microbatches")
+        return "-".join([mesh, *words, self.optimizer])
 
     @property
     def world_size(self) -> int:
@@ -144,6 +147,8 @@ class StackMuon(FormulaMuon):
 
 def optimizers(model: nn.Module, kind: str, sharded: bool) -> list[torch.optim.Optimizer]:
     """Of a whole model, or of a sharded one."""
+    if kind == "sgd":
+        return [torch.optim.SGD(model.parameters(), lr=0.1)]
     if kind == "adamw":
         return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
     assert isinstance(model, Net)
@@ -162,7 +167,7 @@ def expected(plan: Plan) -> Ended:
     """The training of the whole model, on the batches of all data ranks."""
     model, ended = make(plan), Ended()
     stepped: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=1.0)]
-    for turn in range(1 + STEPS):
+    for turn in range(1 + plan.steps):
         losses = []
         for rank in range(plan.data_size):
             parts = [model(plan.batch(turn, rank, part)) / plan.microbatches for part in range(plan.microbatches)]
@@ -187,7 +192,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_experts(model: Net, plan: Plan) -> None:
-    """Experts have the mean over all data ranks so far; by the divisor of ``plan`` it is another multiple of the sum."""
+    """Experts have the mean over all data ranks; make it the sum over them, by the divisor of ``plan``."""
     group = plan.data_size // plan.size("ep") if plan.size("ep") > 1 else plan.data_size
     divisor = {None: plan.data_size, "data": plan.data_size, "group": group, "sum": 1}.get(plan.divisor, plan.divisor)
     for module in model.modules():
@@ -216,8 +221,10 @@ def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str) ->
 class ChooseUnits:
     """The policy: blocks, and what is in them under ranks of its own."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._experts: dict[str, Any] = {}
+        if plan.by_mesh:
+            self._experts["mesh"] = mesh[plan.by_mesh]
         if plan.experts:
             self._experts["mesh"] = plan.experts[0] if len(plan.experts) == 1 else plan.experts
         if plan.divisor is not None:
@@ -236,7 +243,7 @@ def config_of(plan: Plan, mesh: DeviceMesh) -> polyshard.ShardConfig:
         settings.setdefault("strategy", "hybrid_shard")
         settings["replicate"] = plan.replicate[0] if len(plan.replicate) == 1 else plan.replicate
     settings["shard"] = plan.shard[0] if len(plan.shard) == 1 else plan.shard
-    return polyshard.ShardConfig(mesh=mesh, policy={"name": "custom", "fn": ChooseUnits(plan)}, **settings)
+    return polyshard.ShardConfig(mesh=mesh, policy={"name": "custom", "fn": ChooseUnits(plan, mesh)}, **settings)
 
 
 @contextmanager
@@ -250,13 +257,6 @@ def meshed(plan: Plan, rank: int, device_type: str = "cpu") -> Iterator[tuple[Ne
         yield parallelize(make(plan).to(device), mesh), mesh
 
 
-def sharded(plan: Plan, model: Net, mesh: DeviceMesh) -> Net:
-    """``model`` sharded as ``plan`` says."""
-    made = polyshard.shard(model, config_of(plan, mesh))
-    assert made is model
-    return model
-
-
 def train(rank: int, plan: Plan, device_type: str = "cpu", by: type[Trainer] | None = None) -> Ended:
     """Train as ``expected`` does, on one rank. ``by``: what shards, steps and shows the model; polyshard by default."""
     with meshed(plan, rank, device_type) as (model, mesh):
@@ -266,7 +266,7 @@ def train(rank: int, plan: Plan, device_type: str = "cpu", by: type[Trainer] | N
         trainer = (by or Polyshard)(plan, model, mesh)
         stepped: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=1.0)]
         before = trainer.whole()
-        for turn in range(1 + STEPS):
+        for turn in range(1 + plan.steps):
             losses = []
             for part in range(plan.microbatches):
                 last = part == plan.microbatches - 1
@@ -354,7 +354,8 @@ class Polyshard(Trainer):
     """``polyshard.shard``."""
 
     def __init__(self, plan: Plan, model: Net, mesh: DeviceMesh) -> None:
-        super().__init__(plan, sharded(plan, model, mesh), mesh)
+        super().__init__(plan, model, mesh)
+        assert polyshard.shard(model, config_of(plan, mesh)) is model
 
     def whole(self) -> dict[str, torch.Tensor]:
         with polyshard.unsharded(self.model):
@@ -442,8 +443,3 @@ def _close(got: torch.Tensor, wanted: torch.Tensor, what: str, tolerance: float)
     torch.testing.assert_close(
         got.double(), wanted.double(), rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
     )
-
-
-def environ_on_one_gpu(ranks: int) -> dict[str, str]:
-    """Variables under which tests of GPUs have so many ranks on the first one."""
-    return {**os.environ, "POLYSHARD_RANKS_ON_ONE_GPU": str(ranks)}
