@@ -184,5 +184,6 @@ def parallelized_late(rank: int) -> Refused:
 
 def test_parallelize_module_behind_shard() -> None:
     for seen in run(4, parallelized_late):
-        assert "parallelize_module" in seen.text and "shard" in seen.text
+        assert "parallelize_module" in seen.text
+        assert "shard" in seen.text
         assert seen.loss_off < 1e-12

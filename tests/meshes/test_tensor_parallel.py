@@ -68,7 +68,8 @@ def gradient_pieces(rank: int, plan: Plan) -> tuple[dict[str, int], Pieces]:
         for name, parameter in model.named_parameters():
             placed = polyshard.placement(parameter)
             part, gradient = placed.part, parameter.grad
-            assert gradient is not None and gradient.shape == parameter.shape
+            assert gradient is not None
+            assert gradient.shape == parameter.shape
             whole, offset = (part.shape, part.offset) if part else (placed.shape, (0,) * len(placed.shape))
             pieces[name] = (whole, offset, placed.shape, placed.start, placed.stop, gradient.flatten())
         trainer.close()

@@ -57,7 +57,7 @@ class Plan:
     experts: tuple[str, ...] = ()
     """Dimensions that experts are cut over, of the configured mesh; the rest of their data ranks replicate."""
     by_mesh: tuple[str, ...] = ()
-    """Instead of ``experts``: dimensions of the ``DeviceMesh`` that the policy gives, (replicate, shard) or (shard,)."""
+    """Instead of ``experts``: dimensions of the ``DeviceMesh`` that the policy gives, the last of which cuts."""
     divisor: Any = None
     """``gradient_divisor`` of experts; None for the default."""
     settings: tuple[tuple[str, Any], ...] = ()
