@@ -233,7 +233,8 @@ def _whole_shapes(plan: ShardPlan) -> dict[nn.Parameter, tuple[int, ...]]:
     parameters = [parameter.original for each in plan.modules for group in each.groups for parameter in group]
     shapes = {parameter: tuple(parameter.shape) for parameter in parameters}
     for unit in _sharded_units(plan.request.module):
-        shapes.update({p.original: s.shape for p, s in zip(unit.parameters, unit.layout.slots, strict=True)})
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            shapes[parameter.original] = slot.shape if parameter.part is None else parameter.part.shape
     return shapes
 
 
