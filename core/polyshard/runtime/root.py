@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, NoReturn, Protocol
 
 import torch
@@ -86,6 +86,10 @@ class Root(Step):
         self.owned: tuple[Collectives, ...] = ()
         #: Whether a drop-in makes state dicts of the model and its optimizers whole.
         self.answers_state_dicts = False
+        #: Trained parameters outside of units of which each rank has one of its own, such as experts.
+        self.owned_locally: Collection[torch.Tensor] = frozenset()
+        #: Ranks that must see the same batch, as those of tensor parallelism; None where each has its own.
+        self.same_batch: Collectives | None = None
         #: How often the host still waits to compare ranks' norms of parameters outside of units.
         self.norms_to_compare = 3
         #: Seconds that ranks wait for each other, by the configuration.
