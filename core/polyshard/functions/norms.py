@@ -301,9 +301,8 @@ def _refuse_different(
     raise RankMismatchError(
         f"The gradient of {what} differs between ranks, and each would clip by a norm of its own: {values} (rank "
         f"{root.rank}). Where all ranks train one parameter, average its gradient before clipping, or let it be "
-        "sharded with the others. Where each rank has a parameter of its own (an expert), clip without it: by "
-        "torch.nn.utils.clip_grad_norm_ of the others' parameters, or by clip_grads_with_norm_ with a norm that you "
-        "compute. Gradients are as they were."
+        "sharded with the others. Where each rank has a parameter of its own (an expert), say so: shard(..., "
+        "ignored_parameters={parameter: 'local'}). Gradients are as they were."
     )
 
 
