@@ -346,6 +346,7 @@ def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.de
 
 def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
     """Warn, on one rank, of parameters that are trained and ignored: each rank would train a copy of its own."""
+    owned = request.owned_locally
     # Composed from the inside out, the call around this one may take it.
     if request.composes or not (request.ignored_modules or request.ignored_parameters):
         return
@@ -355,7 +356,10 @@ def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], colle
     names = [
         name
         for name, parameter in request.module.named_parameters()
-        if parameter.requires_grad and parameter not in managed and not post_accumulate_grad_hooks(parameter)
+        if parameter.requires_grad
+        and parameter not in managed
+        and parameter not in owned
+        and not post_accumulate_grad_hooks(parameter)
     ]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -363,6 +367,7 @@ def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], colle
             f"Nothing averages the gradients of {', '.join(map(repr, names[:3]))}{more} over ranks: they are trained, "
             "and ignored by shard(), so that each rank trains copies of its own. Let them be sharded (scalars are, "
             "too), freeze them with requires_grad_(False), or give each a hook that averages its gradient "
-            "(register_post_accumulate_grad_hook) before shard(). Where it is meant so, filter this warning.",
+            "(register_post_accumulate_grad_hook) before shard(). Where it is meant so, say it: "
+            "ignored_parameters={parameter: 'local'}.",
             stacklevel=5,
         )
