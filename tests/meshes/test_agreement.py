@@ -11,7 +11,7 @@ import polyshard
 import pytest
 import torch
 from meshed_models import Block, Net, Shape, parallelize
-from meshes import Plan, config_of, coordinate_of, full, make, meshed, mesh_of, run
+from meshes import Plan, config_of, coordinate_of, full, make, mesh_of, meshed, run
 from polyshard import _torch_private
 from polyshard.errors import RankMismatchError
 from torch import nn
@@ -40,7 +40,7 @@ def shard_changed(rank: int, plan: Plan, changed: Mapping[int, str], has_store: 
         # Without a store, ranks compare by their collectives.
         store = _torch_private.default_store() if has_store else None
         try:
-            with mock.patch.object(_torch_private, "default_store", lambda: store):
+            with mock.patch.object(_torch_private, "default_store", return_value=store):
                 polyshard.shard(model, config_of(plan, mesh))
         except RankMismatchError as error:
             assert all(torch.equal(local(each), before[name]) for name, each in model.named_parameters())
