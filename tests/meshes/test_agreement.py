@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import polyshard
+import polyshard.checkpoint
+import polyshard.state
+import polyshard_huggingface
 import pytest
 import torch
 from meshed_models import Block, Net, Shape, parallelize
 from meshes import Plan, config_of, coordinate_of, full, make, mesh_of, meshed, run
 from polyshard import _torch_private
-from polyshard.errors import RankMismatchError
+from polyshard.errors import RankMismatchError, UnsupportedError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -177,3 +181,47 @@ def initialised_on_mesh(rank: int, plan: Plan) -> bool:
 def test_a_meta_model_begins_as_the_whole_one(settings: dict[str, Any]) -> None:
     plan = dataclasses.replace(TP, settings=tuple(settings.items()))
     assert all(run(4, initialised_on_mesh, plan))
+
+
+def saved(rank: int, plan: Plan, folder: str) -> list[str]:
+    """What all that would put whole values together raises; this rank's own state goes back where it came from."""
+    texts = []
+    with meshed(plan, rank) as (model, mesh):
+        polyshard.shard(model, config_of(plan, mesh))
+        optimizer = torch.optim.AdamW(model.parameters())
+        calls: list[Callable[[], object]] = [
+            lambda: polyshard.checkpoint.save(Path(folder), 1, model, optimizer),
+            lambda: polyshard.checkpoint.async_save(Path(folder), 1, model),
+            lambda: polyshard.checkpoint.load(Path(folder), model),
+            lambda: polyshard.checkpoint.load_dcp(Path(folder), model),
+            lambda: polyshard.state.get_model_state_dict(model, polyshard.state.StateOptions(form="full")),
+            lambda: polyshard.state.get_state_dict(model, optimizer),
+            lambda: polyshard.state.set_model_state_dict(model, {}),
+            lambda: polyshard_huggingface.save(model, folder),
+            lambda: polyshard_huggingface.load(model, folder),
+        ]
+        for call in calls:
+            with pytest.raises(UnsupportedError) as caught:
+                call()
+            texts.append(str(caught.value))
+        state = {name: value.detach().clone() for name, value in polyshard.local_state_dict(model).items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        polyshard.load_local_state_dict(model, state)
+        assert all(torch.equal(value, state[name]) for name, value in polyshard.local_state_dict(model).items())
+        polyshard.close(model)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [(TP, "is a part of a larger tensor"), (EP, "'blocks.0.feed.experts.up' belongs to 2 of 4 ranks")],
+)
+def test_state_that_would_lack_what_other_ranks_have_is_refused(plan: Plan, words: str, tmp_path: Path) -> None:
+    for rank, texts in enumerate(run(4, saved, plan, str(tmp_path))):
+        for text in texts:
+            assert words in text
+            assert f"rank {rank}" in text
+            assert "local_state_dict" in text
+    assert not list(tmp_path.iterdir())
