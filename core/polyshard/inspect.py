@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .api import outermost_root
-from .errors import CollectiveError, StateError
+from .errors import CollectiveError, StateError, UnsupportedError
 from .functions.lookup import live_roots
 from .functions.optimizers import NOT_BY_ELEMENT
 from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
@@ -63,6 +63,7 @@ __all__ = [
     "models_changed",
     "outermost_model",
     "refuse_unshardable",
+    "savable_model",
     "send_from_first",
     "sharded_model",
     "state_dicts_of_pieces",
@@ -335,6 +336,28 @@ class ShardedModel:
             StateError: saying which.
         """
         self._root.refuse_ended(call)
+
+    def refuse_parts(self, call: str) -> None:
+        """Raise where other ranks hold what no unit of this rank has: their parts of tensors, or their experts.
+
+        Raises:
+            UnsupportedError: naming a parameter; ``call`` begins the message.
+        """
+        for unit in self._root.units:
+            ranks, name = unit.ranks, unit.parameters[0].names[0]
+            among = ranks.shard_size * (1 if ranks.replicate is None else ranks.replicate.world_size)
+            cut = next((each.names[0] for each in unit.parameters if each.part is not None), None)
+            if cut is not None:
+                what = f"'{cut}' is a part of a larger tensor"
+            elif among < ranks.world.world_size:
+                what = f"'{name}' belongs to {among} of {ranks.world.world_size} ranks"
+            else:
+                continue
+            raise UnsupportedError(
+                f"{call}: {what} (rank {ranks.world.rank}), and what other ranks have is not put together yet. Take "
+                "whole values inside of 'with polyshard.unsharded(model)', by full_tensor() of each parameter that is "
+                "a DTensor there, or save polyshard.local_state_dict(model) on each rank, for the same mesh."
+            )
 
     def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
         """Take over what the user did to parameters since the last forward; see ``Root.adopt_changes``.
@@ -615,6 +638,18 @@ def idle_model(model: nn.Module, call: str) -> ShardedModel:
     found.refuse_inside_step(call)
     # All modules: nobody may take one rank's values for the model's.
     found.adopt_changes(trains=True, all_modules=True)
+    return found
+
+
+def savable_model(model: nn.Module, call: str) -> ShardedModel:
+    """``idle_model``, for what saves or loads whole values.
+
+    Raises:
+        StateError, ParameterChangedError: as ``idle_model``.
+        UnsupportedError: as ``ShardedModel.refuse_parts``.
+    """
+    found = idle_model(model, call)
+    found.refuse_parts(call)
     return found
 
 
