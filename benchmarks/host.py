@@ -181,7 +181,7 @@ def time_steps(
 
 
 def beside_tensor_parallelism(settings: Settings) -> dict[str, Any]:
-    """Own microseconds a unit of 4 DTensor parameters, and ratios, above the same model with tensor parallelism alone."""
+    """Own microseconds a unit of 4 DTensor parameters above the same model with TP alone, and ratios."""
     mesh = init_device_mesh("cpu", (settings.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
 
     def build() -> nn.Sequential:
