@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, Reshard, UnitRanks, is_dtensor, replaced_parameters
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, Reshard, Unit, UnitRanks, is_dtensor, replaced_parameters
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
@@ -146,6 +146,12 @@ class FSDPInstance:
         wrapper.__dict__[MODULE_STATE_ATTRIBUTE] = self._module_state
 
     def _make_unit(self, module: nn.Module, params: list[nn.Parameter]) -> FlatUnit:
+        for name, parameter in self._managed.named_parameters():
+            if is_dtensor(parameter) and hasattr(parameter, OPTIMIZERS):
+                raise UnsupportedError(
+                    f"'{name}' is a DTensor with an optimizer that steps in backward (rank {self.rank}), and a plain "
+                    "parameter takes its place. Step the optimizer behind backward."
+                )
         policy, device = self.mixed_precision, self.compute_device
         handle = FlatParamHandle(
             params,
@@ -455,3 +461,20 @@ def _share_collectives(instance: FSDPInstance, instances: Sequence[FSDPInstance]
                 all_ranks[key] = dataclasses.replace(unit.ranks, world=world) if wide or mixed else unit.ranks
             unit.use_ranks(all_ranks[key])
     return world
+
+
+def refuse_parts_elsewhere(units: Iterable[Unit]) -> None:
+    """Raise where tensor parallelism left parts of a parameter on ranks that the model's root does not reach.
+
+    Raises:
+        UnsupportedError: naming one.
+    """
+    for unit in units:
+        for each in unit.parameters:
+            ranks = unit.ranks
+            if each.part is not None and ranks.world.world_size != ranks.number * each.part.mesh.size():
+                raise UnsupportedError(
+                    f"The norm needs all parts of '{each.names[0]}', a DTensor on {each.part.mesh}, and the default "
+                    f"process group has others than its ranks and those of FSDP (rank {ranks.world.rank}). Sum the "
+                    "norms over the groups of both, and scale by torch.nn.utils.clip_grads_with_norm_."
+                )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
-from polyshard.extension import local_of
+from polyshard.extension import is_dtensor, local_of
 from torch import nn
 
 from . import _torch_private
@@ -285,6 +285,8 @@ class _Form:
         parameters = instance._handle.parameters if instance._handle is not None else ()
         #: The names of each parameter of the unit, below the instance's prefix.
         self.names = [tuple(dict.fromkeys(map(clean_tensor_name, each.names))) for each in parameters]
+        #: By index, the part of a parameter that is one by tensor parallelism.
+        self.parts = {index: each.part for index, each in enumerate(parameters) if each.part is not None}
 
 
 class FullForm(_Form):
@@ -324,6 +326,12 @@ class FullForm(_Form):
 
     def before_load(self, values: dict[str, Any], prefix: str) -> None:
         self._summon(True)
+        for index, part in self.parts.items():
+            for key in (prefix + name for name in self.names[index]):
+                value = values.get(key)
+                # Whole values of the unsharded model's, too: tensor parallelism alone would not take these.
+                if isinstance(value, torch.Tensor) and not is_dtensor(value) and tuple(value.shape) == part.shape:
+                    values[key] = part.as_leaf(part.cut(value.detach()).contiguous())
 
     def after_load(self) -> None:
         try:
@@ -403,12 +411,9 @@ class ShardedForm(FullForm):
                 f"ShardedStateDictConfig(_use_dtensor=True) needs a device mesh, and {instance._where} has none. "
                 "Construct FSDP with device_mesh."
             )
-        parameters = instance._handle.parameters if instance._handle is not None else ()
         #: By index, where parameters are placed that are parts by tensor parallelism.
         self._placements = {
-            index: PartPlacement.of(each.part, instance, each.names[0])
-            for index, each in enumerate(parameters)
-            if each.part is not None
+            index: PartPlacement.of(part, instance, self.names[index][0]) for index, part in self.parts.items()
         }
 
     def convert(self, index: int, whole: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from polyshard.errors import StepAssertionError, UnsupportedError
-from polyshard.extension import ManagedParameter, UnitState, gather_whole, local_of, own_part, view_of, write_back
+from polyshard.extension import ManagedParameter, UnitState, gather_whole, own_part, view_of, write_back
 from polyshard.interfaces import ReduceOp
 from torch import nn
 
@@ -123,7 +123,7 @@ class _Summoned:
                 shelved[index] = None
                 continue
             if managed.part is not None:
-                current = local_of(current)
+                current = managed.part.own(current)
             if current.data_ptr() != view.data_ptr():
                 view.copy_(current)
         own = dict(zip(unit.originals.tensors, shelved, strict=True))

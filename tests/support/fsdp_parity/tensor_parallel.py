@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import pytest
@@ -16,7 +16,7 @@ from polyshard_fsdp import ShardingStrategy, StateDictType
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_parity.ranks import Ranks
@@ -76,7 +76,15 @@ def parallel(ranks: Ranks, model: Net) -> Net:
         # Between the two a DTensor: a local tensor would not tell that the cut is uneven.
         plan[f"blocks.{index}.up"] = ColwiseParallel(use_local_output=False)
         plan[f"blocks.{index}.down"] = RowwiseParallel()
-    parallelize_module(model, meshes(ranks.device.type)["tp"], plan)
+    mesh = meshes(ranks.device.type)["tp"]
+    parallelize_module(model, mesh, plan)
+    # Each rank norms some of the rows: gradients of weight and bias are partial sums.
+    distribute_module(
+        cast("Block", model.blocks[0]).norm,
+        mesh,
+        input_fn=lambda _, args, mesh: DTensor.from_local(args[0], mesh, [Replicate()]).redistribute(mesh, [Shard(0)]),
+        output_fn=lambda _, output, mesh: output.redistribute(mesh, [Replicate()]).to_local(),
+    )
     return model
 
 
@@ -114,17 +122,19 @@ def assert_same(mine: Mapping[str, torch.Tensor], model: nn.Module, values: Call
         torch.testing.assert_close(whole(tensor), theirs[name], rtol=1e-12, atol=1e-12, msg=f"{name}: {{}}".format)
 
 
-def steps(ranks: Ranks, reference: nn.Module, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Three steps of both; the last one's gradients stay."""
+def steps(ranks: Ranks, reference: nn.Module, model: FSDP, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Three steps of both, each of a microbatch under ``no_sync`` and one outside; the last one's gradients stay."""
     own = meshes(ranks.device.type)["dp"].get_local_rank()
     for step in range(3):
         for each in optimizers:
             each.zero_grad()
-        expected = [reference(batch).square().mean() for batch in batches(ranks, step)]
-        (sum(expected) / 2).backward()
-        loss = model(batches(ranks, step)[own]).square().mean()
-        loss.backward()
-        torch.testing.assert_close(loss, expected[own], rtol=1e-12, atol=1e-12)
+        for part in range(2):
+            expected = [reference(batch).square().mean() for batch in batches(ranks, 2 * step + part)]
+            (sum(expected) / 2).backward()
+            with model.no_sync() if part == 0 else nullcontext():
+                loss = model(batches(ranks, 2 * step + part)[own]).square().mean()
+                loss.backward()
+            torch.testing.assert_close(loss, expected[own], rtol=1e-12, atol=1e-12)
         for each in optimizers:
             each.step()
 
@@ -182,6 +192,9 @@ def state_dicts(ranks: Ranks, kind: StateDictType, use_orig_params: bool) -> Non
     if kind is StateDictType.SHARDED_STATE_DICT:
         assert up.placements == (Replicate(), Shard(0), Shard(0))
         assert up.device_mesh == meshes(ranks.device.type)
+    elif use_orig_params:
+        # Those of the unsharded model are taken, too.
+        values = {name: whole(value) for name, value in values.items()}
     fresh = sharded(ranks, net(ranks, seed=1), use_orig_params, strategy)
     optimizer = torch.optim.AdamW(fresh.parameters(), lr=1e-2)
     with state_dict_type(fresh, kind):
@@ -218,10 +231,10 @@ def refusals(ranks: Ranks) -> None:
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = FSDP(model, process_group=mesh["dp"].get_group(), use_orig_params=True)
     wrapped(batches(ranks, 0)[0]).sum().backward()
-    with pytest.raises(ConfigError, match=r"SGD holds 'blocks.0.up.weight', which a plain parameter over this rank's"):
+    with pytest.raises(ConfigError, match=r"SGD holds 'blocks.0.norm.weight', which a plain parameter over"):
         early.step()
     with (
         state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT),
-        pytest.raises(UnsupportedError, match=r"'blocks.0.up.weight' is a DTensor on .* needs one mesh for both"),
+        pytest.raises(UnsupportedError, match=r"'blocks.0.norm.weight' is a DTensor on .* needs one mesh for both"),
     ):
         wrapped.state_dict()
