@@ -81,6 +81,11 @@ class TensorPart:
         )
 
     @property
+    def number(self) -> int:
+        """How many different parts the ranks of ``mesh`` have."""
+        return product(_sizes(self.mesh)) // self.copies
+
+    @property
     def is_even(self) -> bool:
         """Whether all ranks of ``mesh`` have parts of one shape."""
         parts: dict[int, int] = {}
