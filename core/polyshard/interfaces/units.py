@@ -55,7 +55,14 @@ class UnitSpec:
 UnitPlan = Mapping[torch.nn.Module, Mapping[str, Any]]
 
 #: The settings that a policy may override for one unit.
-UNIT_OVERRIDES: tuple[str, ...] = ("precision", "offload", "layout", "reshard_after_forward")
+UNIT_OVERRIDES: tuple[str, ...] = (
+    "precision",
+    "offload",
+    "layout",
+    "reshard_after_forward",
+    "mesh",
+    "gradient_divisor",
+)
 
 
 def _warn(text: str) -> bool:

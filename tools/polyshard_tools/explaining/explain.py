@@ -29,7 +29,7 @@ from polyshard.errors import (
 from polyshard.events import Events
 from polyshard.interfaces import MOST_RANKS, Collectives, Group, PluginContext, UnitPlan, WrapPolicy
 from polyshard.planning.answers import refuse_unable
-from polyshard.planning.groups import group_of, rank_lists_for, strategy_for
+from polyshard.planning.groups import ModelRanks, group_of
 from polyshard.planning.layout import NamedLayout
 from polyshard.planning.units import PlannedModule, PlannedUnit
 from polyshard.registry.make import option_parameters
@@ -109,14 +109,13 @@ def explain(
         tuple(made.values()),
         collectives.instance,
         workbench.entry_points,
+        None,
         workbench,
     )
-    strategy = strategy_for(config, world_size)
-    shard_lists, _ = rank_lists_for(config, strategy, world_size)
-    shards = len(shard_lists[0])
+    ranks = ModelRanks.of(config, world_size, None)
     # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
     request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters, composes=False)
-    planned = planned_modules(request, plugins, strategy, shards)
+    planned = planned_modules(request, plugins, ranks)
     by_policy = Source(Origin.CODE, "the policy")
     units: list[ExplainedUnit] = []
     for each in planned:
@@ -127,8 +126,8 @@ def explain(
     return Explanation(
         model=type(model).__name__,
         world_size=world_size,
-        shards=shards,
-        strategy=strategy,
+        shards=len(ranks.lists.shard[0]),
+        strategy=ranks.strategy,
         device=placed.device,
         settings=_settings(config, device),
         plugins=(
