@@ -125,13 +125,13 @@ class Crossing:
         crossed = together.new_empty(sum(self._arriving))
         self._across.exchange(crossed, self._arriving, together, self._leaving)
         wholes = together.new_empty((self._count, *self._shape))
-        _torch_private.foreach_copy_(self._places(wholes), self._blocks(crossed))
+        copy_each(self._places(wholes), self._blocks(crossed))
         return wholes.view(-1)
 
     def bring_back(self, results: torch.Tensor) -> torch.Tensor:
         """What ``bring`` was given, of the results of this rank's tensors, which lie as those that it returned."""
         crossed = results.new_empty(sum(self._arriving))
-        _torch_private.foreach_copy_(self._blocks(crossed), self._places(results.view(self._count, *self._shape)))
+        copy_each(self._blocks(crossed), self._places(results.view(self._count, *self._shape)))
         together = results.new_empty(sum(self._leaving))
         self._across.exchange(together, self._leaving, crossed, self._arriving)
         for offset, part in self._reordered:
@@ -145,6 +145,12 @@ class Crossing:
     def _blocks(self, crossed: torch.Tensor) -> list[torch.Tensor]:
         blocks = torch.split(crossed, self._sizes)
         return [block.view(sizes) for block, (_, (_, sizes)) in zip(blocks, self._boxes, strict=True)]
+
+
+def copy_each(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy ``values`` into ``places``, of which there may be none."""
+    if places:
+        _torch_private.foreach_copy_(places, values)
 
 
 def _inside(whole: torch.Tensor, box: Box) -> torch.Tensor:

@@ -28,12 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _torch_private
 from ..errors import ConfigError, RankMismatchError, UnsupportedError
 from ..inspect import LocatedParameter, ShardedModel, find, is_dtensor
 from ..interfaces import COMPLETED, Collectives, Work
 from ..planning.layout import contiguous_stride
-from .across import Across, Crossing, Part, parted
+from .across import Across, Crossing, Part, copy_each, parted
 
 #: Elements of one owner's tensors in a round at most, and at least: fewer leave products that do not fill a device.
 _MOST_NUMEL = 1 << 26
@@ -363,6 +362,11 @@ class Round:
             self._crossing = Crossing(peers.across, cut, shape)
 
     @property
+    def puts_together(self) -> bool:
+        """Whether this rank puts tensors together: those that it owns, or parts that cross over to another owner."""
+        return bool(self.own) or self._crossing is not None
+
+    @property
     def sends(self) -> Sequence[SentPiece]:
         return self.held[self._peers.replica]
 
@@ -403,14 +407,14 @@ class Round:
     def wholes(self, incoming: torch.Tensor) -> torch.Tensor:
         """The whole tensors of this owner, ``[count, numel]`` in storage order, of what arrived."""
         together = self._empty(self._together)
-        _torch_private.foreach_copy_(self._parts(together), self._blocks(incoming))
+        copy_each(self._parts(together), self._blocks(incoming))
         wholes = together if self._crossing is None else self._crossing.bring(together)
         return wholes.view(len(self.own), self._numel)
 
     def pack(self, incoming: torch.Tensor, results: torch.Tensor) -> None:
         """Write ``results`` (``[count, numel]``, storage order) where they are brought back from."""
         together = results.view(-1) if self._crossing is None else self._crossing.bring_back(results)
-        _torch_private.foreach_copy_(self._blocks(incoming), self._parts(together))
+        copy_each(self._blocks(incoming), self._parts(together))
 
     def _blocks(self, incoming: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.split(incoming, [stop - start for start, stop in self._arrivals]))

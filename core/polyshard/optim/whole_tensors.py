@@ -247,9 +247,10 @@ class _Passage:
         """Compute with the tensors that this rank owns, and send the results back."""
         self._arrive()
         round_ = self._round
-        if round_.own:
-            flat = round_.wholes(self._incoming)
-            results = self._optimizer._transformed(self._plan, round_.own, flat)
+        if round_.puts_together:
+            results = flat = round_.wholes(self._incoming)
+            if round_.own:
+                results = self._optimizer._transformed(self._plan, round_.own, flat)
             round_.pack(self._incoming, results)
         self._everyone = everyone = round_.everyone(self._outgoing)
         self._arrive = self._plan.exchanges.issue(lambda: round_.bring_back(self._outgoing, self._incoming, everyone))
