@@ -67,8 +67,8 @@ def gradient_pieces(rank: int, plan: Plan) -> tuple[dict[str, int], Pieces]:
         pieces: Pieces = {}
         for name, parameter in model.named_parameters():
             placed = polyshard.placement(parameter)
-            part, gradient = placed.part, parameter.grad
-            assert gradient is not None
+            # None where this rank holds nothing of it.
+            part, gradient = placed.part, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             assert gradient.shape == parameter.shape
             whole, offset = (part.shape, part.offset) if part else (placed.shape, (0,) * len(placed.shape))
             pieces[name] = (whole, offset, placed.shape, placed.start, placed.stop, gradient.flatten())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import polyshard
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from polyshard.config import ShardConfig, Strategy
 from polyshard.errors import ConfigError, ParameterError
 from polyshard.planning.meshes import (
     UnitLists,
+    WorldMesh,
     divisor_of,
     lists_of,
     override_lists,
@@ -236,3 +238,22 @@ def test_wrong_meshes_and_divisors_of_modules_are_refused(settings: dict[str, An
     model: Any = experts_model()
     with pytest.raises(ConfigError, match=words):
         plan_modules(model, {model[1]: settings})
+
+
+def test_units_over_two_meshes_in_report_and_placement() -> None:
+    mesh: Any = WorldMesh.pretended({"dp_replicate": 2, "edp": 2, "ep": 2})
+    config = ShardConfig(
+        collectives={"name": "fake", "world_size": 8},
+        mesh=mesh,
+        strategy="hybrid_shard",
+        shard=("edp", "ep"),
+        replicate="dp_replicate",
+        policy={"name": "module_class", "classes": nn.Sequential, "overrides": {"1.*": {"mesh": "edp"}}},
+    )
+    model = polyshard.shard(experts_model(), config)
+    report = polyshard.report(model)
+    assert (report.world_size, report.units) == (8, 3)
+    assert report.over == {"edp, ep and dp_replicate": ("(root)",), "edp and dp_replicate": ("1.0", "1.1")}
+    # A quarter of 6 elements, rounded up; half of 14, as they are aligned.
+    assert report.master_nbytes == 4 * (2 + 7 + 7)
+    assert polyshard.placement(model[0].weight).ranks == "edp, ep and dp_replicate"

@@ -18,13 +18,15 @@ from parity import (
     assert_parity,
     draw,
     on_ranks,
+    root_of,
     seeded,
     sharded_copy,
     square_step,
     units_of,
 )
 from polyshard.errors import CollectiveError
-from polyshard.interfaces import PluginContext
+from polyshard.interfaces import Collectives, PluginContext
+from polyshard.planning.groups import UnitRanks
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
@@ -155,6 +157,62 @@ def test_buckets_of_more_ranks_than_have_a_copy_each(limit: int | str) -> None:
     # Up to eight ranks, each one's part of a unit is copied by itself.
     everything = {**BLOCKS, "batch_nbytes": limit}
     assert_parity(seeded(lambda: Net(9)), world_size=9, turns=2, optimizer=adam, settings=everything)
+
+
+def in_turns(model: nn.Module, other: Collectives) -> nn.Module:
+    """Let every other unit of ``model`` communicate in ``other``, as experts do beside dense layers."""
+    units = root_of(model).units
+    for unit in units[1::2]:
+        unit.use_ranks(UnitRanks.over(unit.ranks.world, other, None))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("limit", "launches"),
+    # As many for each group's twelve as they take by themselves: merged by four, and by three in a launch.
+    [("16 MiB", [1, 1]), (4 * 1024, [3, 3]), (0, [12, 12])],
+)
+def test_units_of_two_groups_in_turns_share_buckets_with_their_own(limit: int | str, launches: list[int]) -> None:
+    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    other = collectives.partition([[0, 1, 2, 3]])
+    config = polyshard.ShardConfig(collectives=collectives, batch_nbytes=limit, **LINEARS)
+    model = in_turns(polyshard.shard(layers(small(24)), config), other)
+    for _ in range(2):
+        collectives.calls.clear()
+        other.calls.clear()
+        model(torch.ones(())).backward()
+    calls = [[call.operation for call in each.calls] for each in (collectives, other)]
+    assert [each.count("reduce_scatter") for each in calls] == launches
+
+
+def test_launches_follow_what_is_the_same_on_all_ranks_and_memory_what_this_rank_has() -> None:
+    counts, reports = [], []
+    for factor, limit in ((1, 4 * 1024), (2, 8 * 1024)):
+        collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+        config = polyshard.ShardConfig(collectives=collectives, batch_nbytes=limit, **LINEARS)
+        model = polyshard.shard(layers(small(24)), config)
+        for unit in root_of(model).units:
+            # As of a rank whose parts are half as large as the largest.
+            unit.launch_numel *= factor
+        for _ in range(2):
+            collectives.calls.clear()
+            model(torch.ones(())).backward()
+        counts.append([(call.operation, call.numel) for call in collectives.calls])
+        reports.append(polyshard.report(model).reduction_nbytes)
+    assert counts[0] == counts[1]
+    assert [numel for operation, numel in counts[1] if operation == "reduce_scatter"] == [4 * 4 * 128] * 6
+    # Two buckets of four, and the copy in which one travels.
+    assert reports == [(4 + 4 + 8) * 1024] * 2
+
+
+@pytest.mark.parametrize("blocks", [0, 3, 4], ids=["alone", "grouped", "merged"])
+def test_training_over_two_groups_in_turns_is_that_of_the_unsharded_model(blocks: int) -> None:
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        sharded = polyshard.shard(model, config)
+        return in_turns(sharded, root_of(sharded).collectives.partition([[0, 1]]))
+
+    settings = {**BLOCKS, "batch_nbytes": blocks * BLOCK_NBYTES}
+    assert_parity(seeded(lambda: Net(9)), world_size=2, turns=4, optimizer=adam, settings=settings, wrap=wrap)
 
 
 @pytest.mark.slow

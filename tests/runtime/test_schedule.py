@@ -169,11 +169,11 @@ class Sized:
     """A stage, as far as a schedule looks at it."""
 
     index: int
-    gathered_nbytes: int = 1
+    launch_nbytes: int = 1
     is_split: bool = False
 
 
-STAGES = [Sized(0, gathered_nbytes=0), *(Sized(index) for index in range(1, 6))]
+STAGES = [Sized(0, launch_nbytes=0), *(Sized(index) for index in range(1, 6))]
 
 
 def walk(execution_order: ExecutionOrder[Sized], route: Sequence[int]) -> list[list[int]]:

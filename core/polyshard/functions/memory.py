@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ..runtime.reduce import ReduceMode
+from ..planning import thresholds
+from ..planning.launches import ReduceMode, alike
+from ..runtime.reduce import kind_of
 from ..runtime.root import Root
 from ..runtime.streams import REDUCTIONS_ALIVE
 
@@ -38,6 +39,9 @@ class MemoryReport:
     """Names of the units whose masters and gradients an offload manager keeps; an optimizer's state is there, too."""
     parked_nbytes: int = 0
     """The bytes of ``master_nbytes`` that are parked."""
+    over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of units by the dimensions of the mesh that they are cut and replicated over, ``"edp and dp_replicate"``;
+    empty where the configuration names none."""
 
     def optimizer_nbytes(self, states: int) -> int:
         """Bytes of an optimizer with ``states`` tensors of a master's size (AdamW: 2)."""
@@ -83,6 +87,11 @@ def memory_report(root: Root) -> MemoryReport:
         kept=tuple(u.name for u in kept),
         parked=tuple(u.name for u in units if u.parks),
         parked_nbytes=sum(u.master.nbytes for u in units if u.parks),
+        over={
+            over: tuple(u.name for u in units if u.spec.ranks == over)
+            for over in dict.fromkeys(u.spec.ranks for u in units)
+            if over
+        },
     )
 
 
@@ -98,28 +107,40 @@ def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
 
 
 def _reduced_nbytes(root: Root) -> int:
-    """Bytes of the two largest inputs: of a unit, a module state or a bucket each."""
-    reducer = root.reducer
+    """Bytes of the two largest inputs, of a unit, a module state or a bucket each, and of the buckets that wait."""
+    buckets = root.reducer.buckets
     inputs: list[int] = []
-    nbytes = dict.fromkeys(ReduceMode, 0)
+    # Of each kind and mode: bytes of this rank, and those by which launches are planned.
+    totals: dict[Hashable, dict[ReduceMode, tuple[int, int]]] = {}
     for module_state in root.module_states:
         reduced = [unit.gradients for unit in module_state.units if unit.trainable and not unit.resident]
-        for _, same in groupby(
-            reduced, lambda each: (each.unit.ranks.reduction, each.input.dtype, each.input.result_dtype)
-        ):
-            together = list(same)
-            sizes = [each.input.nbytes for each in together]
-            total, ranks = sum(sizes), together[0].unit.ranks
-            mode = reducer.mode_of_module(sizes, ranks)
+        for same in alike(reduced, [kind_of(each.unit.ranks, each.input) for each in reduced]):
+            first, local = same[0], [each.input.nbytes for each in same]
+            planned = [each.unit.launch_numel * each.input.dtype.itemsize for each in same]
+            mode = buckets.mode_of_module(planned, first.unit.ranks.reduction is not None)
             if mode is ReduceMode.ALONE:
-                inputs += sizes
-            elif mode is ReduceMode.GROUPED and total > reducer.limits[mode]:
-                inputs.append(total)
+                inputs += local
+            elif mode is ReduceMode.GROUPED and sum(planned) > buckets.limits[mode]:
+                inputs.append(sum(local))
             else:
-                nbytes[mode] += total
-    for mode in (ReduceMode.GROUPED, ReduceMode.MERGED):
-        total, room = nbytes[mode], reducer.limits[mode]
-        inputs += [min(total, room), min(max(0, total - room), room)]
-    # Both return to the pool of the stream that reduces before the next bucket takes its memory there.
-    copied = 2 * min(nbytes[ReduceMode.MERGED], reducer.limits[ReduceMode.MERGED])
-    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + copied
+                of_kind = totals.setdefault(kind_of(first.unit.ranks, first.input), {})
+                before = of_kind.get(mode, (0, 0))
+                of_kind[mode] = before[0] + sum(local), before[1] + sum(planned)
+    open_at_most, copied = [], 0
+    for of_kind in totals.values():
+        most = 0
+        for mode, (total, planned_total) in of_kind.items():
+            room = buckets.limits[mode]
+            if planned_total:
+                # A bucket is full by what is planned.
+                room = room * total // planned_total
+            full = min(total, room)
+            inputs += [full, min(total - full, room)]
+            most = max(most, full)
+            if mode is ReduceMode.MERGED:
+                # Both return to the pool of the stream that reduces before the next bucket takes its memory there.
+                copied = max(copied, 2 * full)
+        open_at_most.append(most)
+    # One of them is the one that is filled or travels.
+    waiting = sorted(open_at_most, reverse=True)[1 : thresholds.OPEN_BUCKETS]
+    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + sum(waiting) + copied

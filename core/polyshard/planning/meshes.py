@@ -44,6 +44,26 @@ class WorldMesh:
     own: int = 0
     """Which of the worlds is this rank's."""
 
+    @classmethod
+    def pretended(cls, sizes: Mapping[str, int]) -> WorldMesh:
+        """A mesh of ranks that need not exist, by sizes of dimensions. Where nothing travels it serves as the
+        configuration's ``mesh``: for plans, explanations and ``fake`` collectives.
+        """
+        ranks = torch.arange(math.prod(sizes.values())).view(1, *sizes.values())
+        return cls(ranks, tuple(sizes))
+
+    # As ``DeviceMesh`` has them.
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.names)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """Names of the dimensions."""
+        return self.names
+
     @property
     def mesh(self) -> torch.Tensor:
         """The ranks of this world, ``[*dimensions]``."""
@@ -76,6 +96,11 @@ class UnitLists:
         """Ranks whose gradients are added up: each computes with other samples."""
         return len(self.shard[0]) * len(self.replicate[0])
 
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the unit that ``rank`` has a part of, in ascending order."""
+        own = next(group for group in self.shard if rank in group)
+        return tuple(sorted({each for group in self.replicate if set(own) & set(group) for each in group}))
+
     def whole(self) -> UnitLists:
         """The same ranks, where each of them holds the whole unit."""
         return UnitLists(
@@ -91,7 +116,7 @@ def world_ranks(mesh: DeviceMesh | WorldMesh) -> list[int]:
     return ranks
 
 
-def world_mesh(mesh: DeviceMesh, others: Iterable[DeviceMesh] = ()) -> WorldMesh:
+def world_mesh(mesh: DeviceMesh | WorldMesh, others: Iterable[DeviceMesh] = ()) -> WorldMesh:
     """All ranks of a model: those of ``mesh``, and those that ``others``, the meshes of its DTensors, reach from there.
 
     With ``mesh=whole["dp"]`` and DTensors over ``whole["tp"]`` the world is that of both dimensions, in this order.
@@ -99,12 +124,12 @@ def world_mesh(mesh: DeviceMesh, others: Iterable[DeviceMesh] = ()) -> WorldMesh
     Raises:
         ConfigError: this rank is not in ``mesh``, or a dimension is not orthogonal to it.
     """
-    if mesh.get_coordinate() is None:
+    if not isinstance(mesh, WorldMesh) and mesh.get_coordinate() is None:
         raise ConfigError(
             f"This rank is not in the mesh of ranks {world_ranks(mesh)}. Call shard() on the ranks of the mesh alone."
         )
     world_ranks(mesh)
-    slices, names = _torch_private.mesh_slices(mesh), _names_of(mesh)
+    slices, names = _slices_of(mesh), _names_of(mesh)
     first = int(mesh.mesh.flatten()[0])
     further = [each for other in others for each in _dimensions(other)]
     # The largest first: a dimension that was made of others has them inside.
@@ -148,7 +173,7 @@ def unit_lists(mesh: DeviceMesh | WorldMesh, shard: Sequence[str], replicate: Se
     Raises:
         ConfigError: the mesh has no such dimension, or its ranks have another order from one group to the next.
     """
-    world = mesh if isinstance(mesh, WorldMesh) else world_mesh(mesh)
+    world = world_mesh(mesh)
     return _lists(world, *(tuple(_axis(world.names, name) for name in names) for names in (shard, replicate)))
 
 
@@ -263,7 +288,11 @@ def refuse_wrong_overrides(overrides: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+def _slices_of(mesh: DeviceMesh | WorldMesh) -> torch.Tensor:
+    return mesh.slices if isinstance(mesh, WorldMesh) else _torch_private.mesh_slices(mesh)
+
+
+def _names_of(mesh: DeviceMesh | WorldMesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or [""] * mesh.ndim)
 
 
@@ -318,7 +347,7 @@ def _from_table(table: torch.Tensor, world: WorldMesh, label: str) -> UnitLists:
 
 def _dimensions(mesh: DeviceMesh) -> list[tuple[str, Groups]]:
     """Name and groups of each dimension of more than one rank."""
-    slices = _torch_private.mesh_slices(mesh)
+    slices = _slices_of(mesh)
     found = []
     for axis, name in enumerate(_names_of(mesh)):
         size = slices.shape[axis + 1]
@@ -359,7 +388,7 @@ def _not_orthogonal(name: str, groups: Groups, slices: torch.Tensor) -> ConfigEr
 
 def _table_of(mesh: DeviceMesh, world: WorldMesh, where: str) -> torch.Tensor:
     """``[rest, replicate, shard]`` of a policy's mesh, which must have exactly the ranks of the world."""
-    slices, ranks = _torch_private.mesh_slices(mesh), set(world.ranks)
+    slices, ranks = _slices_of(mesh), set(world.ranks)
     table = slices.unsqueeze(1) if mesh.ndim == 1 else slices
     # A slice may belong to a mesh of several worlds.
     kept = [each for each in table if not ranks.isdisjoint(each.flatten().tolist())]

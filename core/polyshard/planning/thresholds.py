@@ -19,6 +19,9 @@ FEWEST_MERGED = 4
 #: Bytes that go in one launch at most. A unit of more than half of them computes for longer than launching takes, and
 #: waiting would hold the gradients of two.
 GROUPED_NBYTES = 64 * 2**20
+#: Buckets that wait at once, each of other ranks or another dtype: dense and expert units, in two dtypes. Each may hold
+#: ``GROUPED_NBYTES`` of gradients.
+OPEN_BUCKETS = 4
 #: Bytes of gradients up to which they are held until they were reduced. More are copied where they were computed, and
 #: give their memory back at once, as do those of units that are not sharded, of which any number may be on their way.
 HELD_NBYTES = 64 * 2**20

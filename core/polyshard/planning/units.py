@@ -68,6 +68,8 @@ class PlannedModule(ModuleParameters):
     full_precision_in_eval: bool
     reads_in_backward: bool
     """Whether its units are gathered in backward."""
+    scope: tuple[int, ...] | None = None
+    """The ranks of the model that have the same plain parameters, those of its units' own groups; None for all."""
 
     @property
     def parks(self) -> bool:
@@ -130,14 +132,15 @@ def plan_units(
         itemsize = travelled.get(dtype, dtype.itemsize)
         geometry = _geometry(planned, group, suffix, shards, itemsize)
         buffers = layout.arrange(geometry, rank)
-        dtypes = dtypes_of(caster, _spec(planned, group, buffers[0][1], device, suffix, is_root), rank)
+        dtypes = dtypes_of(caster, _spec(planned, group, buffers[0][1], device, suffix, is_root, lists.label), rank)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         travelled[dtype] = travels
         if travels != itemsize:
             buffers = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         for number, (order, flat) in enumerate(buffers):
             members = tuple(group[index] for index in order)
-            spec = _spec(planned, members, flat, device, _numbered(group, number) if number else suffix, is_root)
+            own_suffix = _numbered(group, number) if number else suffix
+            spec = _spec(planned, members, flat, device, own_suffix, is_root, lists.label)
             wire = wire_of(caster, spec, rank) if shards > 1 else None
             # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
             full_precision_in_eval_of(caster, spec, rank)
@@ -170,6 +173,7 @@ def plan_units(
         output_cast=callable_or_none(caster, "output_cast", first, rank) if casts else None,
         full_precision_in_eval=full_precision_in_eval_of(caster, first, rank),
         reads_in_backward=reads_in_backward(planned.module),
+        scope=None if planned.overrides.get("mesh") is None else lists.of(rank),
     )
 
 
@@ -226,6 +230,7 @@ def _spec(
     device: torch.device,
     suffix: str,
     is_root: bool,
+    ranks: str,
 ) -> UnitSpec:
     return UnitSpec(
         name=f"{planned.name}{suffix}",
@@ -238,6 +243,7 @@ def _spec(
         is_root=is_root,
         suffix=suffix,
         trained=group[0].original.requires_grad,
+        ranks=ranks,
     )
 
 

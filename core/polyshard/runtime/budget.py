@@ -129,19 +129,21 @@ class Budget:
         if self._backwards == 1:
             return False
         index = {unit: position for position, unit in enumerate(units)}
-        mine = (self._stepped, self._room(), [index[unit] for unit in dict.fromkeys(order)])
+        # Ranks may hold parts of different sizes, and have to keep the same units.
+        footprints = [self._meter.footprint(unit.gathered_nbytes) for unit in units]
+        mine = (self._stepped, self._room(), footprints, [index[unit] for unit in dict.fromkeys(order)])
         everyone = collectives.all_gather_object(mine) if collectives.capabilities.can_communicate else [mine]
         # A rank that holds no element of any parameter sees no step.
-        if self._backwards < PATIENCE and not any(stepped for stepped, _, _ in everyone):
+        if self._backwards < PATIENCE and not any(stepped for stepped, *_ in everyone):
             return False
-        choice = [
-            unit
-            for unit in (units[position] for position in everyone[0][2])
+        choice = {
+            unit: max(each[position] for _, _, each, _ in everyone)
+            for unit, position in ((units[position], position) for position in everyone[0][3])
             if unit.reshard_policy is Reshard.UNLESS_TURNING and not unit.permanent
-        ]
-        room = min(room for _, room, _ in everyone)
-        count = fitting([self._meter.footprint(unit.gathered_nbytes) for unit in choice], room)
-        for unit in choice[len(choice) - count :]:
+        }
+        room = min(room for _, room, *_ in everyone)
+        count = fitting(list(choice.values()), room)
+        for unit in list(choice)[len(choice) - count :]:
             unit.reshard_policy = Reshard.NEVER
         return True
 

@@ -5,17 +5,17 @@ A gather works on records: code that moves bytes reads a unit's record and never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
-from operator import attrgetter
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from .. import _torch_private
+from ..errors import PolyshardError
 from ..interfaces import (
     COMPLETED,
     SLICE_ALIGNMENT_BYTES,
@@ -60,23 +60,32 @@ class GatherRecord:
         return self.allocator.allocation(BufferRole.GATHER, self.buffer.nbytes)
 
 
-_group_of = attrgetter("group")
-
-
 def start_gathers(records: Sequence[GatherRecord]) -> Sequence[Work]:
-    """Write the own slices into attached buffers, and start the gathers: one launch for each group of ranks.
+    """Write the own slices into attached buffers, and start the gathers: one launch for each group of ranks,
+    in the order in which the groups come up.
 
     ``end_gather`` follows for each record, where operations are ordered behind the returned works.
     """
     if len(records) == 1:
         return (_start_one(records[0]),)
+    # As ``alike`` does, without a call.
+    together: dict[int, list[GatherRecord]] = {}
+    for record in records:
+        together.setdefault(id(record.group), []).append(record)
     works: list[Work] = []
-    together: Iterable[tuple[Collectives | None, Iterable[GatherRecord]]] = groupby(records, _group_of)
-    for group, members in together:
-        if group is None:
-            works += [_start_one(record) for record in members]
-        else:
-            works.append(_start_many(group, list(members)))
+    try:
+        for members in together.values():
+            group = members[0].group
+            if group is None:
+                works += [_start_one(record) for record in members]
+            else:
+                works.append(_start_many(group, members))
+    except BaseException:
+        # Others are on their way into memory that is released next.
+        for work in works:
+            with suppress(PolyshardError):
+                work.wait()
+        raise
     return works
 
 

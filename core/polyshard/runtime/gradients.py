@@ -38,6 +38,7 @@ class Reducible(Protocol):
 
     spec: UnitSpec
     ranks: UnitRanks
+    launch_numel: int
     observers: tuple[Observer, ...]
 
 
@@ -161,7 +162,7 @@ class Gradients:
 
     def _contribution(self, places: Sequence[object]) -> Contribution:
         unit = self.unit
-        return Contribution(unit.spec, unit.ranks, self.input, places, unit.observers, self._deliver)
+        return Contribution(unit.spec, unit.ranks, unit.launch_numel, self.input, places, unit.observers, self._deliver)
 
     def _note_missed(self, missed: frozenset[int]) -> None:
         if self.unfilled:

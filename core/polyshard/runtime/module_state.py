@@ -171,9 +171,9 @@ class ModuleState:
         return self.full_precision_in_eval and not self.governing.training
 
     @property
-    def gathered_nbytes(self) -> int:
-        """Bytes of all units' gather buffers."""
-        return sum(unit.gathered_nbytes for unit in self.units)
+    def launch_nbytes(self) -> int:
+        """Bytes by which its gathers are planned, the same on all ranks; 0 where it gathers nothing."""
+        return sum(unit.launch_numel * unit.dtypes.compute.itemsize for unit in self.units if not unit.permanent)
 
     def point_in(self, action: BackwardAction, checkpoint: int) -> Point[ModuleState]:
         """The point where ``checkpoint``, by its number in the forward, entered the module state."""

@@ -1,14 +1,7 @@
 """In which order modules are gathered and reduced: recorded in forwards, so that all ranks issue collectives alike.
 
 ``ExecutionOrder`` answers which modules to prefetch. ``BackwardOrder`` says what a backward does, and in which order.
-Both follow from recorded order and sizes alone, never from timing.
-
-[Note: batches]
-Small neighbours are gathered together: a gather of few bytes takes as long as one of several times as many. The
-recorded order is divided into batches once, by sizes alone, so that all ranks divide alike. A batch is issued as soon
-as the batch before it is entered, and not with that one's last module: it then has as much compute to travel beside as
-it has bytes, where links are slow. Compute waits for a whole batch before it enters its first module, and a whole batch
-takes memory at once. So the number of modules in one is limited: beyond it fewer launches save the host little.
+Both follow from recorded order and sizes alone, never from timing. Batches are planned in ``planning/launches.py``.
 
 [Note: routes]
 Not every forward takes the same way: an encoder and a decoder are called in turns, blocks of a mixture change places,
@@ -32,15 +25,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from ..planning import thresholds
+from ..planning.launches import batch_ends
 
 
 class Gathered(Protocol):
     """A module, as an execution order sees it."""
 
     @property
-    def gathered_nbytes(self) -> int:
-        """Bytes of its gather buffers."""
+    def launch_nbytes(self) -> int:
+        """Bytes by which its gathers are planned, the same on all ranks; 0 where it gathers nothing."""
 
     @property
     def is_split(self) -> bool:
@@ -51,21 +44,6 @@ S = TypeVar("S", bound=Gathered)
 
 #: The most orders that are kept. A forward that departs compares its beginning with each.
 MOST_ROUTES = 8
-
-
-def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
-    """For each of ``sizes``, the index behind the last one of its batch.
-
-    Batches are neighbours whose sum is at most ``limit``, ``LARGEST_BATCH`` at most, and single ones that are larger.
-    """
-    ends: list[int] = []
-    start = total = 0
-    for index, nbytes in enumerate(sizes):
-        if index > start and (total + nbytes > limit or index - start == thresholds.LARGEST_BATCH):
-            ends += [index] * (index - start)
-            start, total = index, 0
-        total += nbytes
-    return ends + [len(sizes)] * (len(sizes) - start)
 
 
 class _Order(Generic[S]):
@@ -79,7 +57,7 @@ class _Order(Generic[S]):
             self._ends = list(range(1, len(self.module_states) + 1))
             return
         # The first one is entered before anything can be prefetched.
-        sizes = [module_state.gathered_nbytes for module_state in self.module_states[1:]]
+        sizes = [module_state.launch_nbytes for module_state in self.module_states[1:]]
         self._ends = [1, *(1 + end for end in batch_ends(sizes, batch_nbytes))]
 
     def behind(self, position: int, ahead: int) -> list[list[S]]:
@@ -224,7 +202,7 @@ def _turning(module_states: Sequence[S]) -> S | None:
     if not module_states:
         return None
     first, last = module_states[0], module_states[-1]
-    return last if last.is_split or not first.gathered_nbytes else None
+    return last if last.is_split or not first.launch_nbytes else None
 
 
 T = TypeVar("T")

@@ -1,28 +1,13 @@
-"""Reductions of gradients: their order, their buckets, and the memory that they read.
+"""Reductions of gradients: the copies and communications that they take, and the memory that they read.
 
-[Note: buckets]
-A reduction of few bytes takes as long as one of several times as many, and so does the copy that brings few gradients
-together, on the device and on the host. So the gradients of small units wait, in the order in which backward computes
-them, until the bucket is full, until a unit of another kind is reduced, or until backward ends. Then, on the stream
-that reduces, one copy brings all of them into their units' inputs, another one writes the inputs next to each other,
-rank by rank, and one communication reduces them. Its result is cut into the units' gradient shards.
-
-Units of medium size have enough bytes for a communication, and copying them twice would cost the device more than it
-saves. But each launch costs the host, which small batches keep busier than the device. So they wait for each other as
-small ones do; then one copy brings their gradients together, and one launch of several communications reduces them.
-
-A module may have several units, whose gradients arrive at once. They go in one launch whatever their sizes: one by one,
-the first reduction would have to end before the third unit's input gets memory, with nothing to compute beside it.
-
-Sizes and order alone decide which units wait for which, so that all ranks fill their buckets alike.
+Which units go in one launch, and when, is planned in ``planning/launches.py``.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from itertools import chain, groupby, repeat
+from itertools import chain, repeat
 from operator import is_
 from typing import NamedTuple
 
@@ -32,6 +17,7 @@ from .. import _torch_private
 from ..interfaces import BufferRole, Observer, UnitSpec, Work
 from ..planning import thresholds
 from ..planning.groups import UnitRanks
+from ..planning.launches import Bucket, Buckets, ReduceMode, alike
 from ..planning.layout import FlatLayout, round_up
 from .gather import FlatBuffer
 from .peers import Audit
@@ -44,6 +30,8 @@ class Contribution(NamedTuple):
 
     spec: UnitSpec
     ranks: UnitRanks
+    launch_numel: int
+    """Elements by which launches are planned, in the dtype of ``input``: the same on all ranks of the model."""
     input: ReductionInput
     places: Sequence[object]
     """The places (``CommStreams.here``) at which the gradients were computed."""
@@ -51,28 +39,18 @@ class Contribution(NamedTuple):
     deliver: Callable[[torch.Tensor], None]
     """Called with the reduced shard (``[shard_numel]``), where operations are ordered behind the reduction."""
 
-    @property
-    def bucket(self) -> object:
-        """Equal for units with shards that may be reduced together."""
-        return self.ranks.reduction, self.ranks.replicate, self.input.dtype, self.input.result_dtype
 
-
-class ReduceMode(enum.Enum):
-    """How a unit is reduced: see [Note: buckets]."""
-
-    ALONE = "alone"
-    """At once, by itself."""
-    GROUPED = "grouped"
-    """By a communication of its own, in one launch with its neighbours'."""
-    MERGED = "merged"
-    """By one communication with its neighbours."""
+def kind_of(ranks: UnitRanks, input: ReductionInput) -> Hashable:
+    """Equal for units that one communication may reduce."""
+    # A plugin's collectives may not be hashable.
+    return id(ranks.reduction), id(ranks.replicate), input.dtype, input.result_dtype
 
 
 class Reducer:
     """Takes units' contributions, reduces them over ranks, and calls each one back with its shard.
 
     Args:
-        limit: Bytes that wait at most; 0 to send each reduction by itself.
+        limit: Bytes that wait at most in one bucket; 0 to send each reduction by itself.
         streams: Runs them beside compute.
         audit: Compares each unit's with the other ranks', in the first step; None for no comparison.
         announce: Called with the names of the next units that all ranks reduce; None where they do not compare them.
@@ -90,55 +68,35 @@ class Reducer:
     ) -> None:
         self.streams = streams
         self.audit = audit
-        grouped, merged = min(limit, thresholds.GROUPED_NBYTES), min(limit, thresholds.MERGED_NBYTES)
-        #: Bytes up to which units of a mode are sent together.
-        self.limits = {ReduceMode.ALONE: 0, ReduceMode.GROUPED: grouped, ReduceMode.MERGED: merged}
+        #: Which units go together.
+        self.buckets: Buckets[Contribution] = Buckets(limit)
         self._announce = announce
         self._recorder = recorder
-        self._waiting: list[Contribution] = []
-        self._nbytes = 0
-        self._mode = ReduceMode.ALONE
-        # The places at which the waiting gradients were computed.
-        self._places: list[object] = []
         # By the first of its members: backward reaches units in the same order in each step.
         self._merged: dict[ReductionInput, MergedInput] = {}
         # A reduction delivers its result only in the era in which it was issued.
         self._era = object()
-
-    def mode_of(self, nbytes: int, ranks: UnitRanks) -> ReduceMode:
-        """How a unit with an input of ``nbytes`` is reduced over ``ranks``."""
-        if ranks.reduction is None:
-            return ReduceMode.ALONE
-        if nbytes * thresholds.FEWEST_MERGED <= self.limits[ReduceMode.MERGED]:
-            return ReduceMode.MERGED
-        return ReduceMode.GROUPED if nbytes * 2 <= self.limits[ReduceMode.GROUPED] else ReduceMode.ALONE
 
     def reduce(self, contribution: Contribution, gradients: list[torch.Tensor | None]) -> None:
         """Reduce ``gradients``, one a parameter or None, now or with those that follow.
 
         All are issued after ``flush``, and delivered after ``CommStreams.drain``.
         """
-        nbytes = contribution.input.nbytes
-        self._take((contribution,), (gradients,), nbytes, self.mode_of(nbytes, contribution.ranks))
+        nbytes = contribution.launch_numel * contribution.input.dtype.itemsize
+        mode = self.buckets.mode_of(nbytes, contribution.ranks.reduction is not None)
+        self._take((contribution,), (gradients,), nbytes, mode)
 
     def reduce_together(self, units: Sequence[tuple[Contribution, list[torch.Tensor | None]]]) -> None:
         """``reduce`` for each of ``units``, of one module, by as few launches as they may share."""
-        for _, same in groupby(units, lambda unit: unit[0].bucket):
+        for same in alike(units, [kind_of(each.ranks, each.input) for each, _ in units]):
             members, gradients = zip(*same, strict=True)
             whole = members[0].ranks.reduction is None
             if whole or len(members) == 1:
-                for each, its in zip(members, gradients, strict=True):
+                for each, its in same:
                     self.reduce(each, its)
                 continue
-            sizes = [each.input.nbytes for each in members]
-            self._take(members, gradients, sum(sizes), self.mode_of_module(sizes, members[0].ranks))
-
-    def mode_of_module(self, sizes: Sequence[int], ranks: UnitRanks) -> ReduceMode:
-        """How units of one module, with inputs of ``sizes`` bytes, are reduced over ``ranks``."""
-        if len(sizes) == 1 or ranks.reduction is None:
-            return self.mode_of(max(sizes), ranks)
-        merges = sum(sizes) <= self.limits[ReduceMode.MERGED] and self.mode_of(max(sizes), ranks) is ReduceMode.MERGED
-        return ReduceMode.MERGED if merges else ReduceMode.GROUPED
+            sizes = [each.launch_numel * each.input.dtype.itemsize for each in members]
+            self._take(members, gradients, sum(sizes), self.buckets.mode_of_module(sizes, True))
 
     def _take(
         self,
@@ -155,35 +113,27 @@ class Reducer:
                 self.flush()
             input.gradients = its
             if self.audit is not None:
-                call = each.spec.label, "reduce", input.layout.padded_numel, input.dtype
+                call = each.spec.label, "reduce", each.launch_numel, input.dtype
                 with self._recorder.during("comparison of a reduction", (each.spec,), True):
                     self.streams.meet(self.audit.agree, each.ranks.world, *call)
-        limit = self.limits[mode]
-        if self._waiting and (
-            mode is not self._mode or self._nbytes + nbytes > limit or self._waiting[0].bucket != members[0].bucket
-        ):
-            self.flush()
-        self._mode = mode
-        for each in members:
-            self._places += [place for place in each.places if place not in self._places]
-        self._waiting += members
-        self._nbytes += nbytes
-        if self._nbytes + nbytes > limit:
-            # The next is likely of the same size: do not wait for it.
-            self.flush()
+        for bucket in self.buckets.put(kind_of(members[0].ranks, members[0].input), members, nbytes, mode):
+            self._issue(bucket)
 
     def flush(self) -> None:
         """Issue the reductions that wait."""
-        members, places = tuple(self._waiting), tuple(self._places)
-        self._forget_waiting()
-        if not members:
-            return
+        for bucket in self.buckets.close():
+            self._issue(bucket)
+
+    def _issue(self, bucket: Bucket[Contribution]) -> None:
+        members, places = bucket.members, list[object]()
+        for each in members:
+            places += [place for place in each.places if place not in places]
         entry = self._recorder.issue("reduction", [each.spec for each in members], True)
         with self._recorder.placing(entry), self.streams.between(places):
             if self._announce is not None:
                 names = ", ".join(each.spec.name or "(root)" for each in members)
                 self.streams.meet(self._announce, "reduction of " + names)
-            merges = self._mode is ReduceMode.MERGED and len(members) > 1
+            merges = bucket.mode is ReduceMode.MERGED and len(members) > 1
             launch = self._merge(members) if merges else self._group(members)
             # Inputs have memory from the pool of this stream, or of the one that computed their first gradient.
             deliver = partial(self._finish, launch, self._era)
@@ -199,19 +149,14 @@ class Reducer:
         self._era = object()
 
     def discard(self) -> None:
-        """Forget the bucket, and release the memory of reductions that failed. Called after ``CommStreams.drain``."""
-        self._forget_waiting()
+        """Forget what waits, and release the memory of reductions that failed. Called after ``CommStreams.drain``."""
+        self.buckets.close()
         for merged in self._merged.values():
             merged.release()
 
     def keep_memory(self) -> None:
         """Leave merged memory to reductions that may not have ended; it is freed with the last of them."""
         self._merged.clear()
-
-    def _forget_waiting(self) -> None:
-        self._waiting.clear()
-        self._places.clear()
-        self._nbytes = 0
 
     def _make_room(self, contribution: Contribution) -> None:
         """Retire earlier reductions, so that one more may be issued."""
@@ -339,7 +284,7 @@ class ReductionInput:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes of the memory, on this rank."""
         return self.layout.padded_numel * self.dtype.itemsize
 
     @property

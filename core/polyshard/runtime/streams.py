@@ -46,6 +46,7 @@ import torch
 from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
 from ..interfaces import Collectives, Work
+from ..planning.groups import ThenAllReduce
 from .gather import GatherRecord, end_gather, start_gathers
 from .recorder import Issued, Recorder
 
@@ -186,6 +187,13 @@ class HostStreams(CommStreams):
         record.buffer.release()
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
+        if self._reductions:
+            work, _, entry = self._reductions[-1]
+            if isinstance(work, ThenAllReduce) and work.second is None:
+                # At a place that is the same on all ranks. When the host waits for it is not: a rank makes room as soon
+                # as it computes a gradient in place, and others may have none.
+                self._end((work.first,), entry)
+                work.proceed()
         self._reductions.append((reduction.issue(), reduction, self._last))
 
     @property

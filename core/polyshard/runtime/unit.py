@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..interfaces import (
 )
 from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.groups import UnitRanks
+from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown
@@ -229,6 +230,11 @@ class Unit:
         """The parameters whose ``.grad`` the reduced gradient arrives in."""
         return self.originals.tensors if self.flat is None else (self.flat.parameter,)
 
+    def slots_of_receivers(self) -> Iterator[tuple[int | None, torch.nn.Parameter]]:
+        """``receivers``, each with its index in the layout; None of a flat one, which stands for all parameters."""
+        receivers = self.receivers
+        return zip(range(len(receivers)) if len(receivers) == len(self.parameters) else (None,), receivers, strict=True)
+
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the gather buffer while it has memory; 0 where the master serves compute."""
@@ -277,9 +283,18 @@ class Unit:
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
 
+    @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """How many ranks of the model hold the same elements: for each parameter, or one number for all of them."""
+        if not self._parts:
+            return (self.ranks.copies(),)
+        found = tuple(self.ranks.copies(each.part) for each in self.parameters)
+        return found if len(set(found)) > 1 else found[:1]
+
     def use_ranks(self, ranks: UnitRanks) -> None:
         """Communicate over ``ranks`` from now on, whose sizes are those of the ranks before."""
         self.ranks = ranks
+        self.__dict__.pop("copies", None)
         self._renew_record()
 
     def join(
@@ -318,7 +333,7 @@ class Unit:
         for index, part in self._parts:
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = part.local_gradient(gradient)
+                gradients[index] = part.own(gradient)
         return gradients
 
     def claim_gradient(self, index: int) -> torch.Tensor | None:
@@ -384,10 +399,14 @@ class Unit:
 
     @property
     def gathered(self) -> tuple[int, torch.dtype]:
-        """Elements of a gather's result, and their dtype: bytes where the unit is encoded."""
-        if self.wire is not None:
-            return self.wire.nbytes_per_rank * self.ranks.shard_size, torch.uint8
-        return self.layout.padded_numel, self.buffer.dtype
+        """What ranks compare of a gather: elements and dtype of its result, bytes where the unit is encoded.
+
+        Where other ranks have other parts of the unit: the elements by which launches are planned.
+        """
+        if self.wire is None:
+            return self.launch_numel, self.buffer.dtype
+        whole = self.ranks.number == self.ranks.world.world_size
+        return self.wire.nbytes_per_rank * self.ranks.shard_size if whole else self.launch_numel, torch.uint8
 
     @property
     def due(self) -> bool:
@@ -533,10 +552,12 @@ def unshard_together(units: Sequence[Unit]) -> None:
         if step.audit is not None:
             for unit in units:
                 step.streams.meet(step.audit.agree, unit.ranks.world, unit.name, "all_gather", *unit.gathered)
-        among = units[0].ranks.gather
-        if step.announce is not None and among is not None:
+        if step.announce is not None:
             # Among those that gather: replicas may evaluate apart.
-            step.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in units))
+            for same in alike(units, [id(unit.ranks.gather) for unit in units]) if len(units) > 1 else (units,):
+                among = same[0].ranks.gather
+                if among is not None:
+                    step.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in same))
         step.streams.gather([unit.record for unit in units])
     except BaseException as error:
         if isinstance(error, CollectiveError):

@@ -105,7 +105,7 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
     """
     config = request.config
     choice, process_group, mesh = group_of(config)
-    world = _world_of(request, mesh)
+    world = world_of(request, mesh)
     if world is not None:
         process_group = agreement.process_group = _group_of(world, process_group)
     entry_points = registry.scan()
@@ -127,7 +127,7 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
     return construct_plugins(config, context, constructed, entry_points, world)
 
 
-def _world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
+def world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
     """All ranks of a model that has parts on some of them, or may; None where all ranks shard the same."""
     refuse_absent_mesh(request.config)
     if mesh is None:
