@@ -154,7 +154,8 @@ def optimizers(model: nn.Module, kind: str, sharded: bool) -> list[torch.optim.O
     assert isinstance(model, Net)
     options: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
     if sharded:
-        split = for_matrices(model, leave_out=[model.head])
+        experts = [each for each in model.modules() if isinstance(each, GroupedExperts)]
+        split = for_matrices(model, leave_out=[model.head], stacks=experts)
         return [Muon(split.matrices, dtype=torch.float64, **options), torch.optim.AdamW(split.others, lr=1e-2)]
     left = {model.embed.weight, model.head.weight}
     matrices = [each for each in model.parameters() if each.ndim > 1 and each not in left]
