@@ -11,6 +11,7 @@ does not count.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import statistics
@@ -31,12 +32,13 @@ from polyshard_backends.fake import FakeCollectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 WIDTH = 16
 PARAMETER_COUNTS = (1, 9, 27)
 DIRECTIONS = ("forward", "backward")
 #: Largest accepted polyshard / FSDP2.
-TARGETS = {"forward at 9": 0.32, "backward at 9": 0.34, "slope": 0.1, "wrap": 0.3}
+TARGETS = {"forward at 9": 0.32, "backward at 9": 0.34, "slope": 0.1, "wrap": 0.3, "beside TP": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,19 @@ class Chain(nn.Module):
         for factor in self.factors:
             x = x * factor
         return x
+
+
+class ParallelBlock(nn.Module):
+    """Two linear layers, the first cut by columns and the second by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return output
 
 
 class Block(nn.Module):
@@ -163,6 +178,47 @@ def time_steps(
                 for direction, values in zip(DIRECTIONS, zip(*taken, strict=True), strict=True):
                     times[count][name][direction].append(statistics.median(values) * 1e6 / settings.units)
     return times
+
+
+def beside_tensor_parallelism(settings: Settings) -> dict[str, Any]:
+    """Own microseconds a unit of 4 DTensor parameters above the same model with TP alone, and ratios."""
+    mesh = init_device_mesh("cpu", (settings.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(ParallelBlock() for _ in range(settings.units)))
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        plan = {f"{unit}.{name}": style for unit in range(settings.units) for name, style in styles.items()}
+        parallelize_module(model, mesh["tp"], plan)
+        return model
+
+    plain, ours, fsdp2 = build(), build(), build()
+    meshed = dataclasses.replace(config("none", [ParallelBlock], settings.world_size), mesh=mesh, shard="dp")
+    polyshard.shard(ours, meshed)
+    wrap_fsdp2(fsdp2, mesh["dp"], MixedPrecisionPolicy())
+    peers: dict[str, nn.Module] = {"plain": plain, "polyshard": ours, "fsdp2": fsdp2}
+    x, gradient = torch.rand(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+    for model in peers.values():
+        for _ in range(settings.warmup):
+            step(model, x, gradient)
+    times: dict[str, dict[str, list[float]]] = {name: {each: [] for each in DIRECTIONS} for name in peers}
+    for _ in range(settings.rounds):
+        with undisturbed():
+            for name, model in peers.items():
+                taken = [step(model, x, gradient)[:2] for _ in range(settings.steps)]
+                for direction, values in zip(DIRECTIONS, zip(*taken, strict=True), strict=True):
+                    times[name][direction].append(statistics.median(values) * 1e6 / settings.units)
+    own = {
+        peer: {
+            each: [a - b for a, b in zip(times[peer][each], times["plain"][each], strict=True)] for each in DIRECTIONS
+        }
+        for peer in ("polyshard", "fsdp2")
+    }
+    return {
+        "plain_us": {each: spread(times["plain"][each]) for each in DIRECTIONS},
+        "own_us": {peer: {each: spread(values) for each, values in costs.items()} for peer, costs in own.items()},
+        "ratio": {each: _ratio(own["polyshard"][each], own["fsdp2"][each]) for each in DIRECTIONS},
+    }
 
 
 def transport(count: int, precision: Precision, settings: Settings) -> dict[str, dict[str, float]]:
@@ -328,6 +384,11 @@ def table(report: dict[str, Any]) -> str:
         for operation in ("gather", "reduce"):
             ours, theirs = (result["transport_us"][9][peer][operation] for peer in ("polyshard", "fsdp2"))
             lines.append(f"  fake {operation + ' alone, k=9':17}{ours:12.2f}{theirs:12.2f}")
+    beside = report["tensor_parallel"]
+    lines += ["", "beside tensor parallelism over 2 ranks, own µs a unit of 4 DTensor parameters"]
+    for direction in DIRECTIONS:
+        ours, theirs = (beside["own_us"][peer][direction]["median"] for peer in ("polyshard", "fsdp2"))
+        lines.append(_row(direction, ours, theirs, beside["ratio"][direction], TARGETS["beside TP"]))
     lines += ["", f"wrap {report['settings']['wrap_units']} units of 9 parameters, ms"]
     lines.append(f"{'':22}{'polyshard':>12}{'FSDP2':>12}{'ratio':>8}  {'q1..q3':14}{'target':>7}")
     wrap = report["wrap"]
@@ -379,6 +440,8 @@ def main() -> None:
             result = analyse(time_steps(peers, precision, settings))
             result["transport_us"] = {count: transport(count, precision, settings) for count in PARAMETER_COUNTS}
             report["step"][precision.name] = result
+        print("beside tensor parallelism", file=sys.stderr)
+        report["tensor_parallel"] = beside_tensor_parallelism(settings)
         print("wrapping", file=sys.stderr)
         wrap = wrap_from_meta(mesh, settings)
         report["wrap"] = {

@@ -224,6 +224,16 @@ def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
         torch._C._cuda_releasePool(device, pool)
 
 
+def mesh_slices(mesh: Any) -> torch.Tensor:
+    """The ranks of a ``DeviceMesh`` and of the other slices of its root: ``[slices, *mesh.shape]``.
+
+    The public ``mesh.mesh`` has this rank's slice alone, but all ranks make the groups of all slices together. (torch
+    2.11 and 2.13)
+    """
+    slices: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return slices
+
+
 def default_store() -> Any | None:
     """The store of the default process group, through which ranks can talk before any communicator exists."""
     from torch.distributed import distributed_c10d

@@ -360,6 +360,7 @@ class Recording:
                 nbytes=_nbytes(mark.unit),
                 dtype=str(mark.unit.master_dtype).removeprefix("torch."),
                 finished=position in ended,
+                over=mark.unit.ranks,
             )
             for position, mark in enumerate(self._marks)
             if mark.kind in _BEGINS

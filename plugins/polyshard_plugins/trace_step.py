@@ -47,6 +47,8 @@ class Span:
     """The dtype of the unit's parameters as the user made them, such as ``float32``; what travels may be narrower."""
     finished: bool = True
     """Whether its end was seen. One that is not finished ends with the step, and counts as no time."""
+    over: str = ""
+    """The dimensions of the mesh that the unit is cut and replicated over; empty where they have no names."""
 
     @property
     def interval(self) -> Interval:
@@ -271,6 +273,7 @@ def _events(trace: StepTrace) -> Iterator[dict[str, Any]]:
                     "backward": span.backward,
                     "bytes": span.nbytes,
                     "dtype": span.dtype,
+                    **({"over": span.over} if span.over else {}),
                     "finished": span.finished,
                 }
                 category = f"{lane.value}{direction}"
@@ -325,6 +328,7 @@ def _spans(events: Iterable[dict[str, Any]]) -> list[Span]:
             nbytes=int(arguments["bytes"]),
             dtype=str(arguments["dtype"]),
             finished=bool(arguments["finished"]),
+            over=str(arguments.get("over", "")),
         )
         numbered.append((int(arguments["number"]), span))
     return [span for _, span in sorted(numbered, key=lambda each: each[0])]

@@ -18,8 +18,9 @@ from polyshard_tools.cli import main
 
 
 class FakeMesh:
-    def __init__(self, ndim: int) -> None:
+    def __init__(self, ndim: int, *names: str) -> None:
         self.ndim = ndim
+        self.mesh_dim_names = names or None
 
 
 def write(folder: Path, text: str) -> Path:
@@ -85,6 +86,31 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
         ({"mesh": FakeMesh(2)}, "'full_shard' needs a mesh of 1 dimension.*has 2"),
         ({"mesh": FakeMesh(1), "strategy": "hybrid_shard"}, "'hybrid_shard' needs a mesh of 2 dimension.*has 1"),
         ({"mesh": object()}, "mesh must be a torch.distributed DeviceMesh, not object"),
+        (
+            {"mesh": FakeMesh(3, "dp", "cp", "tp")},
+            r"needs a mesh of 1 .* has 3 \(dp, cp, tp\)\. Name those to use in shard=, or slice",
+        ),
+        (
+            {"mesh": FakeMesh(3), "strategy": "hybrid_shard"},
+            r"'hybrid_shard' needs a mesh of 2 .* has 3\. Name those to use in shard= and replicate=, or slice",
+        ),
+        (
+            {"mesh": FakeMesh(2, "dp", "tp"), "shard": "ddp"},
+            r"shard names 'ddp', which is no dimension of the mesh\. Did you mean 'dp'\? It has: dp, tp",
+        ),
+        ({"mesh": FakeMesh(2), "shard": "dp"}, "'dp', but those of the mesh have no names.*mesh_dim_names="),
+        ({"shard": "dp", "replicate": "rep"}, "replicate='rep' needs a hybrid strategy .*but strategy is 'full_shard'"),
+        (
+            {"shard": ["a", "b"], "strategy": "hybrid_shard"},
+            r"only shard=\['a', 'b'\] is given. Name those of replicate",
+        ),
+        ({"replicate": "a", "strategy": "hybrid_shard"}, "only replicate='a' is given. Name those of shard, too"),
+        ({"shard": ("a", "b"), "replicate": "b", "strategy": "hybrid_shard"}, "dimension 'b' is in both shard and rep"),
+        ({"shard": "a", "replicate": "b", "strategy": "hybrid_shard", "shard_size": 2}, "shard_size and names of dim"),
+        *(
+            ({"shard": wrong}, "dimensions of a mesh are a name or several different ones, not ")
+            for wrong in ("", [], ["dp", "dp"], [1], 3, ["dp", ""], {"dp": 1})
+        ),
         ({"reshard_after_forward": "yes"}, "reshard_after_forward must be True, False, None or 'auto', not 'yes'"),
         (
             {"reshard_after_forward": "auto", "strategy": "shard_grad_op"},
@@ -156,6 +182,28 @@ def test_meshes_of_the_right_shape_are_taken() -> None:
     one, two = FakeMesh(1), FakeMesh(2)
     assert ShardConfig(mesh=one).mesh is one  # type: ignore[arg-type]
     assert ShardConfig(mesh=two, strategy="hybrid_shard_zero2").mesh is two  # type: ignore[arg-type]
+
+
+def test_dimensions_are_named_in_python_files_and_the_environment(tmp_path: Path) -> None:
+    mesh: Any = FakeMesh(3, "dp_replicate", "dp_shard", "tp")
+    text = '[shard]\nstrategy = "hybrid_shard"\nshard = ["dp_shard"]\nreplicate = "dp_replicate"\n'
+    config = ShardConfig.from_toml(write(tmp_path, text), environ={}, mesh=mesh)
+    assert (config.mesh, config.shard, config.replicate) == (mesh, ("dp_shard",), ("dp_replicate",))
+    assert ShardConfig(mesh=mesh, shard="dp_shard", replicate="dp_replicate", strategy="hybrid_shard") == config
+    # The mesh may come later, and is looked at then.
+    later = ShardConfig(shard=("dp_shard", "cp"))
+    with pytest.raises(ConfigError, match="shard names 'cp', which is no dimension of the mesh"):
+        dataclasses.replace(later, mesh=mesh)
+    environ = {"POLYSHARD_SHARD": "dp_shard, tp", "POLYSHARD_REPLICATE": "none", "POLYSHARD_STRATEGY": "full_shard"}
+    changed = config.with_environment(environ)
+    assert (changed.mesh, changed.shard, changed.replicate) == (mesh, ("dp_shard", "tp"), None)
+    assert origins(changed, "shard", "strategy") == [
+        (Origin.ENVIRONMENT, "POLYSHARD_SHARD"),
+        (Origin.ENVIRONMENT, "POLYSHARD_STRATEGY"),
+    ]
+    assert config.with_environment({"POLYSHARD_SHARD": '["tp"]'}).shard == ("tp",)
+    with pytest.raises(ConfigError, match=r"\[shard\] of .*: shard names 'dp_shard', which is no dim"):
+        ShardConfig.from_toml(write(tmp_path, text), environ={}, mesh=FakeMesh(2, "dp", "tp"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

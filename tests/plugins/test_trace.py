@@ -166,6 +166,9 @@ def test_any_spans_are_a_chrome_trace_and_read_back(spans: list[Span]) -> None:
         write_trace(step_of(*spans), path)
         assert_chrome_trace(json.loads(path.read_text()))
         assert read_trace(path) == step_of(*spans)
+        over = step_of(*(dataclasses.replace(each, over="edp and dp_replicate") for each in spans))
+        write_trace(over, path)
+        assert read_trace(path) == over
 
 
 def test_the_file_is_a_chrome_trace(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from polyshard.errors import ConfigError, PluginContractError, PluginNotFoundErr
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard_policies.combined import Or, as_policy
 from polyshard_policies.functions import Custom, Lambda, Size
-from polyshard_policies.module_class import Always, ModuleClass, Never, Transformer
+from polyshard_policies.module_class import Always, ModuleClass, Never, NoSplitModules, Transformer
 from polyshard_testing import plugin_context
 from torch import nn
 from torch.distributed.fsdp.wrap import (
@@ -502,6 +502,77 @@ def test_policies_say_which_rule_chose_a_module(policy: WrapPolicy, expected: di
     reasons = {name: policy.reason(module, name) for name, module in root.named_modules() if module in chosen}
     assert {name: reasons[name] for name in expected} == expected
     assert all(reasons.values())
+
+
+# settings of some units
+
+
+class Experts(nn.Linear):
+    pass
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(4, 4)
+        self.experts = Experts(4, 4)
+
+
+def blocks() -> nn.Module:
+    model = nn.Module()
+    model.layers, model.head = nn.ModuleList([Block(), Block()]), nn.Linear(4, 4)
+    return model
+
+
+BY_CLASS = {"Experts": {"mesh": "edp", "gradient_divisor": "group"}, "layers.1": {"reshard_after_forward": False}}
+BY_NAME = {"layers.*.experts": BY_CLASS["Experts"], "layers.1": BY_CLASS["layers.1"]}
+
+
+@pytest.mark.parametrize("overrides", [BY_CLASS, BY_NAME])
+@pytest.mark.parametrize("name", ["transformer", "transformers", "or"])
+def test_settings_by_class_or_name_of_a_module(name: str, overrides: dict[str, dict[str, Any]]) -> None:
+    model: Any = blocks()
+    model._no_split_modules = ["Block"]
+    policy = {
+        "transformer": lambda: Transformer(CONTEXT, Block, overrides=overrides),
+        "transformers": lambda: NoSplitModules(CONTEXT, overrides=overrides),
+        "or": lambda: Or(plugin_context("or"), [Always(CONTEXT), ModuleClass(CONTEXT, Block, overrides)]),
+    }[name]()
+    plan = policy.plan(model, EVERYTHING)
+    expected = {"layers.0": {}, "layers.1": BY_CLASS["layers.1"]}
+    expected |= {f"layers.{index}.experts": BY_CLASS["Experts"] for index in range(2)}
+    found = {name: dict(plan[module]) for name, module in model.named_modules() if module in plan}
+    assert {name: found[name] for name in expected} == expected
+    assert len(found) == len(expected) + (3 if name == "or" else 0)
+    key = next(iter(overrides))
+    reason = policy.reason(model.layers[0].experts, "layers.0.experts")
+    assert f"'{key}' in overrides with mesh='edp', gradient_divisor='group'" in reason
+    assert "class Block is in " in policy.reason(model.layers[1], "layers.1")
+    ignoring = PolicyContext(ignored_modules=[model.layers[1].experts])
+    assert model.layers[1].experts not in ModuleClass(CONTEXT, Block, overrides).plan(model, ignoring)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([("Experts", {})], "overrides of policy 'under test' takes tables of settings by class or name, not"),
+        ({"Experts": "edp"}, r"has the entry 'Experts': 'edp'\. Give the settings of a class or a name"),
+        ({"Experts": {"msh": "edp"}}, r"sets 'msh' for 'Experts', which no unit has\. Did you mean 'mesh'\?"),
+        (
+            {"Expert": {}},
+            r"has 'Expert', which no module inside this Module has as class or name. Did you mean 'Experts'\?",
+        ),
+        ({"layer.*": {}}, "has 'layer.*', which no module inside this Module has as class or name"),
+        ({"layers": {}}, r"matches 'layers', a ModuleList, which cannot be a unit.*'layers\.\*' for each"),
+        (
+            {"Experts": {"mesh": "a"}, "layers.*.experts": {"mesh": "b"}},
+            "mesh of module 'layers.0.experts' twice, as 'a' and 'b'",
+        ),
+    ],
+)
+def test_settings_of_no_module_and_no_unit_are_refused(overrides: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Transformer(CONTEXT, Block, overrides=overrides).plan(blocks(), EVERYTHING)
 
 
 # references

@@ -471,6 +471,33 @@ def test_settings_and_plugins_are_shown_with_their_sources(
     assert "gloo was not constructed here: " in out
 
 
+def test_a_mesh_is_told_with_the_units_over_its_dimensions(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYSHARD_SHARD", "edp,ep")
+    monkeypatch.setenv("POLYSHARD_POLICY__OVERRIDES", '{"blocks.1" = {mesh = "edp", gradient_divisor = "group"}}')
+    assert main(command) == 2
+    assert "shard names 'edp', 'ep', but there is no mesh" in capsys.readouterr().err
+    at = command.index("--world-size")
+    command[at : at + 2] = ["--mesh", "edp=2,ep=4,tp=2"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Net on 16 ranks, computing on cpu: full_shard, units in 8 shards\n")
+    assert ["shard", "edp, ep", "POLYSHARD_SHARD"] in rows_after(out, "setting")
+    assert ["mesh", "{'edp': 2, 'ep': 4, 'tp': 2}", "code"] in rows_after(out, "setting")
+    over = {row[0]: row[-2:] if row[0] == "blocks.1" else row[-1] for row in rows_after(out, "unit")}
+    dense = "edp, ep: 8 x 1 ranks, sum / 8"
+    assert over == {
+        "(root)": dense,
+        "blocks.0": dense,
+        "blocks.1": ["edp: 2 x 1 ranks, sum / 2", "mesh=edp, gradient_divisor=group"],
+        "blocks.2": dense,
+    }
+    command[-1:] = ["edp=2,ep"]
+    assert main(command) == 2
+    assert "--mesh 'edp=2,ep' is no mesh" in capsys.readouterr().err
+
+
 def test_json_holds_every_unit(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -490,7 +517,8 @@ def test_json_holds_every_unit(command: list[str], capsys: pytest.CaptureFixture
             "name": "layers",
             "value": "explained_nets:Block",
             "source": {"origin": "file", "where": "[shard] of run.toml"},
-        }
+        },
+        {"name": "overrides", "value": None, "source": {"origin": "default", "where": ""}},
     ]
 
 

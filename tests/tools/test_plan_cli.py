@@ -89,6 +89,18 @@ def test_a_table_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "It fits:" in text
 
 
+def test_units_over_dimensions_of_a_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run.toml").write_text(RUN + 'shard = "dp"\n')
+    assert planned("--mesh", "dp=4,tp=2", "--batch", "float32[8,64]") == 0
+    text = capsys.readouterr().out
+    assert text.startswith(
+        f"Net on 8 ranks: {NUMEL:,} parameters in 4 units, 0 elements of padding\n\nover dp: layers.0"
+    )
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
+    # Gathered and reduced among four ranks; what the other dimension does is the model's own.
+    assert rows["all_gather"][0] == rows["reduce_scatter"][0] == "4"
+
+
 @pytest.mark.usefixtures("folder")
 def test_what_does_not_fit_exits_with_three(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--world-size", "2", "--batch", "plan_cli_net:batch", "--json")

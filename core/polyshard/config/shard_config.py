@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -95,6 +95,16 @@ def _batch_nbytes_of(value: int | str) -> int:
     return nbytes
 
 
+def _dimensions_of(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """``value`` as names of dimensions; raises ``ConfigError`` for anything else, for none, and for one named twice."""
+    if value is None:
+        return None
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
+    if not names or len(set(map(repr, names))) != len(names) or not all(isinstance(n, str) and n for n in names):
+        raise ConfigError(f"dimensions of a mesh are a name or several different ones, not {value!r}. Write 'dp'.")
+    return names
+
+
 #: Limits of ``timeout_s``: process groups count in milliseconds, where 0 is no limit, and in nanoseconds.
 _LEAST_S, _MOST_S = 1e-3, 1e8
 
@@ -145,7 +155,14 @@ class ShardConfig:
     strategy: _Normalised[Strategy, str] = _Normalised(_strategy_of, Strategy.FULL_SHARD)
     """What each rank keeps: a ``Strategy`` or its string. Read as a ``Strategy``."""
     mesh: DeviceMesh | None = None
-    """The ranks to shard over. Two dimensions, (replicate, shard), with a hybrid strategy, otherwise one."""
+    """All ranks of the model. Where ``shard`` names none, its dimensions are (replicate, shard) with a hybrid strategy,
+    otherwise the one to shard over."""
+    shard: _Normalised[tuple[str, ...] | None, str | Sequence[str]] = _Normalised(_dimensions_of, None)
+    """The dimensions of ``mesh`` to shard over: a name, or several, whose ranks then share shards as if they were one.
+    In those that are neither these nor in ``replicate``, ranks hold other parts of the model (tensor parallelism,
+    experts), or copies. Read as a tuple or None."""
+    replicate: _Normalised[tuple[str, ...] | None, str | Sequence[str]] = _Normalised(_dimensions_of, None)
+    """The dimensions of ``mesh`` over which a hybrid strategy replicates shards. Read as a tuple or None."""
     shard_size: int | None = None
     """Ranks in each group of a hybrid strategy; None for the ranks of one host. Not together with ``mesh``."""
     reshard_after_forward: bool | Literal["auto"] | None = None
@@ -231,17 +248,63 @@ class ShardConfig:
                     f"shard_size={self.shard_size} needs a hybrid strategy ({hybrids}), but strategy is "
                     f"{self.strategy.value!r}. Leave shard_size out or change the strategy."
                 )
+        self._check_dimensions(hybrids)
         if self.mesh is not None:
-            dimensions = getattr(self.mesh, "ndim", None)
-            if not _is_int(dimensions):
-                raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, not {type(self.mesh).__name__}.")
-            wanted = 2 if self.strategy.hybrid else 1
-            if dimensions != wanted:
-                raise ConfigError(
-                    f"strategy {self.strategy.value!r} needs a mesh of {wanted} dimension(s), but this one has "
-                    f"{dimensions}. Slice the mesh, or choose "
-                    f"{f'one of {hybrids}' if wanted == 1 else 'a strategy that is not hybrid'}."
+            self._check_mesh(self.mesh, hybrids)
+
+    def _check_dimensions(self, hybrids: str) -> None:
+        """Of ``shard`` and ``replicate``: what can be told without the mesh, which may come later."""
+        if self.shard is None and self.replicate is None:
+            return
+        if self.shard_size is not None:
+            raise ConfigError(
+                "shard_size and names of dimensions both say which ranks share a shard. Give one of them."
+            )
+        if self.replicate is not None and not self.strategy.hybrid:
+            raise ConfigError(
+                f"replicate={_told(self.replicate)} needs a hybrid strategy ({hybrids}), but strategy is "
+                f"{self.strategy.value!r}. Leave replicate out or change the strategy."
+            )
+        if self.strategy.hybrid and (self.shard is None or self.replicate is None):
+            there, lacks = ("replicate", "shard") if self.shard is None else ("shard", "replicate")
+            raise ConfigError(
+                f"strategy {self.strategy.value!r} needs dimensions to shard over and to replicate over, but only "
+                f"{there}={_told(getattr(self, there))} is given. Name those of {lacks}, too."
+            )
+        for name in self.replicate or ():
+            if name in (self.shard or ()):
+                raise ConfigError(f"dimension {name!r} is in both shard and replicate. Name it in one of them.")
+
+    def _check_mesh(self, mesh: DeviceMesh, hybrids: str) -> None:
+        dimensions = getattr(mesh, "ndim", None)
+        if not isinstance(dimensions, int):
+            raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}.")
+        known = getattr(mesh, "mesh_dim_names", None) or ()
+        for setting in ("shard", "replicate"):
+            for name in getattr(self, setting) or ():
+                if not known:
+                    raise ConfigError(
+                        f"{setting} names the dimension {name!r}, but those of the mesh have no names. Make it with "
+                        "mesh_dim_names=."
+                    )
+                if name not in known:
+                    raise ConfigError(
+                        f"{setting} names {name!r}, which is no dimension of the mesh.{did_you_mean(name, known)} It "
+                        f"has: {', '.join(known)}. One that was made of others is given as these."
+                    )
+        wanted = 2 if self.strategy.hybrid else 1
+        if self.shard is None and dimensions != wanted:
+            instead = f"choose {f'one of {hybrids}' if wanted == 1 else 'a strategy that is not hybrid'}."
+            if dimensions > wanted:
+                names = "shard=" if wanted == 1 else "shard= and replicate="
+                instead = f"name those to use in {names}, or " + (
+                    f"{instead}" if dimensions == 2 else "slice the mesh."
                 )
+            listed = f" ({', '.join(known)})" if known else ""
+            raise ConfigError(
+                f"strategy {self.strategy.value!r} needs a mesh of {wanted} dimension(s), but this one has "
+                f"{dimensions}{listed}. {instead[0].upper()}{instead[1:]}"
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], source: str = "the mapping") -> ShardConfig:
@@ -254,9 +317,13 @@ class ShardConfig:
 
     @classmethod
     def from_toml(
-        cls, path: str | os.PathLike[str], table: str = "shard", environ: Mapping[str, str] = os.environ
+        cls,
+        path: str | os.PathLike[str],
+        table: str = "shard",
+        environ: Mapping[str, str] = os.environ,
+        mesh: DeviceMesh | None = None,
     ) -> ShardConfig:
-        """The configuration in ``[table]`` of a TOML file, overridden by ``environ``.
+        """The configuration in ``[table]`` of a TOML file, overridden by ``environ``, over the ranks of ``mesh``.
 
         Raises ``ConfigError`` where the file cannot be read, has no such table, or holds a key or value that does not
         exist. For the names in ``environ`` see ``with_environment``.
@@ -268,16 +335,16 @@ class ShardConfig:
         result, sources_after = overridden(settings, sources, environ, _defaults())
         if result is not settings:
             where += f" with {variables(environ)}"
-        return cls._from_table(result, sources_after, where)
+        return cls._from_table(result, sources_after, where, mesh)
 
     def with_environment(self, environ: Mapping[str, str] = os.environ) -> ShardConfig:
         """A copy with the settings that ``environ`` overrides.
 
-        ``POLYSHARD_<FIELD>`` sets a field: a plugin is a name or an inline TOML table, ``POLYSHARD_LISTENERS`` a TOML
-        array or names with commas, everything else a TOML value (``none`` for None). ``POLYSHARD_<FIELD>__<OPTION>``
-        sets one option of a plugin to a TOML value, or to the text itself where it is not TOML. Naming another plugin
-        drops the options of the former one. An empty variable counts as absent. Raises ``ConfigError`` for a variable
-        with the prefix that is no setting.
+        ``POLYSHARD_<FIELD>`` sets a field: a plugin is a name or an inline TOML table, ``POLYSHARD_LISTENERS``,
+        ``POLYSHARD_SHARD`` and ``POLYSHARD_REPLICATE`` a TOML array or names with commas, everything else a TOML value
+        (``none`` for None). ``POLYSHARD_<FIELD>__<OPTION>`` sets one option of a plugin to a TOML value, or to the text
+        itself where it is not TOML. Naming another plugin drops the options of the former one. An empty variable counts
+        as absent. Raises ``ConfigError`` for a variable with the prefix that is no setting.
         """
         current = {name: getattr(self, name) for name in FILE_FIELDS}
         sources = {key: self.source_of(*key) for key in sources_in(current, Source(Origin.CODE))}
@@ -304,10 +371,12 @@ class ShardConfig:
         return found
 
     @classmethod
-    def _from_table(cls, table: Mapping[str, Any], sources: Sources, where: str) -> ShardConfig:
+    def _from_table(
+        cls, table: Mapping[str, Any], sources: Sources, where: str, mesh: DeviceMesh | None = None
+    ) -> ShardConfig:
         _refuse_unknown(table, where)
         try:
-            return cls(**table)._coming_from(sources)
+            return cls(**table, mesh=mesh)._coming_from(sources)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
 
@@ -333,12 +402,19 @@ def _defaults() -> dict[str, Any]:
 def _refuse_unknown(table: Mapping[str, Any], where: str) -> None:
     for key in table:
         if key == "mesh":
-            raise ConfigError(f"{where}: 'mesh' is an object and can be given in Python only. Use shard_size here.")
+            raise ConfigError(
+                f"{where}: 'mesh' is an object and can be given in Python only, as ShardConfig.from_toml(path, "
+                "mesh=mesh). Use shard_size here, or name its dimensions in shard."
+            )
         if key not in FILE_FIELDS:
             raise ConfigError(
                 f"{where}: unknown setting {str(key)!r}.{did_you_mean(str(key), FILE_FIELDS)} Settings: "
                 f"{', '.join(FILE_FIELDS)}."
             )
+
+
+def _told(names: Sequence[str]) -> str:
+    return repr(names[0] if len(names) == 1 else list(names))
 
 
 def _is_int(value: object) -> bool:

@@ -22,7 +22,14 @@ NO_SETTINGS = frozenset({ALLOWED_PLUGINS, DISABLE_PLUGINS})
 
 _PLUGIN_FIELDS: tuple[str, ...] = tuple(GROUP_OF_SETTING)
 _TEXT_FIELDS: tuple[str, ...] = ("strategy", "device")
-_OPTIONAL_FIELDS: tuple[str, ...] = ("device", "shard_size", "reshard_after_forward", "memory_budget")
+_DIMENSION_FIELDS: tuple[str, ...] = ("shard", "replicate")
+_OPTIONAL_FIELDS: tuple[str, ...] = (
+    "device",
+    "shard_size",
+    "reshard_after_forward",
+    "memory_budget",
+    *_DIMENSION_FIELDS,
+)
 
 
 class Origin(enum.Enum):
@@ -164,8 +171,8 @@ def _field_value(field: str, text: str) -> Any:
         return None
     if field in _PLUGIN_FIELDS:
         return _toml_value(text) if text.startswith(("{", '"', "'")) else text
-    if field == "listeners":
-        return _toml_value(text) if text.startswith("[") else [name for name in text.split(",") if name.strip()]
+    if field == "listeners" or field in _DIMENSION_FIELDS:
+        return _toml_value(text) if text.startswith("[") else [name.strip() for name in text.split(",") if name.strip()]
     if field in _TEXT_FIELDS:
         return text
     # Shells and launchers write True and False as often as TOML's true and false.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..planning import thresholds
 from ..planning.launches import ReduceMode, alike
@@ -39,6 +39,9 @@ class MemoryReport:
     """Names of the units whose masters and gradients an offload manager keeps; an optimizer's state is there, too."""
     parked_nbytes: int = 0
     """The bytes of ``master_nbytes`` that are parked."""
+    over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of units by the dimensions of the mesh that they are cut and replicated over, ``"edp and dp_replicate"``;
+    empty where the configuration names none."""
 
     def optimizer_nbytes(self, states: int) -> int:
         """Bytes of an optimizer with ``states`` tensors of a master's size (AdamW: 2)."""
@@ -84,6 +87,11 @@ def memory_report(root: Root) -> MemoryReport:
         kept=tuple(u.name for u in kept),
         parked=tuple(u.name for u in units if u.parks),
         parked_nbytes=sum(u.master.nbytes for u in units if u.parks),
+        over={
+            over: tuple(u.name for u in units if u.spec.ranks == over)
+            for over in dict.fromkeys(u.spec.ranks for u in units)
+            if over
+        },
     )
 
 

@@ -229,15 +229,16 @@ class _Guard:
         for key, index in self.slots.items():
             value: Any = state_dict.get(prefix + key)
             slot, piece = self.unit.layout.slots[index], pieces.get(index)
-            gathers = is_dtensor(value)
+            gathers, part = is_dtensor(value), self.unit.parameters[index].part
             # Torch raises for other values.
             if not gathers and (type(value) is not torch.Tensor and type(value) is not nn.Parameter):
                 continue
             if not self._shows_pieces:
-                if gathers and self.unit.parameters[index].part is None:
+                if gathers and part is None:
                     state_dict[prefix + key] = value.detach().full_tensor()
+                elif part is not None and not gathers and tuple(value.shape) == part.shape:
+                    state_dict[prefix + key] = part.as_leaf(part.cut(value.detach()).contiguous())
                 continue
-            part = self.unit.parameters[index].part
             shape = slot.shape if part is None else part.shape
             if tuple(value.shape) != shape:
                 raise StateError(

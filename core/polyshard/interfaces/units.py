@@ -39,6 +39,9 @@ class UnitSpec:
     frozen]"``. Empty for the first."""
     trained: bool = True
     """Whether its parameters had ``requires_grad`` when the model was sharded: all of them, or none."""
+    ranks: str = ""
+    """The dimensions of the mesh over which it is cut, and over which it is replicated: ``"dp"``,
+    ``"edp and dp_replicate"``. Empty where the configuration names none."""
 
     @property
     def module_name(self) -> str:
@@ -55,7 +58,14 @@ class UnitSpec:
 UnitPlan = Mapping[torch.nn.Module, Mapping[str, Any]]
 
 #: The settings that a policy may override for one unit.
-UNIT_OVERRIDES: tuple[str, ...] = ("precision", "offload", "layout", "reshard_after_forward")
+UNIT_OVERRIDES: tuple[str, ...] = (
+    "precision",
+    "offload",
+    "layout",
+    "reshard_after_forward",
+    "mesh",
+    "gradient_divisor",
+)
 
 
 def _warn(text: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -13,6 +13,7 @@ from ..config import PluginChoice, ShardConfig, Strategy
 from ..errors import ConfigError, WorldSizeError
 from ..interfaces import COMPLETED, BufferRole, Collectives, RankAndSize, ReduceOp, Work
 from .answers import issued
+from .meshes import Groups, UnitLists, WorldMesh, divisor_of, lists_of, override_lists, world_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +168,71 @@ def group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]
     return choice, None, mesh
 
 
-def strategy_for(config: ShardConfig, world_size: int) -> Strategy:
-    """The configured strategy; for a single rank the one that shards nothing."""
-    return Strategy.NO_SHARD if world_size == 1 else config.strategy
+@dataclass(frozen=True, slots=True)
+class ModelRanks:
+    """The ranks of a model by number, before any group of them is made. Those of each unit follow from them."""
+
+    strategy: Strategy
+    """The configured one; for a single data rank the one that shards nothing."""
+    lists: UnitLists
+    """Of units without a mesh of their own."""
+    cut: UnitLists
+    """As ``lists``, but where the strategy shards nothing: the ranks that would share shards."""
+    config: ShardConfig
+    mesh: WorldMesh | None
+    """All ranks, by the dimensions of the mesh; None where the configuration has none with parts of models."""
+
+    @classmethod
+    def of(cls, config: ShardConfig, world_size: int, mesh: WorldMesh | None) -> ModelRanks:
+        """The ranks that ``config`` shards over, of ``world_size``.
+
+        Raises:
+            ConfigError: a hybrid strategy does not say how many ranks share a shard, or the mesh does not fit it.
+            WorldSizeError: that many do not divide the world.
+        """
+        if mesh is None:
+            strategy = Strategy.NO_SHARD if world_size == 1 else config.strategy
+            lists = UnitLists(*_rank_lists(config, strategy, world_size))
+            return cls(strategy, lists, lists, config, None)
+        cut = lists_of(config, config.strategy, mesh)
+        strategy = Strategy.NO_SHARD if cut.data_ranks == 1 else config.strategy
+        return cls(strategy, lists_of(config, strategy, mesh), cut, config, mesh)
+
+    def of_unit(self, overrides: Mapping[str, Any], module: str) -> tuple[UnitLists, float | None]:
+        """The ranks of the units of ``module``, and their divisor; None for a mean over them.
+
+        Raises:
+            ConfigError: the ``mesh`` that a policy gave it is none of this model's.
+        """
+        choice = overrides.get("gradient_divisor")
+        value = overrides.get("mesh")
+        if value is None:
+            return self.lists, None if choice is None else divisor_of(choice, self.lists, self.cut)
+        where = f"The mesh of '{module or '(root)'}'"
+        mesh = self.mesh
+        if mesh is None:
+            if self.config.mesh is None:
+                raise ConfigError(f"{where} needs the model's own. Give it: ShardConfig(mesh=..., shard=...).")
+            mesh = world_mesh(self.config.mesh)
+        own = override_lists(mesh, self.cut, value, self.config.replicate or (), where)
+        divisor = divisor_of("data" if choice is None else choice, own, self.cut)
+        return own.whole() if self.strategy is Strategy.NO_SHARD else own, divisor
+
+    @property
+    def batch_lists(self) -> list[list[int]]:
+        """Ranks that get the same samples: those with one place among data ranks, and different parts of the model."""
+        places: dict[int, list[int]] = {}
+        for each in (*self.cut.shard, *self.cut.replicate):
+            for place, rank in enumerate(each):
+                places.setdefault(rank, []).append(place)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in sorted(places):
+            found.setdefault(tuple(places[rank]), []).append(rank)
+        return list(found.values())
 
 
-def rank_lists_for(config: ShardConfig, strategy: Strategy, world_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of each shard group, and those of each replicate group.
-
-    Raises:
-        ConfigError: a hybrid strategy does not say how many ranks share a shard, or its mesh is not of all ranks.
-        WorldSizeError: that many do not divide the world.
-    """
+def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tuple[Groups, Groups]:
+    """The ranks of each shard group, and those of each replicate group, where no dimensions are named."""
     everyone = list(range(world_size))
     if strategy is Strategy.NO_SHARD:
         return [[rank] for rank in everyone], [everyone]
@@ -207,9 +261,43 @@ def rank_lists_for(config: ShardConfig, strategy: Strategy, world_size: int) -> 
     return rows, [list(column) for column in zip(*rows, strict=True)]
 
 
-def subgroup(world: Collectives, rank_lists: list[list[int]]) -> Collectives | None:
-    """This rank's group of ``rank_lists``; None for a group of one. Every rank calls it."""
-    size = len(rank_lists[0])
-    if size == 1:
-        return None
-    return world if size == world.world_size else world.partition(rank_lists)
+class FormedGroups:
+    """The communicators of a model's units, one for each set of ranks. All ranks make them, in one order."""
+
+    def __init__(self, ranks: ModelRanks, units: Iterable[tuple[UnitLists, float | None]], world: Collectives) -> None:
+        """``units``: the ranks of the units of each module, and their divisor."""
+        self.world = world
+        #: Those that were made here, in order; not ``world``.
+        self.made: list[Collectives] = []
+        self._groups: dict[tuple[tuple[int, ...], ...], Collectives | None] = {}
+        self._ranks: dict[tuple[int, float | None], UnitRanks] = {}
+        #: The ranks of units without a mesh of their own.
+        self.model = self.of(ranks.lists, None)
+        for lists, divisor in units:
+            self.of(lists, divisor)
+        #: Ranks that get the same samples as this one, and have other parts of the model; None where there are none.
+        self.batch = self._group(ranks.batch_lists)
+
+    def of(self, lists: UnitLists, divisor: float | None) -> UnitRanks:
+        """The ranks of a unit."""
+        found = self._ranks.get((id(lists), divisor))
+        if found is None:
+            owner, replicate = self._group(lists.shard), self._group(lists.replicate)
+            found = UnitRanks.over(self.world, owner, replicate, divisor=divisor, label=lists.label)
+            # Units with equal ranks have one record, by which their launches are brought together.
+            found = next((each for each in self._ranks.values() if each == found), found)
+            self._ranks[id(lists), divisor] = found
+        return found
+
+    def _group(self, rank_lists: Groups) -> Collectives | None:
+        """This rank's group of ``rank_lists``; None for a group of one."""
+        size = len(rank_lists[0])
+        if size == 1:
+            return None
+        if size == self.world.world_size:
+            return self.world
+        key = tuple(map(tuple, rank_lists))
+        if key not in self._groups:
+            made = self._groups[key] = self.world.partition(rank_lists)
+            self.made.append(made)
+        return self._groups[key]

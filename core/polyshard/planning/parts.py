@@ -117,12 +117,12 @@ class TensorPart:
         return leaf.requires_grad_(local.requires_grad)
 
     @torch.no_grad()
-    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The local tensor of ``gradient``, a ``DTensor`` that is placed as the parameter from here on.
+    def own(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``value``, a ``DTensor``: its local tensor, once it is placed as the parameter is.
 
-        Partial sums are added up over ``mesh``: every rank of it calls this for the same parameters, in one order.
+        Where it is placed otherwise (gradients may be partial sums), every rank of ``mesh`` calls this, in one order.
         """
-        placed = cast("DTensor", gradient)
+        placed = cast("DTensor", value)
         if placed.placements != self.placements:
             placed = placed.redistribute(self.mesh, self.placements)
         return local_of(placed)

@@ -35,6 +35,7 @@ from ..errors import (
 )
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import thresholds
+from .meshes import refuse_wrong_overrides
 from .parts import TensorPart, is_dtensor, local_of, plain_parameter
 
 #: Attribute under which a sharded module holds its module state.
@@ -196,7 +197,10 @@ def plan_modules(
         for managed in unit.parameters
     }
     uses: dict[nn.Parameter, _Uses] = {}
-    for prefix, module, chain in _walk(root, overrides, ignored):
+    walk = _walk(root, overrides, ignored)
+    if any(each.get("mesh") is not None for each in overrides.values()):
+        overrides = _with_meshes_inside(overrides, walk, skipped, rank)
+    for prefix, module, chain in walk:
         for key, parameter in module._parameters.items():
             # Hashing a parameter runs Python: models of many are asked about what is empty nearly always.
             if parameter is None or (skipped and parameter in skipped):
@@ -260,6 +264,42 @@ def plan_modules(
             )
         )
     return planned
+
+
+def _with_meshes_inside(
+    overrides: Mapping[nn.Module, Mapping[str, Any]],
+    walk: Sequence[tuple[str, nn.Module, tuple[nn.Module, ...]]],
+    skipped: Collection[nn.Parameter],
+    rank: int,
+) -> dict[nn.Module, Mapping[str, Any]]:
+    """``overrides``, where modules have the mesh of the nearest one around them: parts of experts belong to these.
+
+    Raises:
+        ParameterError: a parameter would belong to units over two meshes, or to none of the meshes of its modules.
+    """
+    result = dict(overrides)
+    # By parameter: name, mesh and chosen modules of each use.
+    uses: dict[nn.Parameter, list[tuple[str, Any, tuple[nn.Module, ...]]]] = {}
+    for prefix, module, chain in walk:
+        around = next((each for each in reversed(chain) if overrides.get(each, {}).get("mesh") is not None), None)
+        settings = {} if around is None else overrides[around]
+        mesh = settings.get("mesh")
+        if module in overrides and around not in (None, module):
+            inside = {key: settings[key] for key in ("mesh", "gradient_divisor") if key in settings}
+            result[module] = inside | {key: value for key, value in overrides[module].items() if key != "mesh"}
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter not in skipped:
+                uses.setdefault(parameter, []).append((f"{prefix}.{key}" if prefix else key, mesh, chain))
+    for found in uses.values():
+        owner = [each for each in found[0][2] if all(each in chain for _, _, chain in found)][-1]
+        mesh = result.get(owner, {}).get("mesh")
+        if any(each != mesh for _, each, _ in found):
+            listed = [f"'{name}' over {'the model' if each is None else repr(each)}" for name, each, _ in found]
+            raise ParameterError(
+                f"A parameter is shared by units over meshes of their own, and can be of one mesh alone (rank {rank}): "
+                f"{', '.join(listed)}. Override the mesh of one module that contains all of these."
+            )
+    return result
 
 
 def _own_modules(module: nn.Module, others: Collection[nn.Module]) -> tuple[nn.Module, ...]:
@@ -466,6 +506,7 @@ def _checked(chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int) -> dic
                 f"A wrap policy overrides reshard_after_forward for '{names[module]}' by {releases!r} (rank {rank}). "
                 "Give True, False or None."
             )
+        refuse_wrong_overrides(overrides, f"'{names[module]}' (rank {rank})")
     return dict(chosen)
 
 

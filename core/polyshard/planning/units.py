@@ -26,6 +26,7 @@ from ..interfaces import (
 from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, parked_of, wire_of
 from .layout import FlatLayout, NamedLayout, dense_stride
+from .meshes import UnitLists
 from .plan import ManagedParameter, ModuleParameters
 
 
@@ -41,6 +42,8 @@ class PlannedUnit:
     observers: tuple[Observer, ...]
     parked: bool
     """Whether the offload manager keeps its master and gradient; ``decide_parking`` knows."""
+    launch_numel: int
+    """Elements by which launches of communication are planned: the same on all ranks, whichever part they hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,10 @@ class PlannedModule(ModuleParameters):
     """
 
     plugins: ModulePlugins
+    lists: UnitLists
+    """The ranks of its units."""
+    divisor: float | None
+    """What the sum of their gradients is divided by; None for a mean."""
     units: tuple[PlannedUnit, ...]
     """One for each of ``groups``."""
     buffer_dtype: torch.dtype | None
@@ -87,7 +94,8 @@ class ModulePlugins:
 def plan_units(
     planned: ModuleParameters,
     plugins: ModulePlugins,
-    shards: int,
+    lists: UnitLists,
+    divisor: float | None,
     device: torch.device,
     events: Events,
     travelled: dict[torch.dtype, int],
@@ -95,12 +103,13 @@ def plan_units(
     is_root: bool,
     rank: int,
 ) -> PlannedModule:
-    """Lay out the units of ``planned`` for so many ``shards``, and ask plugins everything there is to ask.
+    """Lay out the units of ``planned`` over the ranks of ``lists``, and ask plugins everything there is to ask.
 
     Args:
         planned: A module and the parameters that it owns.
         plugins: What serves it.
-        shards: Ranks that share a unit.
+        lists: The ranks of its units.
+        divisor: What the sum of their gradients is divided by; None for a mean.
         device: The device that computes.
         events: The listeners.
         travelled: Bytes in which an element of a dtype travelled in the modules planned before; updated.
@@ -110,7 +119,7 @@ def plan_units(
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.
     """
-    caster, layout = plugins.caster, plugins.layout
+    caster, layout, shards = plugins.caster, plugins.layout, len(lists.shard[0])
     units: list[PlannedUnit] = []
     groups: list[tuple[ManagedParameter, ...]] = []
     for group in planned.groups:
@@ -121,20 +130,22 @@ def plan_units(
         itemsize = travelled.get(dtype, dtype.itemsize)
         geometry = _geometry(planned, group, suffix, shards, itemsize)
         buffers = layout.arrange(geometry, rank)
-        dtypes = dtypes_of(caster, _spec(planned, group, buffers[0][1], device, suffix, is_root), rank)
+        dtypes = dtypes_of(caster, _spec(planned, group, buffers[0][1], device, suffix, is_root, lists.label), rank)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         travelled[dtype] = travels
         if travels != itemsize:
             buffers = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         for number, (order, flat) in enumerate(buffers):
             members = tuple(group[index] for index in order)
-            spec = _spec(planned, members, flat, device, _numbered(group, number) if number else suffix, is_root)
+            own_suffix = _numbered(group, number) if number else suffix
+            spec = _spec(planned, members, flat, device, own_suffix, is_root, lists.label)
             wire = wire_of(caster, spec, rank) if shards > 1 else None
             # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
             full_precision_in_eval_of(caster, spec, rank)
             observers = events.observers(spec) if events.active else ()
             own = dtypes if len(buffers) == 1 else dtypes_of(caster, spec, rank)
-            units.append(PlannedUnit(spec, flat, own, wire, observers, parked=False))
+            launched = _launch_numel(members, flat)
+            units.append(PlannedUnit(spec, flat, own, wire, observers, parked=False, launch_numel=launched))
             groups.append(members)
     if units:
         first, buffer_dtype = units[0].spec, units[0].dtypes.buffer
@@ -152,6 +163,8 @@ def plan_units(
         dtype=planned.dtype,
         parent=planned.parent,
         plugins=plugins,
+        lists=lists,
+        divisor=divisor,
         units=tuple(units),
         buffer_dtype=buffer_dtype,
         input_cast=callable_or_none(caster, "input_cast", first, rank) if casts else None,
@@ -199,6 +212,14 @@ def reads_in_backward(module: nn.Module) -> bool:
     )
 
 
+def _launch_numel(group: Sequence[ManagedParameter], flat: FlatLayout) -> int:
+    parts = [parameter.part for parameter in group]
+    if all(part is None or part.is_even for part in parts):
+        return flat.padded_numel
+    pairs = zip(parts, group, strict=True)
+    return sum(each.original.numel() if part is None else part.largest_numel for part, each in pairs)
+
+
 def _spec(
     planned: ModuleParameters,
     group: Sequence[ManagedParameter],
@@ -206,6 +227,7 @@ def _spec(
     device: torch.device,
     suffix: str,
     is_root: bool,
+    ranks: str,
 ) -> UnitSpec:
     return UnitSpec(
         name=f"{planned.name}{suffix}",
@@ -218,6 +240,7 @@ def _spec(
         is_root=is_root,
         suffix=suffix,
         trained=group[0].original.requires_grad,
+        ranks=ranks,
     )
 
 

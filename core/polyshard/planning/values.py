@@ -27,7 +27,7 @@ def values_to_compare(modules: Iterable[ModuleParameters], *, compare: bool) -> 
     places = []
     for parameter in parameters:
         original = parameter.original
-        if not compare or original.is_meta:
+        if not compare or original.is_meta or parameter.part is not None:
             places.append((original.device, -1))
             continue
         of_device = sums.setdefault(original.device, [])

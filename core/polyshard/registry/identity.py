@@ -63,7 +63,7 @@ def described(value: object) -> Any:
     """``value`` as JSON that is equal on two ranks that mean the same by it.
 
     Classes and functions go by their qualified names, dataclasses by their fields, other objects by their class and,
-    where it holds no address, their ``repr``. Devices and process groups are each rank's own.
+    where it holds no address, their ``repr``. Devices, process groups and slices of meshes are each rank's own.
     """
     if isinstance(value, enum.Enum):
         return f"{_qualified(type(value))}.{value.name}"
@@ -101,6 +101,10 @@ def _object(value: object) -> Any:
         return name
     if torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup):
         return name
+    if type(value).__name__ == "DeviceMesh":
+        # Its ranks are those of this rank's slice.
+        mesh: Any = value
+        return [name, list(mesh.mesh_dim_names or ()), list(mesh.shape)]
     if dataclasses.is_dataclass(value):
         return [name, fields_of(value, ())]
     if type(value).__repr__ is object.__repr__:

@@ -14,6 +14,7 @@ from torch import nn
 from .. import _torch_private
 from ..errors import ParameterChangedError, ParameterMovedError, StateError, UnsupportedError
 from ..planning.layout import FlatLayout, Piece, product
+from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
 from .gather import view_of
 
@@ -215,6 +216,8 @@ class Originals(MasterViews):
             )
         shard = self._shard_of(index)
         value = source.detach()
+        if parameter.part is not None and is_dtensor(value):
+            value = parameter.part.own(value)
         if value.dtype != shard.dtype or value.device != shard.device:
             raise ParameterChangedError(
                 f"The parameter {where} was changed to {value.dtype} on {value.device}; its unit holds "

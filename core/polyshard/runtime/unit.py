@@ -319,7 +319,7 @@ class Unit:
         for index, part in self._parts:
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = part.local_gradient(gradient)
+                gradients[index] = part.own(gradient)
         return gradients
 
     def claim_gradient(self, index: int) -> torch.Tensor | None:

@@ -46,7 +46,8 @@ class Agreement:
     """
 
     def __init__(self, config: ShardConfig) -> None:
-        _, self._process_group, _ = group_of(config)
+        #: The process group of all ranks that shard the model; None for the default one.
+        _, self.process_group, _ = group_of(config)
         self._timeout = timedelta(seconds=config.timeout_s)
         self._checks = bool(config.check_ranks)
         #: The resolved backend; None until it is.
@@ -56,7 +57,7 @@ class Agreement:
     def alone(self) -> bool:
         """Whether there is no rank to compare with."""
         communicates = self.collectives is not None and self.collectives.capabilities.can_communicate
-        return not communicates and _store_of(self.collectives, self._process_group) is None
+        return not communicates and _store_of(self.collectives, self.process_group) is None
 
     @contextmanager
     def phase(self) -> Iterator[list[Any]]:
@@ -82,12 +83,12 @@ class Agreement:
             raise error
 
     def _compare(self, report: Sequence[Any], error: Exception | None) -> None:
-        store = _store_of(self.collectives, self._process_group)
+        store = _store_of(self.collectives, self.process_group)
         if store is None:
             assert self.collectives is not None
             _through_collectives(self.collectives, report, error)
             return
-        group = self._process_group if isinstance(self._process_group, torch.distributed.ProcessGroup) else None
+        group = self.process_group if isinstance(self.process_group, torch.distributed.ProcessGroup) else None
         ranks = torch.distributed.get_process_group_ranks(group)
         exchange = StoreAgreement(store, ranks, torch.distributed.get_rank(), self._timeout)
         try:

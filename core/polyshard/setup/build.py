@@ -17,7 +17,7 @@ from ..functions.memory import memory_report
 from ..functions.optimizers import replaced_parameters
 from ..interfaces import Collectives, OffloadManager, UnitSpec
 from ..planning.answers import refuse_shared_memory
-from ..planning.groups import UnitRanks
+from ..planning.groups import FormedGroups, ModelRanks, UnitRanks
 from ..planning.layout import FlatLayout
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, modules_in, names_in
 from ..planning.units import PlannedModule
@@ -53,10 +53,8 @@ class ShardPlan:
     """Everything about a sharded model that is known before it changes."""
 
     request: Request
-    strategy: Strategy
+    ranks: ModelRanks
     device: torch.device
-    rank_lists: tuple[list[list[int]], list[list[int]]]
-    """The ranks of each shard group, and those of each replicate group."""
     modules: tuple[PlannedModule, ...]
     """Those that own units, the root first."""
     events: Events
@@ -70,7 +68,7 @@ class ShardPlan:
 Masters = dict[str, list[torch.Tensor]]
 
 
-def prepare(plan: ShardPlan, ranks: UnitRanks) -> tuple[Masters, Callable[[], None]]:
+def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[], None]]:
     """Initialise meta parameters, and park the masters that offload managers park.
 
     Takes memory for shards alone: the whole parameters stay until ``build``.
@@ -86,7 +84,7 @@ def prepare(plan: ShardPlan, ranks: UnitRanks) -> tuple[Masters, Callable[[], No
     try:
         masters = materialize(
             modules,
-            ranks,
+            lambda module: groups.of(module.lists, module.divisor),
             device,
             plan.request.initializer,
             _whole_shapes(plan),
@@ -94,16 +92,18 @@ def prepare(plan: ShardPlan, ranks: UnitRanks) -> tuple[Masters, Callable[[], No
         )
         for each in modules:
             if each.parks:
-                masters[each.name] = _park(each, masters.pop(each.name, None), ranks, device)
-        try_codecs(modules, ranks.world, ranks.shard_size)
-        refuse_shared_memory(_parked(plan, masters), ranks.world.rank)
+                masters[each.name] = _park(
+                    each, masters.pop(each.name, None), groups.of(each.lists, each.divisor), device
+                )
+        try_codecs(modules, groups.world)
+        refuse_shared_memory(_parked(plan, masters), groups.world.rank)
     except BaseException:
         undo()
         raise
     return masters, undo
 
 
-def build(plan: ShardPlan, ranks: UnitRanks, masters: Masters) -> Root:
+def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
     """Make the model's parameters shards, and put the hooks on it. ``masters``: emptied.
 
     Memory peaks at the shards plus one module: parameters are cut module by module.
@@ -117,7 +117,7 @@ def build(plan: ShardPlan, ranks: UnitRanks, masters: Masters) -> Root:
     try:
         made: dict[nn.Module, ModuleState] = {}
         for each in plan.modules:
-            own = masters.pop(each.name, None)
+            own, ranks = masters.pop(each.name, None), groups.of(each.lists, each.divisor)
             if own is None:
                 own = [
                     _cut(group, unit.layout, ranks, device) for group, unit in zip(each.groups, each.units, strict=True)
@@ -136,28 +136,28 @@ def build(plan: ShardPlan, ranks: UnitRanks, masters: Masters) -> Root:
             )
             if each.parent is not None:
                 merge_on_use(made[each.module], made[each.parent])
-        root = _join(plan, ranks, made)
+        root = _join(plan, groups, made)
         if plan.events.active:
             plan.events.after_shard(plan.request.module)
     except BaseException as error:
         if cuts:
-            give_up(plan, ranks, f"{type(error).__name__}: {error}")
+            give_up(plan, groups, f"{type(error).__name__}: {error}")
         raise
     return root
 
 
-def give_up(plan: ShardPlan, ranks: UnitRanks, reason: str) -> None:
+def give_up(plan: ShardPlan, groups: FormedGroups, reason: str) -> None:
     """Refuse every later use of the model, which is in pieces and stays so."""
-    mark_broken(plan.request.module, f"{reason} (rank {ranks.world.rank})")
+    mark_broken(plan.request.module, f"{reason} (rank {groups.world.rank})")
 
 
-def close_groups(plan: ShardPlan, ranks: UnitRanks) -> None:
+def close_groups(plan: ShardPlan, groups: FormedGroups) -> None:
     """Close what was made for a model that was not built. Every rank calls it."""
-    for collectives in _groups(plan, ranks):
+    for collectives in _groups(plan, groups):
         collectives.close()
 
 
-def _join(plan: ShardPlan, ranks: UnitRanks, made: Mapping[nn.Module, ModuleState]) -> Root:
+def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, ModuleState]) -> Root:
     """The root of the module states that were ``made``, and of those inside the model that were there before."""
     config, model = plan.request.config, plan.request.module
     states = []
@@ -167,7 +167,7 @@ def _join(plan: ShardPlan, ranks: UnitRanks, made: Mapping[nn.Module, ModuleStat
             states.append(made[inner])
         elif MODULE_STATE_ATTRIBUTE in inner.__dict__:
             there: ModuleState = inner.__dict__[MODULE_STATE_ATTRIBUTE]
-            there.join(name, ranks if there.signature == plan.signature else None, names_of)
+            there.join(name, groups.model if there.signature == plan.signature else None, names_of)
             states.append(there)
     # The root takes the module states, and what they own, from the inner roots.
     inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))
@@ -176,23 +176,23 @@ def _join(plan: ShardPlan, ranks: UnitRanks, made: Mapping[nn.Module, ModuleStat
         if inner_root.idle_guard is not None:
             inner_root.idle_guard.leave()
     root = Root(
-        ranks.world,
+        groups.world,
         states,
-        streams_for(ranks.world),
+        streams_for(groups.world),
         ExecutionOrder(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
         plan.events,
         check_ranks=config.check_ranks,
     )
     root.timeout_s = config.timeout_s
     if config.check_ranks:
-        peers = root.recorder.peers = peers_of(ranks.world)
+        peers = root.recorder.peers = peers_of(groups.world)
         if peers is not None:
             root.recorder.watch = Watch(root.recorder, peers, config.timeout_s)
-    if config.reshard_after_forward == "auto" and plan.strategy is not Strategy.NO_SHARD:
+    if config.reshard_after_forward == "auto" and plan.ranks.strategy is not Strategy.NO_SHARD:
         planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
         meter = CudaMemory(plan.device) if plan.device.type == "cuda" else planned
         root.budget = Budget(config.memory_budget, meter)
-    root.owned = (*inner_owned, *_groups(plan, ranks))
+    root.owned = (*inner_owned, *_groups(plan, groups))
     for module, state in made.items():
         ForwardHooks(state).attach()
         module.__dict__[MODULE_STATE_ATTRIBUTE] = state
@@ -203,10 +203,9 @@ def _join(plan: ShardPlan, ranks: UnitRanks, made: Mapping[nn.Module, ModuleStat
     return root
 
 
-def _groups(plan: ShardPlan, ranks: UnitRanks) -> tuple[Collectives, ...]:
+def _groups(plan: ShardPlan, groups: FormedGroups) -> tuple[Collectives, ...]:
     """What is closed with the model: parts before wholes, and not what the user made."""
-    parts = [each for each in (ranks.owner, ranks.replicate) if each is not None and each is not ranks.world]
-    return (*parts, *((ranks.world,) if plan.constructs else ()))
+    return (*groups.made, *((groups.world,) if plan.constructs else ()))
 
 
 def _sharded_units(model: nn.Module) -> Iterator[Unit]:
@@ -243,7 +242,7 @@ def _reshard_policy(plan: ShardPlan, module: PlannedModule) -> Reshard:
     if isinstance(override, bool):
         return Reshard.ALWAYS if override else Reshard.NEVER
     # "auto", too, begins as the strategy says.
-    return Reshard.UNLESS_TURNING if plan.strategy.reshards_after_forward else Reshard.NEVER
+    return Reshard.UNLESS_TURNING if plan.ranks.strategy.reshards_after_forward else Reshard.NEVER
 
 
 def _park(
@@ -293,6 +292,7 @@ def _build_units(
             wire=planned.wire,
             parks=planned.parked,
         )
+        unit.launch_numel = planned.launch_numel
         unit.watch(planned.observers)
         units.append(unit)
     for rnn in recurrent:

@@ -107,7 +107,7 @@ def remember(owners: Sequence[PlannedModule], device: torch.device) -> Callable[
 
 def materialize(
     owners: Sequence[PlannedModule],
-    ranks: UnitRanks,
+    ranks_of: Callable[[PlannedModule], UnitRanks],
     device: torch.device,
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
@@ -123,11 +123,12 @@ def materialize(
     that no holes are left between the masters.
     """
     hollow = [owner for owner in owners if owner.has_meta_parameters]
-    nbytes = max((sum(_nbytes(owner)) for owner in hollow), default=0) if ranks.owner is not None else 0
+    nbytes = max((sum(_nbytes(owner)) for owner in hollow if ranks_of(owner).owner is not None), default=0)
     masters: dict[str, list[torch.Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
         for owner in owners:
+            ranks = ranks_of(owner)
             if owner.has_meta_parameters:
                 flats = _flats(owner, scratch if ranks.owner is not None else None, device)
                 _fill(owner, flats, device, initializer, whole_shapes)
@@ -286,7 +287,7 @@ def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: 
     return master
 
 
-def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives, shards: int) -> None:
+def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives) -> None:
     """Encode and decode a ramp, once for each caster that encodes, as its smallest unit.
 
     Raises PluginContractError: what was decoded has little to do with what was encoded.
@@ -301,11 +302,11 @@ def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives, shards
             if known is None or unit.spec.shard_numel < known[1].spec.shard_numel:
                 smallest[id(owner.plugins.caster)] = owner.plugins.caster, unit
     for caster, unit in smallest.values():
-        _try_codec(caster, unit, collectives, shards)
+        _try_codec(caster, unit, collectives)
 
 
-def _try_codec(caster: PrecisionCaster, unit: PlannedUnit, collectives: Collectives, shards: int) -> None:
-    spec = unit.spec
+def _try_codec(caster: PrecisionCaster, unit: PlannedUnit, collectives: Collectives) -> None:
+    spec, shards = unit.spec, unit.layout.world_size
     assert unit.wire is not None
     ramp = torch.linspace(-1.0, 1.0, spec.shard_numel + 2, dtype=torch.float64)[1:-1]
     shard = ramp.to(device=spec.device, dtype=spec.master_dtype)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import EntryPoints
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .. import registry
@@ -27,8 +29,15 @@ from ..interfaces import (
 from ..planning.answers import refuse_unable
 from ..planning.groups import group_of
 from ..planning.layout import NamedLayout
+from ..planning.meshes import WorldMesh, refuse_absent_mesh, world_mesh
+from ..planning.parts import is_dtensor
+from ..planning.plan import parameters_to_shard
 from .agree import Agreement
 from .build import Request
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 def compute_device(config: ShardConfig, module: nn.Module, ignored_modules: Collection[nn.Module]) -> torch.device:
@@ -74,6 +83,8 @@ class ChosenPlugins:
     """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
     entry_points: EntryPoints
     """What is installed, for the plugins that a policy names."""
+    mesh: WorldMesh | None
+    """All ranks, by the dimensions of their mesh; None where all of them shard the same."""
 
     def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
         """The plugin that a policy names for one unit, constructed; raises what a configuration's would."""
@@ -94,6 +105,9 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
     """
     config = request.config
     choice, process_group, mesh = group_of(config)
+    world = world_of(request, mesh)
+    if world is not None:
+        process_group = agreement.process_group = _group_of(world, process_group)
     entry_points = registry.scan()
     context = PluginContext(
         name="",
@@ -104,8 +118,43 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
     )
     resolved = registry.resolve(Group.COLLECTIVES, choice, entry_points)
     constructed = registry.construct(resolved, context, entry_points)
-    agreement.collectives = constructed.instance
-    return construct_plugins(config, context, constructed, entry_points)
+    collectives = agreement.collectives = constructed.instance
+    if world is not None and len(world.ranks) != collectives.world_size:
+        raise WorldSizeError(
+            f"The mesh is of ranks {world.ranks}, but the collectives are of {collectives.world_size} (rank "
+            f"{collectives.rank}). Give collectives of the ranks of the mesh, or name them."
+        )
+    return construct_plugins(config, context, constructed, entry_points, world)
+
+
+def world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
+    """All ranks of a model that has parts on some of them, or may; None where all ranks shard the same."""
+    refuse_absent_mesh(request.config)
+    if mesh is None:
+        return None
+    parameters = parameters_to_shard(
+        request.module, ignored_modules=request.ignored_modules, ignored_parameters=request.ignored_parameters
+    )
+    others = list(dict.fromkeys(cast("DTensor", each).device_mesh for each in parameters if is_dtensor(each)))
+    return world_mesh(mesh, others) if others or request.config.shard is not None else None
+
+
+#: Process groups of worlds that are a part of the job. Making one is a meeting of its ranks, which all models share.
+_WORLDS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _group_of(world: WorldMesh, given: Any | None) -> Any | None:
+    """The process group of ``world``; None where there are no process groups. Its ranks call it together."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return given
+    ranks = world.ranks
+    for known in (given, dist.group.WORLD, _WORLDS.get(tuple(ranks))):
+        # A group may have been destroyed.
+        with suppress(KeyError, ValueError):
+            if isinstance(known, dist.ProcessGroup) and dist.get_process_group_ranks(known) == ranks:
+                return known
+    made = _WORLDS[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+    return made
 
 
 def construct_plugins(
@@ -113,6 +162,7 @@ def construct_plugins(
     context: PluginContext,
     constructed: registry.Constructed[Collectives],
     entry_points: EntryPoints,
+    mesh: WorldMesh | None = None,
 ) -> ChosenPlugins:
     """Every plugin that ``config`` names, but for the collectives, which are ``constructed``.
 
@@ -146,6 +196,7 @@ def construct_plugins(
         used,
         chosen.options if chosen.distribution else collectives,
         entry_points,
+        mesh,
     )
 
 

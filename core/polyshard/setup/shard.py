@@ -21,8 +21,9 @@ from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMisma
 from ..functions.lookup import live_roots
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
-from ..planning.groups import UnitRanks, rank_lists_for, strategy_for, subgroup
+from ..planning.groups import FormedGroups, ModelRanks
 from ..planning.layout import NamedLayout
+from ..planning.meshes import UnitLists, refuse_overlap
 from ..planning.plan import (
     MODULE_STATE_ATTRIBUTE,
     ModuleParameters,
@@ -78,19 +79,20 @@ def shard_module(request: Request) -> Root:
     with ExitStack() as unfinished:
         with ExitStack() as undo:
             with agreement.phase():
-                ranks = _form_groups(plan, plugins.collectives)
+                units = [(each.lists, each.divisor) for each in plan.modules]
+                groups = FormedGroups(plan.ranks, units, plugins.collectives)
                 if request.config.check_ranks:
                     # All ranks fail alike then, and so close alike.
-                    unfinished.callback(close_groups, plan, ranks)
-                masters, put_back = prepare(plan, ranks)
+                    unfinished.callback(close_groups, plan, groups)
+                masters, put_back = prepare(plan, groups)
                 undo.callback(put_back)
             # Every rank could keep its model until here: nothing was let go of.
             undo.pop_all()
         try:
             with agreement.phase():
-                root = build(plan, ranks, masters)
+                root = build(plan, groups, masters)
         except RankMismatchError as mismatch:
-            give_up(plan, ranks, str(mismatch))
+            give_up(plan, groups, str(mismatch))
             raise
         unfinished.pop_all()
     _remember_plugins(plan, plugins)
@@ -104,39 +106,34 @@ def plan_shards(request: Request, plugins: ChosenPlugins) -> ShardPlan:
         ConfigError, PluginError, ShardingError: what sharding raises before ranks speak to each other.
     """
     config, collectives = request.config, plugins.collectives
-    strategy = strategy_for(config, collectives.world_size)
-    shard_lists, replicate_lists = rank_lists_for(config, strategy, collectives.world_size)
-    shards = len(shard_lists[0])
-    owners = _choose_modules(request, plugins, shards)
-    _refuse_unmeasured(config, strategy, plugins.context.device, collectives.rank)
+    ranks = ModelRanks.of(config, collectives.world_size, plugins.mesh)
+    owners = _choose_modules(request, plugins, ranks)
+    _refuse_unmeasured(config, ranks.strategy, plugins.context.device, collectives.rank)
     _warn_of_ignored(request, owners, collectives)
     if plugins.events.active:
         plugins.events.before_shard(request.module, config)
     return ShardPlan(
         request,
-        strategy,
+        ranks,
         plugins.context.device,
-        (shard_lists, replicate_lists),
-        _plan_units(owners, request, plugins, shards),
+        _plan_units(owners, request, plugins, ranks),
         plugins.events,
         signature=(
             registry.fingerprint(plugins.used[0]),
             plugins.collectives_choice,
             plugins.context.process_group,
-            (shard_lists, replicate_lists),
+            (ranks.lists.shard, ranks.lists.replicate),
         ),
         # Collectives that the user made are the user's to close.
         constructs=plugins.collectives_choice is not collectives,
     )
 
 
-def planned_modules(
-    request: Request, plugins: ChosenPlugins, strategy: Strategy, shards: int
-) -> tuple[PlannedModule, ...]:
-    """The modules of ``plan_shards``, for so many ``shards``. Tells nobody, for what looks and does not shard."""
-    owners = _choose_modules(request, plugins, shards)
-    _refuse_unmeasured(request.config, strategy, plugins.context.device, plugins.collectives.rank)
-    return _plan_units(owners, request, plugins, shards)
+def planned_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks) -> tuple[PlannedModule, ...]:
+    """The modules of ``plan_shards``, over ``ranks``. Tells nobody, for what looks and does not shard."""
+    owners = _choose_modules(request, plugins, ranks)
+    _refuse_unmeasured(request.config, ranks.strategy, plugins.context.device, plugins.collectives.rank)
+    return _plan_units(owners, request, plugins, ranks)
 
 
 def plugins_of(model: nn.Module) -> tuple[registry.UsedPlugin, ...]:
@@ -148,9 +145,10 @@ def plugins_of(model: nn.Module) -> tuple[registry.UsedPlugin, ...]:
     return tuple(found)
 
 
-def _choose_modules(request: Request, plugins: ChosenPlugins, shards: int) -> list[ModuleParameters]:
+def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks) -> list[ModuleParameters]:
     """The modules that own units, the root first: as the policy chose, less what cannot be sharded."""
     module, rank = request.module, plugins.collectives.rank
+    shards = len(ranks.lists.shard[0])
     ignored: dict[str, Any] = {
         "ignored_modules": request.ignored_modules,
         "ignored_parameters": request.ignored_parameters,
@@ -183,7 +181,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, shards: int) -> li
 
 
 def _plan_units(
-    owners: Sequence[ModuleParameters], request: Request, plugins: ChosenPlugins, shards: int
+    owners: Sequence[ModuleParameters], request: Request, plugins: ChosenPlugins, ranks: ModelRanks
 ) -> tuple[PlannedModule, ...]:
     rank = plugins.collectives.rank
     planned = []
@@ -205,12 +203,15 @@ def _plan_units(
         )
         refuse_unable(serving.caster, rank)
         refuse_unable(serving.offload, rank)
+        lists, divisor = ranks.of_unit(owner.overrides, owner.name)
+        _refuse_overlaps(owner, lists, ranks)
         is_root = owner.governing is request.module
         planned.append(
             plan_units(
                 owner,
                 serving,
-                shards,
+                lists,
+                divisor,
                 plugins.context.device,
                 plugins.events,
                 travelled,
@@ -231,7 +232,7 @@ def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> 
         *registry.Permission.read().rows(),
         *(row for used in plugins.used for row in registry.fingerprint(used)),
         ["collectives", *kind_of(collectives)],
-        ["strategy", plan.strategy.value, *plan.rank_lists],
+        ["strategy", plan.ranks.strategy.value, plan.ranks.lists.shard, plan.ranks.lists.replicate],
         *([name, getattr(config, name)] for name in _COMPARED),
     ]
     if not agreement.alone:
@@ -248,9 +249,19 @@ def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> 
     return report
 
 
-def _form_groups(plan: ShardPlan, world: Collectives) -> UnitRanks:
-    shard_lists, replicate_lists = plan.rank_lists
-    return UnitRanks.over(world, subgroup(world, shard_lists), subgroup(world, replicate_lists))
+def _refuse_overlaps(owner: ModuleParameters, lists: UnitLists, ranks: ModelRanks) -> None:
+    """Raise where a ``DTensor`` of ``owner`` is over ranks that share its unit's shards, or is without a mesh."""
+    for group in owner.groups:
+        for parameter in group:
+            if parameter.part is None:
+                continue
+            if ranks.mesh is None:
+                raise ConfigError(
+                    f"The parameter '{parameter.names[0]}' is a DTensor, and the configuration has no mesh that would "
+                    "tell over which other ranks to shard it. Give it: ShardConfig(mesh=mesh, shard='dp'), of a mesh "
+                    "with the DTensor's dimensions and those to shard over."
+                )
+            refuse_overlap(lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
 
 
 def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
@@ -261,7 +272,7 @@ def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
 
 def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
     configured, collectives = plan.request.config.strategy, plugins.collectives
-    if plan.strategy is not configured:
+    if plan.ranks.strategy is not configured:
         warnings.warn(
             f"polyshard is switching to use `NO_SHARD` instead of {configured} since the world size is 1.",
             stacklevel=5,

@@ -20,7 +20,16 @@ from polyshard.interfaces import Group, PluginContext
 from ..explaining import ExplainedPlugin, ExplainedUnit, Explanation, explain
 from ..explaining.explain import Workbench
 from ..explaining.explanation import plain
-from .shared import Commands, add_file_options, add_model_options, importing_beside, model_of, print_table
+from .shared import (
+    Commands,
+    add_file_options,
+    add_model_options,
+    add_ranks_options,
+    importing_beside,
+    model_of,
+    print_table,
+    ranks_of,
+)
 
 _T = TypeVar("_T")
 
@@ -36,7 +45,7 @@ def add_explain(commands: Commands) -> None:
     )
     add_file_options(parser)
     add_model_options(parser)
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    add_ranks_options(parser)
     parser.add_argument("--device", help="where ranks compute, for example cuda (default: as FILE says)")
     parser.add_argument("--all", action="store_true", help="a line for each unit, equal ones too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -44,10 +53,11 @@ def add_explain(commands: Commands) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    config = ShardConfig.from_toml(arguments.file, arguments.table)
+    world_size, mesh = ranks_of(arguments)
+    config = ShardConfig.from_toml(arguments.file, arguments.table, mesh=mesh)
     # Prints of the user's modules stay out of the output.
     with importing_beside(arguments.file), redirect_stdout(sys.stderr):
-        explanation = explain(config, model_of(arguments), arguments.world_size, device=arguments.device)
+        explanation = explain(config, model_of(arguments), world_size, device=arguments.device)
     if arguments.json:
         print(json.dumps(explanation.as_json(), indent=2))
     else:
@@ -122,7 +132,7 @@ def _unit_rows(explanation: Explanation, *, unfolded: bool) -> list[tuple[str, .
 
 _HEADER = (
     *("class", "parameters", "elements", "padding", "each rank", "master", "compute", "wire", "reduce", "grad"),
-    *("layout", "chosen since", "frozen", "gathered as", "overrides"),
+    *("layout", "chosen since", "frozen", "gathered as", "over", "overrides"),
 )
 #: How many columns of the table are there in any case.
 _ALWAYS = 1 + _HEADER.index("frozen")
@@ -139,6 +149,7 @@ def _cells(unit: ExplainedUnit) -> tuple[str, ...]:
         unit.reason,
         "" if unit.trained else "frozen",
         f"{unit.gather_nbytes:,} bytes encoded" if unit.encoded else "",
+        f"{unit.ranks}: {unit.shards:,} x {unit.replicas:,} ranks, sum / {unit.divisor:g}" if unit.ranks else "",
         ", ".join(f"{name}={_value(value)}" for name, value in unit.overrides.items()),
     )
 

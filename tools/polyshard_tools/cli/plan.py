@@ -37,7 +37,16 @@ from ..forecast import (
 from ..forecast.bench import ROUNDS, SIZES, bench_machine
 from ..forecast.plan import draw
 from ..forecast.timing import LinkModel
-from .shared import Commands, add_model_options, function_at, importing_beside, model_of, print_table
+from .shared import (
+    Commands,
+    add_model_options,
+    add_ranks_options,
+    function_at,
+    importing_beside,
+    model_of,
+    print_table,
+    ranks_of,
+)
 
 _LAUNCH = "torchrun --standalone --nproc-per-node 2 -m polyshard bench-links --out links.json"
 #: Exit code of a step that does not fit.
@@ -57,7 +66,7 @@ def add_plan(commands: Commands) -> None:
     parser.add_argument("file", metavar="CONFIG", help="the TOML file")
     parser.add_argument("--table", default="shard", help="the table in it (default: %(default)s)")
     add_model_options(parser)
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    add_ranks_options(parser)
     parser.add_argument(
         "--batch",
         metavar="SHAPES|PKG:FUNCTION",
@@ -96,7 +105,8 @@ def add_plan(commands: Commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    config = ShardConfig.from_toml(arguments.file, arguments.table)
+    world_size, mesh = ranks_of(arguments)
+    config = ShardConfig.from_toml(arguments.file, arguments.table, mesh=mesh)
     if arguments.links and not arguments.device:
         raise ConfigError("--links is of no use without --device: nothing is timed. Name a device, or leave it out.")
     if arguments.batch_size is not None and not arguments.batch:
@@ -111,7 +121,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         found = plan(
             config,
             model_of(arguments),
-            arguments.world_size,
+            world_size,
             batch=batch,
             samples=samples,
             microbatches=arguments.microbatches,
@@ -159,6 +169,10 @@ def _print(found: Plan) -> None:
         f"{found.model} on {ranks}: {found.parameters:,} parameters in {found.units} units, {found.padding:,} elements "
         "of padding\n"
     )
+    for over, units in found.over.items():
+        print(f"over {over}: {', '.join(units)}")
+    if found.over:
+        print()
     size, unit = _unit_of(found.peak_nbytes)
     _print_memory(found, size, unit)
     if found.wire:

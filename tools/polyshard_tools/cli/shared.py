@@ -6,6 +6,7 @@ import argparse
 import importlib
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from polyshard.config import did_you_mean
 from polyshard.errors import ConfigError
+from polyshard.planning.meshes import WorldMesh
 from torch import nn
 
 if TYPE_CHECKING:
@@ -41,6 +43,31 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-args", metavar="JSON", help="its arguments: an object of keywords, or a list (default: none)"
     )
+
+
+def add_ranks_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--world-size`` and ``--mesh``, which ``ranks_of`` reads."""
+    ranks = parser.add_mutually_exclusive_group(required=True)
+    ranks.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
+    ranks.add_argument(
+        "--mesh",
+        metavar="NAME=N,...",
+        help="their mesh instead: sizes of its dimensions, as dp=4,tp=2, outermost first",
+    )
+
+
+def ranks_of(arguments: argparse.Namespace) -> tuple[int, Any]:
+    """The number of ranks that ``arguments`` name, and the mesh of these, if any.
+
+    Raises ConfigError: the mesh is no names with sizes.
+    """
+    if arguments.mesh is None:
+        return arguments.world_size, None
+    pairs = [each.partition("=") for each in arguments.mesh.split(",")]
+    sizes = {name.strip(): int(size) for name, _, size in pairs if size.strip().isdecimal() and int(size) > 0}
+    if len(sizes) != len(pairs) or "" in sizes:
+        raise ConfigError(f"--mesh {arguments.mesh!r} is no mesh. Write sizes of different dimensions, as dp=4,tp=2.")
+    return math.prod(sizes.values()), WorldMesh.pretended(sizes)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -29,12 +29,12 @@ from polyshard.errors import (
 from polyshard.events import Events
 from polyshard.interfaces import MOST_RANKS, Collectives, Group, PluginContext, UnitPlan, WrapPolicy
 from polyshard.planning.answers import refuse_unable
-from polyshard.planning.groups import group_of, rank_lists_for, strategy_for
+from polyshard.planning.groups import ModelRanks, group_of
 from polyshard.planning.layout import NamedLayout
 from polyshard.planning.units import PlannedModule, PlannedUnit
 from polyshard.registry.make import option_parameters
 from polyshard.setup.build import Request
-from polyshard.setup.plugins import ChosenPlugins, compute_device, policy_choice, refuse_unserved
+from polyshard.setup.plugins import ChosenPlugins, compute_device, policy_choice, refuse_unserved, world_of
 from polyshard.setup.shard import planned_modules
 from torch import nn
 
@@ -87,6 +87,11 @@ def explain(
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
+    # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
+    request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters, composes=False)
+    world = world_of(request, mesh)
+    if world is not None and len(world.ranks) != world_size:
+        raise WorldSizeError(f"the mesh is of {len(world.ranks)} ranks, not {world_size}. Give its number of ranks.")
     workbench = Workbench(world_size, registry.scan())
     made = {
         setting: workbench.construct(group, _choice(config, setting), context)
@@ -109,14 +114,11 @@ def explain(
         tuple(made.values()),
         collectives.instance,
         workbench.entry_points,
+        world,
         workbench,
     )
-    strategy = strategy_for(config, world_size)
-    shard_lists, _ = rank_lists_for(config, strategy, world_size)
-    shards = len(shard_lists[0])
-    # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
-    request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters, composes=False)
-    planned = planned_modules(request, plugins, strategy, shards)
+    ranks = ModelRanks.of(config, world_size, world)
+    planned = planned_modules(request, plugins, ranks)
     by_policy = Source(Origin.CODE, "the policy")
     units: list[ExplainedUnit] = []
     for each in planned:
@@ -127,8 +129,9 @@ def explain(
     return Explanation(
         model=type(model).__name__,
         world_size=world_size,
-        shards=shards,
-        strategy=strategy,
+        shards=len(ranks.lists.shard[0]),
+        replicas=len(ranks.lists.replicate[0]),
+        strategy=ranks.strategy,
         device=placed.device,
         settings=_settings(config, device),
         plugins=(
@@ -371,6 +374,10 @@ def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) ->
         layout=layout,
         overrides=dict(module.overrides),
         reason=reason,
+        ranks=spec.ranks,
+        shards=len(module.lists.shard[0]),
+        replicas=len(module.lists.replicate[0]),
+        divisor=module.lists.data_ranks if module.divisor is None else module.divisor,
     )
 
 

@@ -103,6 +103,14 @@ class ExplainedUnit:
     """Settings that the policy gave to it alone."""
     reason: str
     """The rule that made it a unit."""
+    ranks: str
+    """The dimensions of the mesh over which it is cut, and replicated; empty where the configuration names none."""
+    shards: int
+    """How many ranks share it."""
+    replicas: int
+    """How many ranks hold the same shard."""
+    divisor: float
+    """What the sum of gradients over these ranks is divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,9 @@ class Explanation:
     world_size: int
     """Number of ranks."""
     shards: int
-    """How many of them share each unit."""
+    """How many of them share each unit that has no mesh of its own."""
+    replicas: int
+    """How many of them hold the same shard of such a unit."""
     strategy: Strategy
     """The one in force, which on one rank is ``NO_SHARD`` whatever the setting says."""
     device: torch.device
@@ -124,11 +134,6 @@ class Explanation:
     """Those of the settings, in their order, and behind them those that the policy named for units."""
     units: tuple[ExplainedUnit, ...]
     """In the order of the model's modules."""
-
-    @property
-    def replicas(self) -> int:
-        """How many groups of ranks hold the same shards."""
-        return self.world_size // self.shards
 
     @property
     def elements(self) -> int:
@@ -141,7 +146,7 @@ class Explanation:
     def as_json(self) -> dict[str, Any]:
         """All of it in values that JSON holds. Classes and functions are ``"module:name"``."""
         described: dict[str, Any] = plain(self)
-        return described | {"replicas": self.replicas, "elements": self.elements, "padding": self.padding}
+        return described | {"elements": self.elements, "padding": self.padding}
 
 
 def plain(value: Any) -> Any:
@@ -154,6 +159,8 @@ def plain(value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if isinstance(value, torch.device):
         return str(value)
+    if isinstance(names := getattr(value, "mesh_dim_names", None), tuple):
+        return dict(zip(names, value.mesh.shape, strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

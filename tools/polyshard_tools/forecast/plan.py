@@ -49,6 +49,8 @@ class Plan:
     units: int
     padding: int
     """Elements of all units that belong to no parameter."""
+    over: Mapping[str, tuple[str, ...]]
+    """Names of units by the dimensions of the mesh that they are cut and replicated over, where these have names."""
     microbatches: int
     """Forwards and backwards of a step."""
     samples: int | None = None
@@ -148,6 +150,7 @@ def plan(
         "parameters": layout.parameters,
         "units": layout.units,
         "padding": layout.padding,
+        "over": layout.over,
         "memory_nbytes": memory_nbytes,
         "device": None if device is None else device.name,
     }
