@@ -150,6 +150,19 @@ class ShardedUnit:
         return self._unit.ranks.replicate
 
     @property
+    def copied_slots(self) -> tuple[int, ...]:
+        """Slots of parameters of which all ranks of the model have copies, those beside ``shard`` and ``replicate`` too.
+
+        Empty where there are no others.
+        """
+        unit = self._unit
+        if unit.ranks.alike or len(self.tensors) != len(unit.parameters):
+            return ()
+        everywhere = unit.ranks.world.world_size // unit.ranks.shard_size
+        copies = unit.copies if len(unit.copies) > 1 else unit.copies * len(unit.parameters)
+        return tuple(slot for slot, number in enumerate(copies) if number == everywhere)
+
+    @property
     def shard_rank(self) -> int:
         """Index of this rank's shard."""
         return self._unit.ranks.shard_rank
