@@ -161,7 +161,23 @@ class ShardedUnit:
     @property
     def groups(self) -> tuple[Collectives, ...]:
         """Groups through which a value reaches all ranks of the unit, one after the other; empty for a single rank."""
-        return self._unit.ranks.everyone
+        ranks = self._unit.ranks
+        if ranks.world.world_size == ranks.number:
+            return () if ranks.alone else (ranks.world,)
+        return tuple(each for each in (ranks.owner, ranks.replicate) if each is not None)
+
+    @property
+    def copied_slots(self) -> tuple[int, ...]:
+        """Slots of parameters that all ranks of the model have copies of, those beside ``shard`` and ``replicate`` too.
+
+        Empty where there are no others.
+        """
+        unit = self._unit
+        if unit.ranks.alike or len(self.tensors) != len(unit.parameters):
+            return ()
+        everywhere = unit.ranks.world.world_size // unit.ranks.shard_size
+        copies = unit.copies if len(unit.copies) > 1 else unit.copies * len(unit.parameters)
+        return tuple(slot for slot, number in enumerate(copies) if number == everywhere)
 
     @property
     def shard_rank(self) -> int:

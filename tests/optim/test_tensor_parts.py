@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import meshes
-import polyshard
 import pytest
 import torch
 from meshed_models import GroupedExperts, Net, Shape
@@ -97,12 +95,18 @@ def on_rank(rank: int, plan: Plan, make_optimizers: Make) -> Ended:
 
 def assert_as_whole(plan: Plan, make_optimizers: Make) -> None:
     ranks = run(plan.world_size, on_rank, plan, make_optimizers)
-    found, wanted, start = together([each.parameters for each in ranks], ranks, plan), whole(plan, make_optimizers), make(plan)
+    found, wanted, start = (
+        together([each.parameters for each in ranks], ranks, plan),
+        whole(plan, make_optimizers),
+        make(plan),
+    )
     assert found.keys() == wanted.keys()
     moved = 0.0
     for name, value in start.named_parameters():
         moved = max(moved, (wanted[name] - value).abs().max().item())
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[name], wanted[name], rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+        )
     assert moved > 0.05
 
 
@@ -150,5 +154,3 @@ def test_muon_of_experts(plan: Plan) -> None:
 def test_an_optimizer_that_needs_the_whole_norm_of_each_tensor(plan: Plan) -> None:
     """Of norms, biases and all experts of a DTensor as well."""
     assert_as_whole(plan, whole_norm)
-
-
