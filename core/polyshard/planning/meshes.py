@@ -196,18 +196,17 @@ def override_lists(
     """
     if isinstance(value, str | Sequence):
         names = (value,) if isinstance(value, str) else tuple(value)
-        for name in names:
-            if name in replicate:
-                raise ConfigError(f"{where} is {name!r}, over which the model is replicated. Name another dimension.")
         try:
-            return unit_lists(world, names, replicate)
+            # Ranks that share its shards are no replicas of it.
+            return unit_lists(world, names, [name for name in replicate if name not in names])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
     table = _table_of(value, world, where)
     label = _names_of(value)
-    if value.ndim == 1 and replicate:
-        axes = [_axis(world.names, name) for name in replicate]
-        table = _extended(table[:, 0], " and ".join(replicate), _rows(_table(world, axes, ()))).movedim(2, 1)
+    axes = [_axis(world.names, name) for name in replicate]
+    replicas = _rows(_table(world, axes, ()))
+    if value.ndim == 1 and replicate and not _inside(replicas, table.flatten(0, 1).tolist()):
+        table = _extended(table[:, 0], " and ".join(replicate), replicas).movedim(2, 1)
         label = (*replicate, *label)
     lists = _from_table(table, world, _label(label[-1:], label[:-1]))
     for mine, theirs in itertools.product((lists.shard, lists.replicate), (model.shard, model.replicate)):
