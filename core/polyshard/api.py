@@ -53,7 +53,9 @@ def shard(
         initializer: Initialises the parameters and buffers that the module given to it holds directly, after they were
             materialised from the meta device; ``module.reset_parameters()`` where None.
         ignored_modules: Modules that stay as they are, with all inside them.
-        ignored_parameters: Parameters that stay as they are.
+        ignored_parameters: Parameters that stay as they are. A mapping says of each whether all ranks train one
+            (``"replicated"``, as without a mapping) or each has one of its own, such as an expert (``"local"``): norms
+            then count those of all ranks.
 
     Raises:
         ConfigError, PluginError: the configuration cannot be resolved.

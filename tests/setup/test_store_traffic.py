@@ -17,7 +17,7 @@ from polyshard import ShardConfig, _torch_private
 from polyshard.errors import RankMismatchError
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard.runtime.peers import Peers
-from polyshard.setup.agree import Agreement, StoreAgreement
+from polyshard.setup.agree import Agreement, Report, StoreAgreement
 from torch import nn
 
 T = TypeVar("T")
@@ -284,7 +284,7 @@ def agreements(
     traffic = []
     for rank, meeting in zip(ranks, meetings, strict=True):
         store.traffic = Traffic()
-        meeting.arrive(reports(rank))
+        meeting.arrive(Report(reports(rank)))
         traffic.append(store.traffic)
     for store.traffic, meeting in zip(traffic, meetings, strict=True):
         text = ""

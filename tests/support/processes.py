@@ -46,6 +46,7 @@ _STARTUP = 90.0
 _PRELOADED = (
     "torch",
     "torch._dynamo",
+    "torch.distributed.tensor.parallel",
     "polyshard_backends.gloo",
     "polyshard_fsdp",
     "polyshard_fsdp2",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,33 +30,40 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale all gradients so that their norm, over every rank's shards, is at most ``max_norm``.
 
-    Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce for each group of shards. Trained
-    parameters outside of units count once, and must have one gradient on all ranks: see ``agreed_norm``.
+    Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce. Trained parameters outside of units
+    count once, and must have one gradient on all ranks, but for those that each rank owns: see ``agreed_norm``.
 
     Raises:
-        ConfigError: ``norm_type`` is not positive.
+        ConfigError: ``norm_type`` is not positive, or other parts of a ``DTensor`` are on ranks of another model.
         RankMismatchError: gradients of parameters outside of units differ between ranks.
         NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
     check_norm_type(norm_type, "clip_grad_norm_", root.rank)
     managed: set[nn.Parameter] = set()
-    held: GradientsByRanks = {}
+    held: GradientsByHolders = {}
     ranks: UnitRanks | None = None
-    group: list[torch.Tensor] = []
+    copies: tuple[int, ...] = ()
+    groups: list[list[torch.Tensor]] = []
     for unit in root.units:
         managed.update(unit.originals.tensors)
-        if unit.ranks is not ranks:
-            ranks = unit.ranks
-            # A rank without a piece of any parameter still takes part in the reduction.
-            group = held.setdefault(ranks, [])
-        group += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
+        if unit.ranks is not ranks or unit.copies != copies:
+            ranks, copies = unit.ranks, unit.copies
+            groups = groups_of(held, unit)
+        if len(groups) == 1:
+            groups[0] += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
+        else:
+            count_parts(groups, unit, ((slot, receiver.grad) for slot, receiver in unit.slots_of_receivers()))
     outside = [parameter for parameter in module.parameters() if parameter not in managed]
     trained = [parameter for parameter in outside if parameter.requires_grad or parameter.grad is not None]
-    if trained:
-        held[None] = [parameter.grad for parameter in trained if parameter.grad is not None]
+    for parameter in trained:
+        count_outside(held, root, parameter, parameter.grad)
 
     def named() -> Iterator[tuple[str, torch.Tensor | None]]:
-        return ((name, each.grad) for name, each in module.named_parameters() if each not in managed)
+        return (
+            (name, each.grad)
+            for name, each in module.named_parameters()
+            if each not in managed and each not in root.owned_locally
+        )
 
     wide = norm_dtype(root.units, trained)
     text = norm_text(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
@@ -72,10 +80,68 @@ def clip_grad_norm(
     return total
 
 
+class Holders(NamedTuple):
+    """The ranks that hold the gradients of a norm."""
+
+    ranks: UnitRanks | None
+    """Those of the unit; None outside of units."""
+    copies: int
+    """How many ranks hold each element; 0 outside of units for all of them."""
+
+
+#: The gradients of a norm, by who holds them.
+GradientsByHolders = dict[Holders, list[torch.Tensor]]
+#: What the program averages: each rank of the model has the same.
+EVERY_RANK = Holders(None, 0)
+#: What each rank has of its own.
+THIS_RANK = Holders(None, 1)
+
+
+def groups_of(held: GradientsByHolders, unit: Unit) -> list[list[torch.Tensor]]:
+    """Where in ``held`` the gradients of ``unit`` belong: one list for all, or one for each of its parameters.
+
+    Raises:
+        ConfigError: other parts of a parameter are on ranks that are none of the model's.
+    """
+    ranks, copies = unit.ranks, unit.copies
+    if not all(copies):
+        name = next(each.names[0] for each in unit.parameters if not ranks.copies(each.part))
+        raise ConfigError(
+            f"The norm needs all parts of '{name}', a DTensor, but some are on ranks outside of the model (rank "
+            f"{ranks.world.rank}). Shard over a dimension of the whole mesh: ShardConfig(mesh=mesh, shard='dp'), "
+            "instead of mesh=mesh['dp']."
+        )
+    # A rank without a piece of any parameter still takes part in the reduction.
+    return [held.setdefault(Holders(ranks, each), []) for each in copies]
+
+
+def count_parts(
+    groups: Sequence[list[torch.Tensor]], unit: Unit, tensors: Iterable[tuple[int | None, torch.Tensor | None]]
+) -> None:
+    """Add ``tensors`` of ``unit`` to its ``groups``: slots and gradients; the slot None for one of all parameters."""
+    for slot, tensor in tensors:
+        if tensor is None:
+            continue
+        if len(groups) == 1:
+            groups[0].append(tensor)
+        elif slot is not None:
+            groups[slot].append(tensor)
+        else:
+            for piece in unit.pieces:
+                groups[piece.slot].append(tensor.narrow(0, piece.shard_offset, piece.numel))
+
+
+def count_outside(held: GradientsByHolders, root: Root, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Add the gradient of a parameter that is no unit's to ``held``."""
+    group = held.setdefault(THIS_RANK if parameter in root.owned_locally else EVERY_RANK, [])
+    if gradient is not None:
+        group.append(gradient)
+
+
 def agreed_norm(
     root: Root,
     units: Iterable[Unit],
-    held: GradientsByRanks,
+    held: GradientsByHolders,
     norm_type: float,
     wide: torch.dtype,
     text: str,
@@ -85,48 +151,52 @@ def agreed_norm(
 
     ``units``: of the gradients, for messages; ``text``: see ``norm_text``.
 
-    [Note: norms of what lies outside of units]
+    [Note: one norm]
+    An element counts once, however many ranks hold it: each rank adds what it holds, divided by the number of those
+    that hold the same, and one all-reduce over the model's ranks makes the sum. Where all ranks hold pieces of the same
+    parameters, the owners of one copy have the whole sum among them, and no other rank is asked.
+
     The reduction makes a unit's gradients those of all its ranks. Nothing does that for a parameter outside of units,
-    nor between the worlds of units that are sharded over different ranks: each rank could compute another norm, and
-    scale its pieces of one gradient differently. Where there are such parameters, ranks therefore take the largest norm
-    that any of them has of these, so that all scale alike. Norms that differ are an error, where the host can see it
-    without waiting for the device: on the CPU at each call, on other devices at the first that has gradients (of the
-    first three), and at each with ``check_ranks="always"``.
+    nor between the worlds of units that are sharded over different ranks. All ranks count a mean of these, so that they
+    scale alike. Norms that differ are an error, where the host can see it without waiting for the device: on the CPU at
+    each call, on other devices at the first that has gradients (of the first three), and at each with
+    ``check_ranks="always"``.
 
     Raises:
         RankMismatchError: the ranks' norms of one gradient differ; on all ranks.
     """
     device = root.collectives.device
-    alike = {ranks: ranks.everyone for ranks in held if ranks is not None}
+    reach = {holders.ranks: holders.ranks.everyone for holders in held if holders.ranks is not None}
     # In one order on all ranks, unlike a set.
-    first = _first_of_each(dict.fromkeys(alike.values()))
-    # Ranks of a ranks have the same gradients; ranks of different all_ranks may not.
-    kinds = dict.fromkeys(first.values())
-    unsure = [each for each in kinds if each] if len(kinds) > 1 or None in held else []
-    if unsure:
-        text += ", with parameters outside of units" if None in held else ", of units over different ranks"
-    meeting = [ranks.owner for ranks in alike] + [group for each in unsure for group in each]
-    with root.meeting("norm of gradients", dict.fromkeys(meeting), text):
-        norms: dict[Everyone | None, list[torch.Tensor]] = {}
-        for ranks, tensors in held.items():
-            norm = _group_norm(None if ranks is None else ranks.owner, tensors, norm_type, wide, device)
-            norms.setdefault(None if ranks is None else first[alike[ranks]], []).append(norm)
-        if not norms:
-            return torch.zeros((), dtype=wide, device=device)
-        total = _together([norm for each in norms.values() for norm in each], norm_type)
-        reads = bool(unsure) and _may_read(root, device)
-        # Most ranks last, which then have one norm.
-        for everyone in sorted(unsure, key=_number_of):
-            rest = [norm for each, found in norms.items() if each is not everyone for norm in found]
-            flags = _without_nan(_together(rest, norm_type))
-            most = torch.stack([*flags, -flags[0]])
-            for group in everyone:
-                group.all_reduce(most, op=ReduceOp.MAX).wait()
-            if reads:
-                _refuse_different(root, everyone, most, units, outside)
-            agreed = most[0].masked_fill(most[1] > 0, math.nan)
-            total = _together([*norms.get(everyone, ()), agreed], norm_type)
-    return total
+    first = _first_of_each(dict.fromkeys(reach.values()))
+    # Most ranks last, which then have one norm.
+    worlds = sorted(dict.fromkeys(first.values()), key=_number_of) or [()]
+    several, ignored = len(worlds) > 1, EVERY_RANK in held
+    if several or ignored:
+        text += ", with parameters outside of units" if ignored else ", of units over different ranks"
+    only = next(iter(held), EVERY_RANK).ranks if len(held) == 1 else None
+    if only is not None and only.alike:
+        worlds = [() if only.owner is None else (only.owner,)]
+    with root.meeting("norm of gradients", dict.fromkeys(group for each in worlds for group in each), text):
+        if only is not None and only.alike:
+            (tensors,) = held.values()
+            return _root_of(_over(worlds[0], _power(tensors, norm_type, wide, device), norm_type), norm_type)
+        rest = _power(held[EVERY_RANK], norm_type, wide, device) if ignored else None
+        reads = (several or ignored) and _may_read(root, device)
+        for everyone in worlds:
+            own = []
+            for holders, tensors in held.items():
+                of_model = everyone is worlds[-1] if holders.ranks is None else first[reach[holders.ranks]] is everyone
+                if of_model and holders is not EVERY_RANK:
+                    power = _power(tensors, norm_type, wide, device)
+                    own.append(power if math.isinf(norm_type) else power / holders.copies)
+            if rest is not None:
+                if reads and everyone:
+                    _refuse_different(root, everyone, _root_of(rest, norm_type), units, outside)
+                own.append(rest if math.isinf(norm_type) else rest / _number_of(everyone))
+            together = own[0] if len(own) == 1 else torch.stack(own)
+            rest = _over(everyone, together.max() if math.isinf(norm_type) else together.sum(), norm_type)
+    return torch.zeros((), dtype=wide, device=device) if rest is None else _root_of(rest, norm_type)
 
 
 def norm_text(norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False) -> str:
@@ -163,8 +233,6 @@ def check_norm_type(norm_type: float, call: str, rank: int) -> None:
 _TOLERANCE = 1e-5
 #: Groups that together reach the ranks among which a unit is reduced; see ``UnitRanks.everyone``.
 Everyone = tuple[Collectives, ...]
-#: The gradients of a norm, by the ranks that share them; None for parameters outside of units.
-GradientsByRanks = dict[UnitRanks | None, list[torch.Tensor]]
 #: Names and gradients of parameters outside of units; called where ranks differ.
 Outside = Callable[[], Iterable[tuple[str, torch.Tensor | None]]]
 
@@ -188,10 +256,6 @@ def _number_of(everyone: Everyone) -> int:
     return math.prod(each.world_size for each in everyone)
 
 
-def _together(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
-
-
 def _may_read(root: Root, device: torch.device) -> bool:
     """Whether the host reads the ranks' norms: see [Note: norms of what lies outside of units]."""
     if not root.check_ranks or not root.collectives.capabilities.can_communicate:
@@ -203,8 +267,13 @@ def _may_read(root: Root, device: torch.device) -> bool:
 
 
 def _refuse_different(
-    root: Root, everyone: Everyone, most: torch.Tensor, units: Iterable[Unit], outside: Outside
+    root: Root, everyone: Everyone, norm: torch.Tensor, units: Iterable[Unit], outside: Outside
 ) -> None:
+    """Raise on all ranks of ``everyone`` if their ``norm`` differs, which is one that they should have in common."""
+    flags = _without_nan(norm)
+    most = torch.stack([*flags, -flags[0]])
+    for group in everyone:
+        group.all_reduce(most, op=ReduceOp.MAX).wait()
     largest, unknown, smallest = most.tolist()
     smallest = -smallest
     # Norms of zero show no difference: compare later ones too.
@@ -232,9 +301,8 @@ def _refuse_different(
     raise RankMismatchError(
         f"The gradient of {what} differs between ranks, and each would clip by a norm of its own: {values} (rank "
         f"{root.rank}). Where all ranks train one parameter, average its gradient before clipping, or let it be "
-        "sharded with the others. Where each rank has a parameter of its own (an expert), clip without it: by "
-        "torch.nn.utils.clip_grad_norm_ of the others' parameters, or by clip_grads_with_norm_ with a norm that you "
-        "compute. Gradients are as they were."
+        "sharded with the others. Where each rank has a parameter of its own (an expert), say so: shard(..., "
+        "ignored_parameters={parameter: 'local'}). Gradients are as they were."
     )
 
 
@@ -251,7 +319,7 @@ def _differ(norms: Sequence[float | None]) -> bool:
 
 def _refuse_not_finite(root: Root, total: torch.Tensor, outside: Sequence[nn.Parameter]) -> None:
     bad = (~total.isfinite()).to(torch.float32)
-    if outside or any(unit.ranks.owner is None or unit.ranks.replicate is not None for unit in root.units):
+    if outside or any(unit.ranks.shard_size != root.collectives.world_size for unit in root.units):
         # Ranks that hold the same should have the same, but a fault may have hit one of them alone, and all must reach
         # the exchange below or none.
         root.collectives.all_reduce(bad, op=ReduceOp.MAX).wait()
@@ -282,23 +350,22 @@ def _all_finite(parameters: Iterable[torch.Tensor]) -> bool:
     return all(bool(each.grad.isfinite().all()) for each in parameters if each.grad is not None)
 
 
-def _group_norm(
-    shard: Collectives | None,
-    tensors: Sequence[torch.Tensor],
-    norm_type: float,
-    wide: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """The norm over the ranks of ``shard``, each of which has ``tensors`` of its own, which may be none."""
-    infinite = math.isinf(norm_type)
-    power = _power(tensors, norm_type, wide, device)
-    if shard is not None and infinite:
+def _over(everyone: Everyone, power: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The sum of ``power`` over the ranks that ``everyone`` reaches; the largest for the infinite order."""
+    if not math.isinf(norm_type):
+        for group in everyone:
+            group.all_reduce(power, op=ReduceOp.SUM).wait()
+        return power
+    if everyone:
         largest = torch.stack(_without_nan(power))
-        shard.all_reduce(largest, op=ReduceOp.MAX).wait()
+        for group in everyone:
+            group.all_reduce(largest, op=ReduceOp.MAX).wait()
         power = largest[0].masked_fill(largest[1] > 0, math.nan)
-    elif shard is not None:
-        shard.all_reduce(power, op=ReduceOp.SUM).wait()
-    return power if infinite else power ** (1.0 / norm_type)
+    return power
+
+
+def _root_of(power: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return power if math.isinf(norm_type) else power ** (1.0 / norm_type)
 
 
 def _without_nan(value: torch.Tensor) -> list[torch.Tensor]:

@@ -30,13 +30,22 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..interfaces import ReduceOp
-from ..planning.groups import UnitRanks
 from ..runtime.activation_checkpoint import Checkpointed
 from ..runtime.guards import forget_registrations
 from ..runtime.root import Root
 from ..runtime.unit import Unit
 from .lookup import ParameterLocation, live_roots
-from .norms import GradientsByRanks, agreed_norm, check_norm_type, norm_dtype, norm_text, readable_scales
+from .norms import (
+    GradientsByHolders,
+    agreed_norm,
+    check_norm_type,
+    count_outside,
+    count_parts,
+    groups_of,
+    norm_dtype,
+    norm_text,
+    readable_scales,
+)
 from .optimizers import OptimizerCheck
 from .whole import guard_state_dicts
 
@@ -217,14 +226,11 @@ class GradientUtilities:
         worst = torch.zeros((), dtype=torch.float32, device=device)
         for finding in findings.values():
             worst = torch.maximum(worst, finding.to(device))
-        groups = dict.fromkeys(group for unit in units for group in (unit.ranks.owner, unit.ranks.replicate))
-        if not units and root.units:
-            # Only parameters outside of units: one scale serves these and the model's other optimizers.
-            groups = dict.fromkeys(root.units[0].ranks.everyone)
+        # For parameters outside of units alone, too: one scale serves these and the model's other optimizers.
+        groups = dict.fromkeys(group for unit in units or root.units[:1] for group in unit.ranks.everyone)
         with root.meeting("findings of a GradScaler", groups):
             for group in groups:
-                if group is not None:
-                    group.all_reduce(worst, op=ReduceOp.MAX).wait()
+                group.all_reduce(worst, op=ReduceOp.MAX).wait()
         # A rank without any element has no finding, which is an error to torch. One finding alone: fused optimizers
         # get the sum over devices, and skip a step where that is 1.
         return {device: worst}
@@ -241,32 +247,28 @@ class GradientUtilities:
         max_norm: float | None = None,
     ) -> torch.Tensor:
         """The norm of ``tensors``: those that are ``given``, or their gradients."""
-        inside: list[tuple[ParameterLocation, torch.Tensor | None]] = []
+        # By unit, in one order on all ranks.
+        inside: dict[tuple[int, int], list[tuple[ParameterLocation, torch.Tensor | None]]] = {}
         outside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         strange: list[torch.Tensor] = []
         for parameter, tensor, each in zip(given, tensors, found, strict=True):
             if each is not None:
-                inside.append((each, tensor))
+                inside.setdefault(each.order, []).append((each, tensor))
             elif tensor is not None and type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
                 # A subclass such as DTensor computes its own norm.
                 strange.append(tensor)
             elif tensor is not None or parameter.requires_grad:
                 outside.append((parameter, tensor))
-        inside.sort(key=lambda pair: pair[0].order)
-        first = inside[0][0].root
+        by_unit = [inside[order] for order in sorted(inside)]
+        units = [pairs[0][0].unit for pairs in by_unit]
+        first = by_unit[0][0][0].root
         order = float(norm_type)
         check_norm_type(order, call, first.rank)
-        held: GradientsByRanks = {}
-        ranks: UnitRanks | None = None
-        group: list[torch.Tensor] = []
-        for each, tensor in inside:
-            if each.unit.ranks is not ranks:
-                ranks = each.unit.ranks
-                group = held.setdefault(ranks, [])
-            if tensor is not None:
-                group.append(tensor)
-        if outside:
-            held[None] = [tensor for _, tensor in outside if tensor is not None]
+        held: GradientsByHolders = {}
+        for unit, pairs in zip(units, by_unit, strict=True):
+            count_parts(groups_of(held, unit), unit, ((each.slot, tensor) for each, tensor in pairs))
+        for parameter, tensor in outside:
+            count_outside(held, first, parameter, tensor)
 
         def named() -> Iterator[tuple[str, torch.Tensor | None]]:
             names = {
@@ -280,10 +282,10 @@ class GradientUtilities:
 
         total = agreed_norm(
             first,
-            [each.unit for each, _ in inside],
+            units,
             held,
             order,
-            norm_dtype((each.unit for each, _ in inside), (parameter for parameter, _ in outside)),
+            norm_dtype(units, (parameter for parameter, _ in outside)),
             norm_text(order, max_norm, error_if_nonfinite=error_if_nonfinite),
             named,
         )
@@ -301,13 +303,13 @@ class GradientUtilities:
         for age, root in enumerate(live_roots.roots()):
             seen, missing = [], None
             for number, unit in enumerate(root.units):
-                for receiver in () if unit.ranks.alone else unit.receivers:
+                for slot, receiver in () if unit.ranks.alone and unit.ranks.alike else unit.slots_of_receivers():
                     gradient = receiver.grad
                     if gradient is None:
                         continue
                     index = wanted.get((gradient.data_ptr(), gradient.numel()))
                     if index is not None:
-                        found[index] = ParameterLocation(root, unit, None, (age, number))
+                        found[index] = ParameterLocation(root, unit, slot, (age, number))
                         if unit.ranks.owner is not None:
                             seen.append(unit)
                     elif gradient.numel() and unit.ranks.owner is not None:
@@ -324,7 +326,7 @@ class GradientUtilities:
 def _spans_ranks(found: Sequence[ParameterLocation | None]) -> bool:
     """Whether this rank may not answer alone: others hold pieces, or may have other gradients of what is no unit's."""
     all_ranks = [each.unit.ranks for each in found if each is not None]
-    if any(ranks.owner is not None for ranks in all_ranks):
+    if any(ranks.owner is not None or not ranks.alike for ranks in all_ranks):
         return True
     several = len(all_ranks) < len(found) or any(ranks is not all_ranks[0] for ranks in all_ranks)
     return several and not all(ranks.alone for ranks in all_ranks)
@@ -515,10 +517,10 @@ def _distribute_tensor(torchs: Callable[..., torch.Tensor], tensor: torch.Tensor
 def _divide(call: str, torchs: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     found = _first(module.parameters())
     if found is not None:
-        raise UnsupportedError(
-            f"{call} would divide '{found.name}', which is sharded (rank {found.root.rank}), a second time, and put "
-            "what is no part of the sharded model in its place. Leave it out; what tensor parallelism is to divide has "
-            "to be in ignored_modules of polyshard.shard."
+        raise StateError(
+            f"{call} would divide '{found.name}', which is sharded (rank {found.root.rank}), and put what is no part "
+            "of the sharded model in its place. Call it first, and polyshard.shard after it, with a mesh of both "
+            "dimensions: ShardConfig(mesh=mesh, shard='dp')."
         )
     return torchs(module, *args, **kwargs)
 

@@ -14,6 +14,7 @@ from ..errors import ConfigError, WorldSizeError
 from ..interfaces import COMPLETED, BufferRole, Collectives, RankAndSize, ReduceOp, Work
 from .answers import issued
 from .meshes import Groups, UnitLists, WorldMesh, divisor_of, lists_of, override_lists, world_mesh
+from .parts import TensorPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,9 @@ class UnitRanks:
     """What the sum of gradients over ``reduction`` and ``replicate`` is divided by; None for ``number``."""
     label: str = ""
     """The dimensions of the mesh, in messages: ``"dp"``, ``"edp and dp_replicate"``; empty where there is no mesh."""
+    spread: int = 1
+    """Groups of ranks in ``world`` that have other plain parameters under the unit's names, as experts do; 1 where all
+    of them hold copies."""
 
     @classmethod
     def over(cls, world: Collectives, owner: Collectives | None, replicate: Collectives | None, **more: Any) -> Self:
@@ -77,11 +81,28 @@ class UnitRanks:
 
     @property
     def everyone(self) -> tuple[Collectives, ...]:
-        """Groups through which a value reaches all ranks of the unit, one after the other; empty for a single rank."""
-        if self.world.world_size == self.number:
-            return () if self.alone else (self.world,)
-        # The unit has groups of its own.
+        """Groups through which a value reaches all ranks of the model, one after the other; empty for a single rank."""
+        if self.world.world_size >= self.number:
+            return (self.world,) if self.world.world_size > 1 else ()
+        # The unit has groups of its own, beyond the world.
         return tuple(each for each in (self.owner, self.replicate) if each is not None)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks of the model have pieces of the same parameters, and there are no other groups of them."""
+        return self.world.world_size <= self.number
+
+    def copies(self, part: TensorPart | None = None) -> int:
+        """How many ranks of the model hold the same elements of a plain parameter, or of ``part``, as this rank.
+
+        0 where the other parts are on ranks that are none of the model's.
+        """
+        others = self.spread
+        if part is not None:
+            # Along the dimensions of its mesh, it is the part that knows.
+            others = part.number if self.spread == 1 else max(1, self.spread // part.copies)
+        number = max(self.world.world_size, self.number)
+        return 0 if number % (self.number * others) else number // (self.shard_size * others)
 
     @property
     def blends(self) -> bool:
@@ -267,6 +288,7 @@ class FormedGroups:
     def __init__(self, ranks: ModelRanks, units: Iterable[tuple[UnitLists, float | None]], world: Collectives) -> None:
         """``units``: the ranks of the units of each module, and their divisor."""
         self.world = world
+        self._lists = ranks.lists
         #: Those that were made here, in order; not ``world``.
         self.made: list[Collectives] = []
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives | None] = {}
@@ -283,7 +305,9 @@ class FormedGroups:
         found = self._ranks.get((id(lists), divisor))
         if found is None:
             owner, replicate = self._group(lists.shard), self._group(lists.replicate)
-            found = UnitRanks.over(self.world, owner, replicate, divisor=divisor, label=lists.label)
+            # Groups along a mesh of their own have other parameters each.
+            spread = 1 if lists is self._lists else self.world.world_size // lists.data_ranks
+            found = UnitRanks.over(self.world, owner, replicate, divisor=divisor, label=lists.label, spread=spread)
             # Units with equal ranks have one record, by which their launches are brought together.
             found = next((each for each in self._ranks.values() if each == found), found)
             self._ranks[id(lists), divisor] = found

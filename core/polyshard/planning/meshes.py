@@ -96,6 +96,11 @@ class UnitLists:
         """Ranks whose gradients are added up: each computes with other samples."""
         return len(self.shard[0]) * len(self.replicate[0])
 
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the unit that ``rank`` has a part of, in ascending order."""
+        own = next(group for group in self.shard if rank in group)
+        return tuple(sorted({each for group in self.replicate if set(own) & set(group) for each in group}))
+
     def whole(self) -> UnitLists:
         """The same ranks, where each of them holds the whole unit."""
         return UnitLists(

@@ -68,6 +68,8 @@ class PlannedModule(ModuleParameters):
     full_precision_in_eval: bool
     reads_in_backward: bool
     """Whether its units are gathered in backward."""
+    scope: tuple[int, ...] | None = None
+    """The ranks of the model that have the same plain parameters, those of its units' own groups; None for all."""
 
     @property
     def parks(self) -> bool:
@@ -171,6 +173,7 @@ def plan_units(
         output_cast=callable_or_none(caster, "output_cast", first, rank) if casts else None,
         full_precision_in_eval=full_precision_in_eval_of(caster, first, rank),
         reads_in_backward=reads_in_backward(planned.module),
+        scope=None if planned.overrides.get("mesh") is None else lists.of(rank),
     )
 
 

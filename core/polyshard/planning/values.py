@@ -2,47 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..interfaces import Collectives
 from .layout import dense_stride
-from .plan import ModuleParameters
+from .plan import ManagedParameter
+from .units import PlannedModule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 #: Marks what ``values_to_compare`` reports.
 VALUES = "values"
+#: Characters of a scope that are shown.
+_LONG = 200
 
 
-def values_to_compare(modules: Iterable[ModuleParameters], *, compare: bool) -> list[list[Any]]:
-    """A report of all parameters that ranks compare, in JSON: name, strides, and a checksum where ``compare``.
+def values_to_compare(modules: Iterable[PlannedModule], *, compare: bool) -> dict[str, list[list[Any]]]:
+    """Reports of all parameters, in JSON: name, strides, and a checksum where ``compare``.
 
-    Reads every parameter once, where it is, and waits once for each device. Parameters on the meta device have no
-    values; they are reported as such.
+    By what the ranks have in common that must report the same (see ``scope_of``). Reads every parameter once, where it
+    is, and waits once for each device. Parameters on the meta device have no values; they are reported as such.
     """
-    parameters = [parameter for module in modules for group in module.groups for parameter in group]
     sums: dict[torch.device, list[torch.Tensor]] = {}
     places = []
-    for parameter in parameters:
-        original = parameter.original
-        if not compare or original.is_meta or parameter.part is not None:
-            places.append((original.device, -1))
-            continue
-        of_device = sums.setdefault(original.device, [])
-        places.append((original.device, len(of_device)))
-        of_device.append(checksum(original))
+    for module in modules:
+        for parameter in (each for group in module.groups for each in group):
+            original, scope = parameter.original, scope_of(module, parameter)
+            if not compare or original.is_meta:
+                places.append((scope, parameter, -1))
+                continue
+            of_device = sums.setdefault(original.device, [])
+            places.append((scope, parameter, len(of_device)))
+            of_device.append(checksum(original))
     found: dict[torch.device, list[int]] = {device: torch.stack(each).tolist() for device, each in sums.items()}
-    return [
-        [
-            VALUES,
-            parameter.names[0],
-            list(dense_stride(parameter.original.shape, parameter.original.stride())),
-            (found[device][index] if index >= 0 else device.type) if compare else None,
-        ]
-        for parameter, (device, index) in zip(parameters, places, strict=True)
-    ]
+    reports: dict[str, list[list[Any]]] = {}
+    for scope, parameter, index in places:
+        original = parameter.original
+        value = found[original.device][index] if index >= 0 else original.device.type
+        strides = list(dense_stride(original.shape, original.stride()))
+        reports.setdefault(scope, []).append([VALUES, parameter.names[0], strides, value if compare else None])
+    return reports
+
+
+def scope_of(module: PlannedModule, parameter: ManagedParameter) -> str:
+    """What ranks have in common that begin with the same values of ``parameter``; empty where all ranks of a model do.
+
+    Of a part, the place in the mesh that cuts the whole tensor: a text, in messages too, and one for most parameters.
+    """
+    mine = [] if module.scope is None else [f"ranks {list(module.scope)}"]
+    part = parameter.part
+    if part is not None:
+        names, coordinate = dimension_names(part.mesh), part.mesh.get_coordinate() or ()
+        for name, index, size, placement in zip(names, coordinate, part.mesh.mesh.shape, part.placements, strict=True):
+            mine += [f"{name} {index} of {size}"] if placement.is_shard() and size > 1 else []
+    return ", ".join(mine)
+
+
+def dimension_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Those of ``mesh``, or numbers where it has none."""
+    return tuple(mesh.mesh_dim_names or (f"dimension {dim}" for dim in range(mesh.ndim)))
 
 
 def buffers_to_compare(named: Iterable[tuple[str, nn.Module]]) -> list[list[Any]]:
@@ -55,9 +80,9 @@ def buffers_to_compare(named: Iterable[tuple[str, nn.Module]]) -> list[list[Any]
     ]
 
 
-def difference_text(rank: int, others: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+def difference_text(rank: int, others: str, ours: Sequence[Any], theirs: Sequence[Any], scope: str) -> str:
     """An error message about ``others`` ("Rank 3 holds") beside ``rank``, whose reports first differ in ``ours`` and
-    ``theirs``.
+    ``theirs``. ``scope``: what they have in common; empty where they are any ranks of the model.
     """
     name = ours[1]
     if ours[2] != theirs[2]:
@@ -68,6 +93,8 @@ def difference_text(rank: int, others: str, ours: Sequence[Any], theirs: Sequenc
     what = "is the first parameter that differs"
     if "meta" in (ours[3], theirs[3]):
         what = f"is on the meta device {f'on rank {rank}' if ours[3] == 'meta' else 'there'} alone"
+    if scope:
+        what += f", of those that are the same on {scope if len(scope) <= _LONG else f'{scope[:_LONG]}...'}"
     return (
         f"{others} other values than rank {rank}: '{name}' {what}. Each rank keeps a part of its own copy, so the "
         "model would be a mixture. Seed all ranks alike before the model is built, or set sync_module_states=True, "
@@ -80,16 +107,29 @@ def send_from_first(tensors: Iterable[torch.Tensor], collectives: Collectives, d
 
     Shapes and dtypes must be the same on all ranks; where the tensors are, and in which memory order, need not.
     """
-    with torch.no_grad():
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            detached = tensor.detach()
-            travels = detached if detached.device == device and detached.is_contiguous() else None
-            carried = detached.to(device).contiguous() if travels is None else travels
-            collectives.broadcast(carried.view(-1).view(torch.uint8), 0).wait()
-            if travels is None:
-                detached.copy_(carried)
+    for tensor in tensors:
+        _send(tensor, device, lambda carried: collectives.broadcast(carried, 0).wait())
+
+
+def send_over_copies(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], device: torch.device
+) -> None:
+    """Overwrite a local tensor that ``mesh`` holds several of, in place, with that of the first of these ranks."""
+    for dim, placement in enumerate(placements):
+        if placement.is_replicate() and mesh.size(dim) > 1:
+            _send(tensor, device, partial(torch.distributed.broadcast, group=mesh.get_group(dim), group_src=0))
+
+
+@torch.no_grad()
+def _send(tensor: torch.Tensor, device: torch.device, broadcast: Callable[[torch.Tensor], object]) -> None:
+    if not tensor.numel():
+        return
+    detached = tensor.detach()
+    travels = detached if detached.device == device and detached.is_contiguous() else None
+    carried = detached.to(device).contiguous() if travels is None else travels
+    broadcast(carried.view(-1).view(torch.uint8))
+    if travels is None:
+        detached.copy_(carried)
 
 
 #: Words of 8 bytes that are summed apart. A prime, so that rows of a matrix do not fall on each other.

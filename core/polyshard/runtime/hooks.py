@@ -94,7 +94,7 @@ class ForwardHooks:
         recomputes = _torch_private.in_backward()
         records = torch.is_grad_enabled()
         if not recomputes:
-            ahead, kept = self._begin(step, records), False
+            ahead, kept = self._begin(step, records, args, kwargs), False
         else:
             ahead, kept = [], self._begin_recomputation(records)
         show_whole(module_state.units, module_state.governing.training, recomputes=recomputes, kept=kept)
@@ -119,12 +119,17 @@ class ForwardHooks:
             or next(iter(module._forward_hooks), self._post_forward_id) != self._post_forward_id
         )
 
-    def _begin(self, step: Step, records: bool) -> list[list[ModuleState]]:
+    def _begin(
+        self, step: Step, records: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[list[ModuleState]]:
         """Note that the module state is entered; returns the batches to prefetch."""
         module_state = self.module_state
         # In a backward that raised, too: none runs.
         if step.phase is not Phase.FORWARD:
-            root_of(module_state).begin_forward(module_state, module_state.module)
+            root = root_of(module_state)
+            if root.same_batch is not None:
+                root.compare_batch(module_state.module, args, kwargs)
+            root.begin_forward(module_state, module_state.module)
         self._outer_error = id(sys.exception())
         module_state.entered += 1
         if records:

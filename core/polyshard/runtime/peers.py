@@ -11,17 +11,23 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from .. import _torch_private
 from ..errors import PluginContractError, RankMismatchError, words
 from ..interfaces import Collectives
+from ..nested import iter_tensors
 from ..planning.answers import plugin_name
+from ..planning.parts import is_dtensor, local_of
 from ..planning.values import checksum
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 #: Seconds that a rank whose wait failed gives the others to post.
 GRACE_S = 1.5
@@ -198,6 +204,54 @@ def _within(limit_s: float, action: Callable[[], None]) -> None:
     thread = threading.Thread(target=quietly, name="polyshard peers", daemon=True)
     thread.start()
     thread.join(limit_s)
+
+
+def refuse_different_batches(
+    group: Collectives, rank: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise on every rank of ``group`` if tensors in the arguments of ``module`` differ between them.
+
+    ``rank``: this one's among all of the model. Waits for the device.
+
+    Raises:
+        RankMismatchError: naming the first argument that differs, and the ranks.
+    """
+    named = [(f"{index}", value) for index, value in enumerate(args)]
+    named += [(f"'{name}'", value) for name, value in sorted(kwargs.items())]
+    mine = [
+        (f"argument {name}" if place == 0 else f"tensor {place} of argument {name}", _described(tensor))
+        for name, value in named
+        for place, tensor in enumerate(iter_tensors(value))
+    ]
+    everyone: list[tuple[int, list[tuple[str, Any]]]] = group.all_gather_object((rank, mine))
+    ranks = [each for each, _ in everyone]
+    for theirs in zip_longest(*(found for _, found in everyone), fillvalue=("", None)):
+        sides: dict[Any, list[int]] = {}
+        for each, tensor in zip(ranks, theirs, strict=True):
+            sides.setdefault(tensor, []).append(each)
+        if len(sides) > 1:
+            what = next(name for name, _ in theirs if name)
+            raise RankMismatchError(
+                f"Ranks {ranks} must see the same batch, but {what} of '{module}' differs: "
+                f"{' and '.join(map(str, sides.values()))} have different ones (rank {rank}). They hold parts of one "
+                "model, and each computes its part of one result. Draw batches by the rank along the dimensions that "
+                "shard and replicate (mesh['dp'].get_local_rank()), and not by that of the process."
+            )
+
+
+def _described(tensor: torch.Tensor) -> Any:
+    """What of ``tensor`` is the same on ranks that see one batch."""
+    kind = str(tensor.dtype), tuple(tensor.shape)
+    if is_dtensor(tensor):
+        placed = cast("DTensor", tensor)
+        spec = (*kind, str(placed.placements), tuple(placed.device_mesh.shape), placed.device_mesh.mesh_dim_names)
+        if not all(each.is_replicate() for each in placed.placements):
+            # Each rank has a part of its own.
+            return spec
+        return (*spec, int(checksum(local_of(placed))))
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        return kind
+    return (*kind, int(checksum(tensor)))
 
 
 _REMEDY = (

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import PolyshardError, StateError, UnshardedUseError, UnsupportedError
+from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUseError, UnsupportedError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .budget import Budget
 from .guards import IdleCallGuard, RegistrationGuard
 from .module_state import ModuleState, StateKind
 from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
+from .peers import refuse_different_batches
 from .step import Phase, Step
 from .streams import CommStreams
 from .unit import UnitState, refuse_escape
@@ -86,6 +87,10 @@ class Root(Step):
         self.owned: tuple[Collectives, ...] = ()
         #: Whether a drop-in makes state dicts of the model and its optimizers whole.
         self.answers_state_dicts = False
+        #: Trained parameters outside of units of which each rank has one of its own, such as experts.
+        self.owned_locally: Collection[torch.Tensor] = frozenset()
+        #: Ranks that must see the same batch, as those of tensor parallelism, until they compared it; None elsewhere.
+        self.same_batch: Collectives | None = None
         #: How often the host still waits to compare ranks' norms of parameters outside of units.
         self.norms_to_compare = 3
         #: Seconds that ranks wait for each other, by the configuration.
@@ -108,6 +113,24 @@ class Root(Step):
         self._encoding: tuple[PrecisionCaster, ...] = tuple(
             {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
         )
+
+    def compare_batch(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Compare the arguments of the outermost forward among the ranks that must see the same, in the first step.
+
+        Raises:
+            RankMismatchError: they differ; on all of these ranks. Others are told.
+        """
+        group, self.same_batch = self.same_batch, None
+        if group is None or self.audit is None or self.audit.done or self.phase is not Phase.IDLE:
+            return
+        with self.meeting("comparison of the batch", (group,)):
+            try:
+                refuse_different_batches(group, self.rank, type(module).__name__, args, kwargs)
+            except RankMismatchError as error:
+                self.recorder.post_error(error)
+                # Compared again, where the program goes on with another one.
+                self.same_batch = group
+                raise
 
     def begin_forward(self, outermost: object, module: nn.Module) -> None:
         """The outermost forward starts."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -114,6 +114,8 @@ class Unit:
         self.trainable = any(parameter.original.requires_grad for parameter in parameters)
         # Parameters that are parts of whole tensors: modules see them as ``DTensor``.
         self._parts = [(index, each.part) for index, each in enumerate(parameters) if each.part is not None]
+        # Their gradients are redistributed by name: uneven ones may lie in another order on other ranks of their mesh.
+        self._parts.sort(key=lambda pair: parameters[pair[0]].names)
         #: Elements by which launches of communication are planned: the same on all ranks of the world, whichever part
         #: of the unit they hold.
         self.launch_numel = layout.padded_numel
@@ -230,6 +232,11 @@ class Unit:
         """The parameters whose ``.grad`` the reduced gradient arrives in."""
         return self.originals.tensors if self.flat is None else (self.flat.parameter,)
 
+    def slots_of_receivers(self) -> Iterator[tuple[int | None, torch.nn.Parameter]]:
+        """``receivers``, each with its index in the layout; None of a flat one, which stands for all parameters."""
+        receivers = self.receivers
+        return zip(range(len(receivers)) if len(receivers) == len(self.parameters) else (None,), receivers, strict=True)
+
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the gather buffer while it has memory; 0 where the master serves compute."""
@@ -278,9 +285,18 @@ class Unit:
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
 
+    @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """How many ranks of the model hold the same elements: for each parameter, or one number for all of them."""
+        if not self._parts:
+            return (self.ranks.copies(),)
+        found = tuple(self.ranks.copies(each.part) for each in self.parameters)
+        return found if len(set(found)) > 1 else found[:1]
+
     def use_ranks(self, ranks: UnitRanks) -> None:
         """Communicate over ``ranks`` from now on, whose sizes are those of the ranks before."""
         self.ranks = ranks
+        self.__dict__.pop("copies", None)
         self._renew_record()
 
     def join(
@@ -316,7 +332,8 @@ class Unit:
         gradients = list(map(_gradient_of, self.leaves))
         for leaf in self.leaves:
             leaf.grad = None
-        for index, part in self._parts:
+        # There are no leaves before the first gather.
+        for index, part in self._parts if gradients else ():
             gradient = gradients[index]
             if gradient is not None:
                 gradients[index] = part.own(gradient)

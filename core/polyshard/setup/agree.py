@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -31,10 +31,30 @@ _GRACE_S = 1.0
 _DETAILS_S = 10.0
 #: How many ranks are listed, and how many different reports are read: of thousands, the others say the same.
 _LISTED, _READ = 64, 8
+#: The scope of what all ranks share.
+_EVERYONE = ""
 #: Characters of a failure that other ranks read.
 _LONGEST_FAILURE = 8192
 #: Bytes of one value in the store, which refuses those of more than 8 MiB.
 _CHUNK = 1 << 20
+
+
+class Report(list[Any]):
+    """What one rank reports: rows of JSON values, which begin with a title, and must be the same on all ranks."""
+
+    def __init__(self, rows: Sequence[Any] = (), scoped: Mapping[str, Sequence[Any]] | None = None) -> None:
+        super().__init__(rows)
+        #: Rows that must be the same on ranks with an equal scope, which is a text that says what they share. A few
+        #: scopes a rank: what each of them costs does not depend on the number of ranks.
+        self.scoped: dict[str, list[Any]] = {scope: list(rows) for scope, rows in (scoped or {}).items()}
+
+    def of(self, scope: str) -> list[Any]:
+        """The rows of ``scope``, to be added to; those of all ranks for an empty one."""
+        return self.scoped.setdefault(scope, []) if scope else self
+
+    def by_scope(self) -> dict[str, list[Any]]:
+        """All rows by scope, those of all ranks first."""
+        return {_EVERYONE: self, **self.scoped}
 
 
 class Agreement:
@@ -60,18 +80,17 @@ class Agreement:
         return not communicates and _store_of(self.collectives, self.process_group) is None
 
     @contextmanager
-    def phase(self) -> Iterator[list[Any]]:
+    def phase(self) -> Iterator[Report]:
         """Leave the body when every rank has left it, with equal reports; raise on every rank otherwise.
 
-        Yields a list for the report: rows of JSON values, which begin with a title. The first rank that has waited for
-        the timeout of the configuration ends the phase for all. With ``check_ranks=False`` ranks neither wait nor
-        compare.
+        Yields an empty report, to be filled. The first rank that has waited for the timeout of the configuration ends
+        the phase for all. With ``check_ranks=False`` ranks neither wait nor compare.
 
         Raises:
             Exception: that of the body, once the other ranks can know of it.
             RankMismatchError: another rank failed, reports something else, or did not arrive.
         """
-        report: list[Any] = []
+        report = Report()
         error: Exception | None = None
         try:
             yield report
@@ -82,7 +101,7 @@ class Agreement:
         if error is not None:
             raise error
 
-    def _compare(self, report: Sequence[Any], error: Exception | None) -> None:
+    def _compare(self, report: Report, error: Exception | None) -> None:
         store = _store_of(self.collectives, self.process_group)
         if store is None:
             assert self.collectives is not None
@@ -137,9 +156,12 @@ class StoreAgreement:
     compare-and-set, too: it never changes, whenever a rank reads it, so all ranks end alike and their counts stay
     equal.
 
-    That takes five requests a rank and a few hundred bytes, whatever the number of ranks. The reports themselves are
-    sent only where their digests differ, by one rank of each kind and of few kinds; the rank that set that verdict
-    reads them and leaves the message that all ranks raise.
+    Ranks that share more than all do, such as a part of a tensor, have a scope: for each of its own a rank compares one
+    digest more, with a ``first`` of that scope.
+
+    That takes five requests a rank, two more for a scope, and a few hundred bytes, whatever the number of ranks. The
+    reports themselves are sent only where their digests differ, by one rank of each kind and of few kinds; the rank
+    that set that verdict reads them and leaves the message that all ranks raise.
     """
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
@@ -148,27 +170,28 @@ class StoreAgreement:
         self._ranks = ranks
         self._rank = rank
         self._timeout_s = timeout.total_seconds()
-        self._scope = f"polyshard/agree/{scope_of(ranks)}"
+        self._prefix = f"polyshard/agree/{scope_of(ranks)}"
         self._turn = 0
-        self._report: Sequence[Any] = ()
+        self._report = Report()
         self._failed = False
         self._deadline = 0.0
         self._arrived = 0
         self._set_it = False
         """Whether this rank set the verdict."""
-        self._first = rank
-        """The first rank that arrived with a report."""
-        self._number = 0
-        """Which of the ranks that differ from the first one this is, counted from 1; 0 for none of them."""
+        self._leads: list[str] = []
+        """The scopes in which this rank was the first that arrived with a report."""
+        self._is_listed = False
+        """Whether the others can read that this rank differs from the first one of a scope."""
 
-    def arrive(self, report: Sequence[Any], error: Exception | None = None) -> None:
+    def arrive(self, report: Report, error: Exception | None = None) -> None:
         """Leave this rank's ``report``, or what went wrong on it, without waiting for others.
 
         Raises torch.distributed.DistNetworkError: the store is gone.
         """
         self._report, self._failed = report, error is not None
+        self._leads, self._is_listed = [], False
         self._deadline = time.monotonic() + self._timeout_s
-        self._turn = self._store.add(f"{self._scope}/turns/{self._rank}", 1)
+        self._turn = self._store.add(f"{self._prefix}/turns/{self._rank}", 1)
         if error is not None:
             self._leave_failure(words(error))
         else:
@@ -179,7 +202,7 @@ class StoreAgreement:
             self._store.set(self._key("all"), "")
             # All ranks are here, and so are done with the agreement before.
             for name in ("first", "came", "verdict", "all") if self._turn > 1 else ():
-                self._store.delete_key(f"{self._scope}/{self._turn - 1}/{name}")
+                self._store.delete_key(f"{self._prefix}/{self._turn - 1}/{name}")
 
     def end(self) -> None:
         """Return once all ranks have arrived and report the same, or at once where this rank left an error.
@@ -190,6 +213,10 @@ class StoreAgreement:
         """
         verdict = self._verdict()
         if verdict is _Verdict.SAME:
+            # All ranks have compared. Who comes last to all of them does not know the scopes.
+            for mark in (_mark(scope) for scope in self._leads if scope):
+                self._store.delete_key(self._key(f"first{mark}"))
+                self._store.delete_key(self._key(f"came{mark}"))
             return
         try:
             if not self._failed:
@@ -208,7 +235,7 @@ class StoreAgreement:
         )
 
     def _key(self, name: str) -> str:
-        return f"{self._scope}/{self._turn}/{name}"
+        return f"{self._prefix}/{self._turn}/{name}"
 
     def _leave_failure(self, text: str) -> None:
         # What explains a verdict is there before the verdict.
@@ -218,15 +245,23 @@ class StoreAgreement:
         self._set_verdict(_Verdict.FAILED)
 
     def _compare(self) -> None:
-        mine = digest(self._report)
-        found: bytes = self._store.compare_set(self._key("first"), "", f"{mine} {self._rank}")
-        first, rank = found.decode().split()
-        self._first = int(rank)
-        if first != mine:
-            self._number = self._store.add(self._key("others"), 1)
-            if self._number <= _LISTED:
-                self._store.set(self._key(f"other/{self._number}"), json.dumps([self._rank, mine]))
+        for scope, rows in self._report.by_scope().items():
+            mine, mark = digest(rows), _mark(scope)
+            found: bytes = self._store.compare_set(self._key(f"first{mark}"), "", f"{mine} {self._rank}")
+            first, rank = found.decode().split()
+            if scope:
+                self._store.add(self._key(f"came{mark}"), 1)
+            if first == mine:
+                self._leads += [scope] if int(rank) == self._rank else []
+                continue
+            self._store.add(self._key(f"unlike{mark}"), 1)
+            number = self._store.add(self._key("others"), 1)
+            if number <= _LISTED:
+                self._is_listed = True
+                self._store.set(self._key(f"other/{number}"), json.dumps([self._rank, scope, mine, int(rank)]))
             self._set_verdict(_Verdict.DIFFERENT)
+            # Where the model is another one, so are its values.
+            return
 
     def _set_verdict(self, verdict: _Verdict) -> None:
         mine = f"{verdict.value} {self._rank}"
@@ -266,7 +301,7 @@ class StoreAgreement:
     def _absence(self) -> str:
         absent = []
         for rank in self._ranks:
-            if self._store.add(f"{self._scope}/turns/{rank}", 0) < self._turn:
+            if self._store.add(f"{self._prefix}/turns/{rank}", 0) < self._turn:
                 absent.append(rank)
             if len(absent) == _LISTED:
                 break
@@ -279,27 +314,35 @@ class StoreAgreement:
 
     def _report_difference(self) -> None:
         """Leave this rank's report where it stands for others, and the message where this rank set the verdict."""
-        if not self._set_it and self._rank != self._first and not 0 < self._number <= _LISTED:
+        leads = any(self._store.add(self._key(f"unlike{_mark(scope)}"), 0) for scope in self._leads)
+        if not (self._set_it or leads or self._is_listed):
             return
-        others = self._listed("others", "other")
-        kinds: dict[str, list[int]] = {}
-        for rank, other in others:
-            kinds.setdefault(other, []).append(rank)
+        kinds: dict[tuple[str, int, str], list[int]] = {}
+        for rank, scope, other, first in self._listed("others", "other"):
+            kinds.setdefault((scope, first, other), []).append(rank)
         read = dict(list(kinds.items())[:_READ])
-        if self._rank in {self._first, *(ranks[0] for ranks in read.values())}:
-            self._publish()
+        mine = {scope for (scope, first, _), ranks in read.items() if self._rank in (first, ranks[0])}
+        for scope in mine:
+            self._publish(scope)
         if not self._set_it:
             return
-        number = self._store.add(self._key("others"), 0)
-        came = self._store.add(self._key("came"), 0)
-        like_first = [self._first]
-        if came == len(self._ranks) and number == len(others):
-            different = {rank for rank, _ in others}
-            like_first = [rank for rank in self._ranks if rank not in different]
-        found = [Reported(like_first, came - number, self._published(self._first))]
-        found += [Reported(sorted(ranks), len(ranks), self._published(ranks[0])) for ranks in read.values()]
-        unread = number - sum(map(len, read.values()))
-        self._store.set(self._key("message"), message_of(found, unread) or "")
+        texts = []
+        for scope, first in sorted({(scope, first) for scope, first, _ in read}):
+            known = {rank for (other, _, _), ranks in kinds.items() if other == scope for rank in ranks}
+            of_scope = {key: ranks for key, ranks in read.items() if key[0] == scope}
+            number = self._store.add(self._key(f"unlike{_mark(scope)}"), 0)
+            came = self._store.add(self._key("came" + (_mark(scope) if scope else "")), 0)
+            like_first = [first]
+            if not scope and came == len(self._ranks) and number == len(known):
+                like_first = [rank for rank in self._ranks if rank not in known]
+            found = [Reported(like_first, came - number, self._published(first, scope))]
+            found += [
+                Reported(sorted(ranks), len(ranks), self._published(ranks[0], scope)) for ranks in of_scope.values()
+            ]
+            texts.append(message_of(found, number - sum(map(len, of_scope.values())), scope))
+            if not scope:
+                break
+        self._store.set(self._key("message"), "\n".join(texts))
 
     def _listed(self, counter: str, name: str) -> list[Any]:
         """The first entries of a list, in order: ``counter`` counts them."""
@@ -308,18 +351,20 @@ class StoreAgreement:
         # Each is counted before it is written.
         return [json.loads(self._get(key)) for key in keys if self._wait(self._key(key), _GRACE_S)]
 
-    def _publish(self) -> None:
-        content = zlib.compress(_json(self._report))
+    def _publish(self, scope: str) -> None:
+        content = zlib.compress(_json(self._report.by_scope()[scope]))
         chunks = [content[start : start + _CHUNK] for start in range(0, len(content), _CHUNK)]
+        name = f"report{_mark(scope)}/{self._rank}"
         for number, chunk in enumerate(chunks):
-            self._store.set(self._key(f"report/{self._rank}/{number}"), chunk)
-        self._store.set(self._key(f"report/{self._rank}"), str(len(chunks)))
+            self._store.set(self._key(f"{name}/{number}"), chunk)
+        self._store.set(self._key(name), str(len(chunks)))
 
-    def _published(self, rank: int) -> list[Any] | None:
-        if not self._wait(self._key(f"report/{rank}"), _DETAILS_S):
+    def _published(self, rank: int, scope: str) -> list[Any] | None:
+        name = f"report{_mark(scope)}/{rank}"
+        if not self._wait(self._key(name), _DETAILS_S):
             return None
-        chunks = range(int(self._get(f"report/{rank}")))
-        content = b"".join(self._store.get(self._key(f"report/{rank}/{number}")) for number in chunks)
+        chunks = range(int(self._get(name)))
+        content = b"".join(self._store.get(self._key(f"{name}/{number}")) for number in chunks)
         found: list[Any] = json.loads(zlib.decompress(content))
         return found
 
@@ -350,30 +395,45 @@ class StoreAgreement:
                 time.sleep(0.02)
 
 
-def _through_collectives(collectives: Collectives, report: Sequence[Any], error: Exception | None) -> None:
+def _through_collectives(collectives: Collectives, report: Report, error: Exception | None) -> None:
     """Compare by the collectives themselves; an ``error`` of this rank is sent, and not raised.
 
     Raises RankMismatchError: another rank failed, or reports something else.
     """
     rank = collectives.rank
     failure = None if error is None else words(error)[:_LONGEST_FAILURE]
-    everyone = list(collectives.all_gather_object((failure, digest(report))))
+    mine = {scope: digest(rows) for scope, rows in report.by_scope().items()}
+    everyone = list(collectives.all_gather_object((failure, mine)))
     if error is not None:
         return
     failures = [f"  rank {other}: {text}" for other, (text, _) in enumerate(everyone) if text is not None]
     if failures:
         raise RankMismatchError("Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(failures))
-    kinds: dict[str, list[int]] = {}
-    for other, (_, found) in enumerate(everyone):
-        kinds.setdefault(found, []).append(other)
-    if len(kinds) == 1:
+    kinds: dict[str, dict[str, list[int]]] = {}
+    for other, (_, digests) in enumerate(everyone):
+        for scope, found in digests.items():
+            kinds.setdefault(scope, {}).setdefault(found, []).append(other)
+    differing = sorted(scope for scope, of_scope in kinds.items() if len(of_scope) > 1)
+    if not differing:
         return
-    # All ranks know that digests differ. One of each kind sends its report.
-    read = list(kinds.values())[: _READ + 1]
-    speaks = rank in (ranks[0] for ranks in read)
-    reports = collectives.all_gather_object(_json(report) if speaks else b"")
-    found = [Reported(ranks, len(ranks), json.loads(reports[ranks[0]])) for ranks in read]
-    raise RankMismatchError(message_of(found, len(everyone) - sum(map(len, read))) or "")
+    # All ranks know that digests differ. One of each kind sends its report. Where the model is another one, so are its
+    # values.
+    texts, differing = [], differing[:1] if differing[0] == _EVERYONE else differing[:_READ]
+    read = {scope: list(kinds[scope].values())[: _READ + 1] for scope in differing}
+    spoken = {
+        scope: list(report.by_scope()[scope]) for scope in differing if rank in (ranks[0] for ranks in read[scope])
+    }
+    reports = [json.loads(each) for each in collectives.all_gather_object(_json(spoken))]
+    for scope in differing:
+        reported = [Reported(ranks, len(ranks), reports[ranks[0]][scope]) for ranks in read[scope]]
+        unread = sum(map(len, kinds[scope].values())) - sum(map(len, read[scope]))
+        texts.append(message_of(reported, unread, scope))
+    raise RankMismatchError("\n".join(texts))
+
+
+def _mark(scope: str) -> str:
+    """What keys of the store that belong to ``scope`` end in: short, whatever ranks it names."""
+    return f"/{digest([scope])[:16]}" if scope else ""
 
 
 def digest(report: Sequence[Any]) -> str:
@@ -381,5 +441,5 @@ def digest(report: Sequence[Any]) -> str:
     return hashlib.sha256(_json(report)).hexdigest()[:32]
 
 
-def _json(report: Sequence[Any]) -> bytes:
+def _json(report: Any) -> bytes:
     return json.dumps(report, separators=(",", ":")).encode()

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..config import ShardConfig, Strategy
-from ..errors import StateError
+from ..errors import ConfigError, StateError
 from ..events import Events
 from ..functions.memory import memory_report
 from ..functions.optimizers import replaced_parameters
@@ -46,6 +46,22 @@ class Request:
     ignored_parameters: Collection[nn.Parameter]
     composes: bool
     """Whether modules inside may be sharded already, and become part of the new root."""
+
+    @property
+    def owned_locally(self) -> frozenset[nn.Parameter]:
+        """Ignored parameters of which each rank has one of its own.
+
+        Raises:
+            ConfigError: ``ignored_parameters`` says something else than ``"replicated"`` or ``"local"`` of one.
+        """
+        said = self.ignored_parameters if isinstance(self.ignored_parameters, Mapping) else {}
+        for parameter, word in said.items():
+            if word not in ("replicated", "local"):
+                raise ConfigError(
+                    f"ignored_parameters says {word!r} of a parameter of shape {tuple(parameter.shape)}. Write "
+                    "'replicated' where all ranks train one, or 'local' where each has one of its own (an expert)."
+                )
+        return frozenset(parameter for parameter, word in said.items() if word == "local")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +200,8 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
         check_ranks=config.check_ranks,
     )
     root.timeout_s = config.timeout_s
+    root.same_batch = groups.batch
+    root.owned_locally = plan.request.owned_locally.union(*(each.owned_locally for each in inner_roots))
     if config.check_ranks:
         peers = root.recorder.peers = peers_of(groups.world)
         if peers is not None:
@@ -233,7 +251,8 @@ def _whole_shapes(plan: ShardPlan) -> dict[nn.Parameter, tuple[int, ...]]:
     parameters = [parameter.original for each in plan.modules for group in each.groups for parameter in group]
     shapes = {parameter: tuple(parameter.shape) for parameter in parameters}
     for unit in _sharded_units(plan.request.module):
-        shapes.update({p.original: s.shape for p, s in zip(unit.parameters, unit.layout.slots, strict=True)})
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            shapes[parameter.original] = slot.shape if parameter.part is None else parameter.part.shape
     return shapes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..interfaces import Collectives
 from ..planning.plan import ManagedParameter
 from ..planning.units import PlannedModule
-from ..planning.values import VALUES, difference_text
+from ..planning.values import VALUES, difference_text, dimension_names
 
 #: Characters from which on a part is looked into, instead of being shown as it is.
 _LONG = 120
@@ -53,20 +53,21 @@ class Reported:
         return f"{shown}" if len(shown) == number else f"{shown} ({number} in all)"
 
 
-def message_of(reports: Sequence[Reported], unread: int = 0) -> str:
+def message_of(reports: Sequence[Reported], unread: int = 0, scope: str = "") -> str:
     """The error of all ranks where they report different things.
 
     ``reports``: what was read. The report of most ranks is what the others are compared with; of equally many, that of
-    the lowest rank. ``unread``: how many ranks more report something else than the first of ``reports``.
+    the lowest rank. ``unread``: how many ranks more report something else than the first of ``reports``. ``scope``:
+    what the ranks have in common that ought to report the same; empty for all ranks.
     """
     usual = max(reports, key=lambda each: (each.number, -each.speaker))
-    lines = [line for each in sorted(reports, key=lambda each: each.ranks) for line in _against(usual, each)]
+    lines = [line for each in sorted(reports, key=lambda each: each.ranks) for line in _against(usual, each, scope)]
     if unread:
         lines.append(f"{unread} ranks more report something else, which was not read.")
     return "\n".join([*lines, _CURE] if any(line.startswith("  ") for line in lines) else lines)
 
 
-def _against(usual: Reported, other: Reported) -> list[str]:
+def _against(usual: Reported, other: Reported, scope: str) -> list[str]:
     if other is usual:
         return []
     who = Reported.listed(other.ranks, other.number)
@@ -83,7 +84,7 @@ def _against(usual: Reported, other: Reported) -> list[str]:
             lines.append(f"  and {len(found) - _SHOWN} differences more")
     if values is not None:
         subject = f"Rank {other.speaker} holds" if other.number == 1 else f"Ranks {who} hold"
-        lines.append(difference_text(usual.speaker, subject, *values))
+        lines.append(difference_text(usual.speaker, subject, *values, scope))
     return lines
 
 
@@ -153,26 +154,38 @@ def kind_of(collectives: Collectives) -> list[Any]:
 
 
 def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
-    """The rows that ranks compare of a module: its settings, and for each unit dtypes, wire, parameters and layout."""
+    """The rows that ranks compare of a module: its settings, and for each unit dtypes, wire, parameters and layout.
+
+    All of it is the same on ranks with different parts of the parameters: where these are uneven, what depends on a
+    rank's own part is left out. It follows from the rest.
+    """
     gathers = "gathered in backward" if plan.reads_in_backward else "not gathered in backward"
     rows: list[list[Any]] = [[f"'{plan.name or '(root)'}'", overrides, str(plan.buffer_dtype), gathers]]
+    if plan.lists.label or plan.divisor is not None:
+        rows[0].append(["over", plan.lists.label, "gradients divided by", plan.divisor])
     for unit, group in zip(plan.units, plan.groups, strict=True):
         title = f"unit '{unit.spec.label}'"
+        even = all(parameter.part is None or parameter.part.is_even for parameter in group)
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
-        travels = ["bytes on the wire", unit.wire and unit.wire.nbytes_per_rank]
+        travels = ["bytes on the wire", unit.wire and (unit.wire.nbytes_per_rank if even else "of uneven parts")]
         rows.append([title, ["dtypes", *dtypes], travels, ["parked", unit.parked]])
         # Not in the layout's order, which the next row compares.
         title = f"{title}, by {plan.plugins.layout.label}"
         rows.append([title, *sorted(_parameter(parameter) for parameter in group)])
-        places = [
-            [parameter.names[0], slot.offset, "rows" if slot.by_rows else "elements"]
-            for parameter, slot in zip(group, unit.layout.slots, strict=True)
-        ]
-        rows.append([title, ["slices", unit.layout.shard_numel], ["places", *places]])
+        if even:
+            places = [
+                [parameter.names[0], slot.offset, "rows" if slot.by_rows else "elements"]
+                for parameter, slot in zip(group, unit.layout.slots, strict=True)
+            ]
+            rows.append([title, ["slices", unit.layout.shard_numel], ["places", *places]])
     return rows
 
 
 def _parameter(parameter: ManagedParameter) -> list[Any]:
-    original = parameter.original
+    original, part = parameter.original, parameter.part
     trained = "trained" if original.requires_grad else "frozen"
-    return [*parameter.names, list(original.shape), list(original.stride()), str(original.dtype), trained]
+    if part is None:
+        return [*parameter.names, list(original.shape), list(original.stride()), str(original.dtype), trained]
+    mesh = list(map(list, zip(dimension_names(part.mesh), part.mesh.mesh.shape, strict=True)))
+    placed = ["placed", *map(str, part.placements), "on", *mesh]
+    return [*parameter.names, list(part.shape), list(part.stride), str(original.dtype), trained, placed]

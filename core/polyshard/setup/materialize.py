@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -12,11 +12,15 @@ from ..errors import ParameterError, PluginContractError
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from ..planning.answers import place, plugin_name
 from ..planning.groups import UnitRanks
-from ..planning.layout import round_up
-from ..planning.plan import ModuleParameters
+from ..planning.layout import dense_stride, product, round_up
+from ..planning.parts import is_dtensor, local_of
+from ..planning.plan import ManagedParameter, ModuleParameters
 from ..planning.units import PlannedModule, PlannedUnit
-from ..planning.values import send_from_first
+from ..planning.values import send_from_first, send_over_copies
 from ..runtime.gather import view_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 #: Initialises the parameters and buffers that a module holds directly.
 Initializer = Callable[[nn.Module], None]
@@ -116,24 +120,29 @@ def materialize(
 ) -> dict[str, list[torch.Tensor]]:
     """The masters of every module that owns meta parameters, by its name; meta buffers are filled in place.
 
-    ``from_first``: all ranks take rank 0's values of parameters and buffers, module by module. Those that are not on
-    the meta device are overwritten in place.
+    Parameters that are parts of larger tensors are initialised whole too, and then cut: from the same random numbers
+    come the same values, whatever the mesh.
 
-    Memory on ``device`` peaks at the masters and one whole module: all modules are initialised in the same memory, so
-    that no holes are left between the masters.
+    ``from_first``: all ranks take rank 0's values of parameters and buffers, module by module. Those that are not on
+    the meta device are overwritten in place. Parts of larger tensors, and all that belongs to the ranks of a unit
+    alone, come from the first of the ranks that have the same.
+
+    Memory on ``device`` peaks at the masters and one whole module, whole parameters beside this rank's parts of them:
+    all modules are initialised in the same memory, so that no holes are left between the masters.
     """
-    hollow = [owner for owner in owners if owner.has_meta_parameters]
-    nbytes = max((sum(_nbytes(owner)) for owner in hollow if ranks_of(owner).owner is not None), default=0)
+    hollow = [(owner, ranks_of(owner).owner is not None) for owner in owners if owner.has_meta_parameters]
     masters: dict[str, list[torch.Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        nbytes = max((_scratch_nbytes(owner, flats=is_cut) for owner, is_cut in hollow), default=0)
+        scratch = _Scratch(nbytes, device)
         for owner in owners:
             ranks = ranks_of(owner)
             if owner.has_meta_parameters:
+                scratch.used = 0
                 flats = _flats(owner, scratch if ranks.owner is not None else None, device)
-                _fill(owner, flats, device, initializer, whole_shapes)
+                _fill(owner, flats, scratch, device, initializer, whole_shapes)
                 if from_first:
-                    send_from_first(_wholes(owner, flats), ranks.world, device)
+                    _send_parameters(owner, _values(owner, flats), ranks, device)
                 masters[owner.name] = [
                     flat
                     if ranks.owner is None
@@ -147,14 +156,43 @@ def materialize(
                         _initialize(module, set(), initializer, whole_shapes)
                 if from_first:
                     originals = [parameter.original for group in owner.groups for parameter in group]
-                    send_from_first(originals, ranks.world, device)
+                    _send_parameters(owner, originals, ranks, device)
             if from_first:
-                buffers = [buffer for module in owner.modules for buffer in module._buffers.values()]
-                send_from_first([buffer for buffer in buffers if buffer is not None], ranks.world, device)
+                _send_buffers(owner, ranks, device)
     return masters
 
 
-def _wholes(owner: PlannedModule, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _send_parameters(
+    owner: PlannedModule, values: Sequence[torch.Tensor], ranks: UnitRanks, device: torch.device
+) -> None:
+    parameters = [parameter for group in owner.groups for parameter in group]
+    # By name: a layout may order uneven parts differently on ranks that have others.
+    for parameter, value in sorted(zip(parameters, values, strict=True), key=lambda pair: pair[0].names):
+        part = parameter.part
+        shared = part is None and owner.scope is None
+        for among in (ranks.world,) if shared else _own_groups(ranks):
+            send_from_first([value], among, device)
+        if part is not None:
+            send_over_copies(value, part.mesh, part.placements, device)
+
+
+def _send_buffers(owner: PlannedModule, ranks: UnitRanks, device: torch.device) -> None:
+    for buffer in (each for module in owner.modules for each in module._buffers.values() if each is not None):
+        placed = cast("DTensor", buffer) if is_dtensor(buffer) else None
+        value = buffer if placed is None else local_of(placed)
+        shared = placed is None and owner.scope is None
+        for among in (ranks.world,) if shared else _own_groups(ranks):
+            send_from_first([value], among, device)
+        if placed is not None:
+            send_over_copies(value, placed.device_mesh, placed.placements, device)
+
+
+def _own_groups(ranks: UnitRanks) -> tuple[Collectives, ...]:
+    """Groups through which a value reaches all ranks of a unit, one after the other."""
+    return tuple(each for each in (ranks.owner, ranks.replicate) if each is not None)
+
+
+def _values(owner: PlannedModule, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [
         view_of(flat, slot.shape, slot.stride, slot.offset)
         for unit, flat in zip(owner.units, flats, strict=True)
@@ -162,22 +200,41 @@ def _wholes(owner: PlannedModule, flats: Sequence[torch.Tensor]) -> list[torch.T
     ]
 
 
-def _nbytes(owner: PlannedModule) -> list[int]:
-    return [round_up(unit.layout.padded_numel * unit.spec.master_dtype.itemsize, 256) for unit in owner.units]
+class _Scratch:
+    """Memory that each module is initialised in."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        #: Bytes of it; those behind them are free.
+        self.used = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of ``numel`` elements of what is free."""
+        found = self._memory[self.used : self.used + numel * dtype.itemsize].view(dtype)
+        self.used += self.nbytes(numel, dtype)
+        return found
+
+    @staticmethod
+    def nbytes(numel: int, dtype: torch.dtype) -> int:
+        """What ``take`` takes."""
+        return round_up(numel * dtype.itemsize, 256)
 
 
-def _flats(owner: PlannedModule, scratch: torch.Tensor | None, device: torch.device) -> list[torch.Tensor]:
-    flats, offset = [], 0
-    for unit, nbytes in zip(owner.units, _nbytes(owner), strict=True):
-        layout, spec = unit.layout, unit.spec
-        if scratch is None:
-            flat = torch.empty(layout.padded_numel, dtype=spec.master_dtype, device=device)
-        else:
-            used = layout.padded_numel * spec.master_dtype.itemsize
-            flat = scratch[offset : offset + used].view(spec.master_dtype)
-            offset += nbytes
-        for start, numel in layout.gaps():
-            flat.narrow(0, start, numel).zero_()
+def _scratch_nbytes(owner: PlannedModule, *, flats: bool) -> int:
+    """What one module needs, with the memory for its units or without."""
+    taken = [(unit.layout.padded_numel, unit.spec.master_dtype) for unit in owner.units if flats]
+    for group in owner.groups:
+        taken += [(product(each.part.shape), each.original.dtype) for each in group if each.part is not None]
+    return sum(_Scratch.nbytes(*each) for each in taken)
+
+
+def _flats(owner: PlannedModule, scratch: _Scratch | None, device: torch.device) -> list[torch.Tensor]:
+    flats = []
+    for unit in owner.units:
+        numel, dtype = unit.layout.padded_numel, unit.spec.master_dtype
+        flat = torch.empty(numel, dtype=dtype, device=device) if scratch is None else scratch.take(numel, dtype)
+        for start, gap in unit.layout.gaps():
+            flat.narrow(0, start, gap).zero_()
         flats.append(flat)
     return flats
 
@@ -185,40 +242,55 @@ def _flats(owner: PlannedModule, scratch: torch.Tensor | None, device: torch.dev
 def _fill(
     owner: PlannedModule,
     flats: Sequence[torch.Tensor],
+    scratch: _Scratch,
     device: torch.device,
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
 ) -> None:
     fresh = {module: None for module in owner.modules if any(is_meta(buffer) for buffer in module._buffers.values())}
+    parameters = [parameter for group in owner.groups for parameter in group]
+    for parameter in parameters:
+        if parameter.original.is_meta:
+            fresh.update(dict.fromkeys(module for module, _ in parameter.sites))
     held: list[tuple[nn.Module, str, nn.Parameter]] = []
-    wholes: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for group, unit, flat in zip(owner.groups, owner.units, flats, strict=True):
-        for parameter, slot in zip(group, unit.layout.slots, strict=True):
-            original = parameter.original
-            whole = nn.Parameter(
-                view_of(flat, slot.shape, slot.stride, slot.offset), requires_grad=original.requires_grad
-            )
-            if original.is_meta:
-                fresh.update(dict.fromkeys(module for module, _ in parameter.sites))
-            else:
-                whole.copy_(original)
-            wholes.append((*parameter.sites[0], whole))
-            for module, key in parameter.sites:
-                held.append((module, key, original))
-                module._parameters[key] = whole
-    mine = {(module, key) for module, key, _ in held}
+    wholes: list[tuple[ManagedParameter, torch.Tensor, nn.Parameter]] = []
     try:
+        for parameter, value in zip(parameters, _values(owner, flats), strict=True):
+            original, part = parameter.original, parameter.part
+            if not original.is_meta:
+                value.copy_(original)
+            if part is None:
+                whole = value
+            elif fresh.keys() & {module for module, _ in parameter.sites}:
+                stride = dense_stride(part.shape, part.stride)
+                whole = view_of(scratch.take(product(part.shape), original.dtype), part.shape, stride, 0)
+                if not original.is_meta:
+                    module, key = parameter.sites[0]
+                    whole.copy_(cast("DTensor", module._parameters[key]).full_tensor())
+            else:
+                # Nothing that is initialised sees it.
+                continue
+            seen = nn.Parameter(whole, requires_grad=original.requires_grad)
+            wholes.append((parameter, value, seen))
+            for module, key in parameter.sites:
+                # Of a part the tensor that the original takes the place of later.
+                held.append((module, key, cast("nn.Parameter", module._parameters[key])))
+                module._parameters[key] = seen
+        mine = {(module, key) for module, key, _ in held}
         for module in fresh:
             place_buffers(module, device, None)
             _initialize(module, mine, initializer, whole_shapes)
-        for module, key, whole in wholes:
+        for parameter, value, seen in wholes:
+            module, key = parameter.sites[0]
             # An initialiser may assign a new parameter instead of filling the one that is there.
             current = module._parameters[key]
-            if current is not whole and current is not None and not current.is_meta:
-                whole.copy_(current)
+            if current is not seen and current is not None and not current.is_meta:
+                seen.copy_(current)
+            if parameter.part is not None:
+                value.copy_(parameter.part.cut(seen))
     finally:
-        for module, key, original in held:
-            module._parameters[key] = original
+        for module, key, before in held:
+            module._parameters[key] = before
 
 
 def _initialize(

@@ -35,7 +35,7 @@ from ..planning.plan import (
 from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units
 from ..planning.values import buffers_to_compare, values_to_compare
 from ..runtime.root import Root
-from .agree import Agreement
+from .agree import Agreement, Report
 from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
 from .differences import kind_of, rows_of
 from .materialize import refuse_uninitializable
@@ -74,7 +74,7 @@ def shard_module(request: Request) -> Root:
     with agreement.phase() as report:
         plugins = choose_plugins(request, agreement)
         plan = plan_shards(request, plugins)
-        report += _compared(plan, plugins, agreement)
+        _fill_in(report, plan, plugins, agreement)
     _tell(plan, plugins)
     with ExitStack() as unfinished:
         with ExitStack() as undo:
@@ -222,13 +222,13 @@ def _plan_units(
     return decide_parking(planned, rank)
 
 
-def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> list[Any]:
-    """The report that ranks compare: what they resolved and planned, and checksums of values."""
+def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> None:
+    """Put into the report what ranks compare: what they resolved and planned, and checksums of values."""
     config, collectives = plan.request.config, plugins.collectives
     # Asked for where nobody compares them, too, so that a plugin that cannot answer shows everywhere.
     overridden = [[registry.fingerprint(own) for own in each.plugins.overrides.values()] for each in plan.modules]
     compares = config.check_ranks and collectives.capabilities.can_communicate and collectives.world_size > 1
-    report = [
+    report += [
         *registry.Permission.read().rows(),
         *(row for used in plugins.used for row in registry.fingerprint(used)),
         ["collectives", *kind_of(collectives)],
@@ -236,17 +236,22 @@ def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> 
         *([name, getattr(config, name)] for name in _COMPARED),
     ]
     if not agreement.alone:
+        others: list[UnitLists] = []
+        for each in plan.modules:
+            if each.lists not in (plan.ranks.lists, *others):
+                others.append(each.lists)
+        report += [["ranks", own.label, own.shard, own.replicate] for own in others]
         # Some thirty lists a unit.
         for each, fingerprints in zip(plan.modules, overridden, strict=True):
             releases = ["reshard_after_forward", each.overrides.get("reshard_after_forward")]
             report += rows_of(each, [releases, *fingerprints])
     if compares:
         report.append(["polyshard", __version__, registry.engine_digest()])
-        report += values_to_compare(plan.modules, compare=not config.sync_module_states)
+        for scope, rows in values_to_compare(plan.modules, compare=not config.sync_module_states).items():
+            report.of(scope).extend(rows)
         if config.sync_module_states:
             own = {inner for each in plan.modules for inner in each.modules}
             report += buffers_to_compare(named for named in plan.request.module.named_modules() if named[1] in own)
-    return report
 
 
 def _refuse_overlaps(owner: ModuleParameters, lists: UnitLists, ranks: ModelRanks) -> None:
@@ -341,6 +346,7 @@ def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.de
 
 def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
     """Warn, on one rank, of parameters that are trained and ignored: each rank would train a copy of its own."""
+    owned = request.owned_locally
     # Composed from the inside out, the call around this one may take it.
     if request.composes or not (request.ignored_modules or request.ignored_parameters):
         return
@@ -350,7 +356,10 @@ def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], colle
     names = [
         name
         for name, parameter in request.module.named_parameters()
-        if parameter.requires_grad and parameter not in managed and not post_accumulate_grad_hooks(parameter)
+        if parameter.requires_grad
+        and parameter not in managed
+        and parameter not in owned
+        and not post_accumulate_grad_hooks(parameter)
     ]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -358,6 +367,7 @@ def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], colle
             f"Nothing averages the gradients of {', '.join(map(repr, names[:3]))}{more} over ranks: they are trained, "
             "and ignored by shard(), so that each rank trains copies of its own. Let them be sharded (scalars are, "
             "too), freeze them with requires_grad_(False), or give each a hook that averages its gradient "
-            "(register_post_accumulate_grad_hook) before shard(). Where it is meant so, filter this warning.",
+            "(register_post_accumulate_grad_hook) before shard(). Where it is meant so, say it: "
+            "ignored_parameters={parameter: 'local'}.",
             stacklevel=5,
         )

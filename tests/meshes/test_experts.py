@@ -1,0 +1,55 @@
+"""Experts on ranks of their own, beside sharding, train as a whole mixture of experts does, to 1e-12 in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from meshed_models import Shape
+from meshes import Plan, assert_trains
+
+EP: dict[str, Any] = {"sizes": (2, 2), "names": ("edp", "ep"), "shard": ("edp", "ep"), "experts": ("edp",)}
+ALONE: dict[str, Any] = {**EP, "sizes": (1, 4)}
+ROWS = ("layout", "rows")
+ZERO_2 = ("strategy", "shard_grad_op")
+OFFLOAD = ("offload", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(**EP, shape=Shape(experts=4, closed=(2,))),
+        # Two experts here, one there.
+        Plan(**EP, shape=Shape(experts=3, kept="dtensor"), settings=(ZERO_2, ROWS), optimizer="muon"),
+        # No rank calls the first expert, and no rank has a gradient of it.
+        Plan(**EP, shape=Shape(experts=4, kept="modules", closed=(0,)), settings=(OFFLOAD,), microbatches=2),
+        Plan(**EP, shape=Shape(experts=4), settings=(ROWS, OFFLOAD), optimizer="muon", microbatches=2),
+    ],
+    ids=str,
+)
+def test_experts_over_two_ranks_with_two_shards_each(plan: Plan) -> None:
+    assert_trains(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        # The last rank has none of three experts.
+        Plan(**ALONE, shape=Shape(experts=3, kept="dtensor")),
+        Plan(**ALONE, shape=Shape(experts=4), settings=(ZERO_2,), optimizer="muon", microbatches=2),
+        Plan(**{**EP, "sizes": (4, 1)}, shape=Shape(experts=3, kept="modules"), settings=(ROWS,)),
+    ],
+    ids=str,
+)
+def test_groups_of_one_rank(plan: Plan) -> None:
+    assert_trains(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divisor", ["data", "group", "sum", 3.0])
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)], ids=str)
+def test_gradients_of_experts_are_divided_as_said(sizes: tuple[int, int], divisor: Any) -> None:
+    """By 4, by the 2 or 1 ranks that hold an expert, not at all, by 3: each against the sum of a whole model's."""
+    assert_trains(Plan(**{**EP, "sizes": sizes}, shape=Shape(experts=4), divisor=divisor, steps=0, microbatches=2))

@@ -1,0 +1,29 @@
+"""The models and the sums that tests of meshes compare with, by plain collectives: no line of polyshard takes part."""
+
+from __future__ import annotations
+
+import pytest
+from meshed_models import Shape
+from meshes import Plan, Trainer, assert_trains
+
+TP = {"sizes": (2, 2), "names": ("dp", "tp"), "shard": ("dp",)}
+EP = {"sizes": (2, 2), "names": ("edp", "ep"), "shard": ("edp", "ep"), "experts": ("edp",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(**TP, shape=Shape()),
+        Plan(**TP, shape=Shape(sequence=True, tied=True), microbatches=2),
+        Plan((1, 4), ("dp", "tp"), Shape(sequence=True), ("dp",)),
+        Plan(**EP, shape=Shape(experts=4, closed=(2,))),
+        Plan(**EP, shape=Shape(experts=3, kept="dtensor")),
+        Plan(**EP, shape=Shape(experts=4, kept="modules", closed=(0,))),
+        Plan((1, 4), ("edp", "ep"), Shape(experts=3, kept="dtensor"), ("edp", "ep"), experts=("edp",)),
+        Plan((2, 2, 2), ("dp_replicate", "ep", "tp"), Shape(experts=3, kept="dtensor"), ("ep",), ("dp_replicate",)),
+    ],
+    ids=str,
+)
+def test_collectives_by_hand_train_as_the_whole_model(plan: Plan) -> None:
+    assert_trains(plan, by=Trainer)
