@@ -151,10 +151,7 @@ class ShardedUnit:
 
     @property
     def copied_slots(self) -> tuple[int, ...]:
-        """Slots of parameters of which all ranks of the model have copies, those beside ``shard`` and ``replicate`` too.
-
-        Empty where there are no others.
-        """
+        """Slots of parameters that all other ranks have copies of, too, beside those of ``shard`` and ``replicate``."""
         unit = self._unit
         if unit.ranks.alike or len(self.tensors) != len(unit.parameters):
             return ()
