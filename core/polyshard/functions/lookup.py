@@ -194,8 +194,8 @@ def dtensor_of(parameter: torch.Tensor) -> DTensor:
     if placed.part is not None:
         raise UnsupportedError(
             f"as_dtensor() of '{found.name}' (rank {found.root.rank}): tensor or expert parallelism cut it before, so "
-            "that its pieces are no Shard(0) of the whole. Use it inside of 'with polyshard.unsharded(model)': there it is "
-            "a DTensor over its own mesh."
+            "that its pieces are no Shard(0) of the whole. Use it inside of 'with polyshard.unsharded(model)', where "
+            "it is a DTensor over its own mesh."
         )
     shard = found.unit.ranks.owner
     where = f"'{found.name}' (rank {found.root.rank})"
