@@ -159,8 +159,10 @@ class ShardedUnit:
 
     @property
     def groups(self) -> tuple[Collectives, ...]:
-        """Groups through which a value reaches all ranks of the unit, one after the other; empty for a single rank."""
-        return self._unit.ranks.everyone
+        """Groups through which a value reaches all ranks with pieces of its parameters, one after the other."""
+        ranks = self._unit.ranks
+        own = (ranks.owner, ranks.replicate)
+        return ranks.everyone if ranks.alike else tuple(each for each in own if each is not None)
 
     @property
     def shard_rank(self) -> int:
