@@ -18,6 +18,7 @@ from .functions.whole import gather_whole, own_part, write_back
 from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
+from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
 from .planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, refuse_unshardable
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
 from .runtime.gather import FlatBuffer, view_of
@@ -58,6 +59,7 @@ __all__ = [
     "Shown",
     "Slot",
     "Swap",
+    "TensorPart",
     "Unit",
     "UnitRanks",
     "UnitState",
@@ -68,15 +70,18 @@ __all__ = [
     "distinct_tensors",
     "gather_whole",
     "in_backward",
+    "is_dtensor",
     "is_meta",
     "iter_hidden_tensors",
     "iter_tensors",
     "live_roots",
+    "local_of",
     "map_tensors",
     "on_gradient",
     "output_hook",
     "own_part",
     "pass_through_in",
+    "plain_parameter",
     "product",
     "refuse_escape",
     "refuse_unshardable",

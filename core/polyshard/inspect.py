@@ -23,6 +23,7 @@ from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.torch_functions import replacing_values
 from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
+from .planning.parts import TensorPart, is_dtensor, local_of
 from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
@@ -55,10 +56,13 @@ __all__ = [
     "Slot",
     "Stream",
     "StreamRecorder",
+    "TensorPart",
     "WaitingTimes",
     "find",
     "idle_model",
+    "is_dtensor",
     "is_sharded",
+    "local_of",
     "models",
     "models_changed",
     "outermost_model",
@@ -85,6 +89,8 @@ class ShardedParameter:
     """The elements of this rank; None for none."""
     sharded: bool
     """Whether ranks hold different elements of it."""
+    part: TensorPart | None
+    """The part of a larger tensor that all of the above is about; None for a parameter that was no ``DTensor``."""
 
     @property
     def name(self) -> str:
@@ -121,7 +127,9 @@ class ShardedUnit:
         unit = self._unit
         pieces = {piece.slot: piece for piece in unit.pieces}
         return tuple(
-            ShardedParameter(each.original, each.names, slot, pieces.get(index), unit.ranks.owner is not None)
+            ShardedParameter(
+                each.original, each.names, slot, pieces.get(index), unit.ranks.owner is not None, each.part
+            )
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )
 
@@ -149,6 +157,27 @@ class ShardedUnit:
     def replicate(self) -> Collectives | None:
         """The ranks that hold the same shard; None where there is no other."""
         return self._unit.ranks.replicate
+
+    @property
+    def groups(self) -> tuple[Collectives, ...]:
+        """Groups through which a value reaches all ranks of the unit, one after the other; empty for a single rank."""
+        ranks = self._unit.ranks
+        if ranks.world.world_size == ranks.number:
+            return () if ranks.alone else (ranks.world,)
+        return tuple(each for each in (ranks.owner, ranks.replicate) if each is not None)
+
+    @property
+    def copied_slots(self) -> tuple[int, ...]:
+        """Slots of parameters that all ranks of the model have copies of, those beside ``shard`` and ``replicate`` too.
+
+        Empty where there are no others.
+        """
+        unit = self._unit
+        if unit.ranks.alike or len(self.tensors) != len(unit.parameters):
+            return ()
+        everywhere = unit.ranks.world.world_size // unit.ranks.shard_size
+        copies = unit.copies if len(unit.copies) > 1 else unit.copies * len(unit.parameters)
+        return tuple(slot for slot, number in enumerate(copies) if number == everywhere)
 
     @property
     def shard_rank(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,11 @@ from polyshard.extension import (
     FlatLayout,
     ManagedParameter,
     Slot,
+    TensorPart,
     become,
     contiguous_stride,
     dense_stride,
+    plain_parameter,
     product,
     view_of,
 )
@@ -146,7 +149,8 @@ class FlatParamHandle:
         """Flatten in place.
 
         Args:
-            params: Parameters of ``module``, of one dtype and on one device; each at most once.
+            params: Parameters of ``module``, of one dtype and on one device; each at most once. Of a ``DTensor``, this
+                rank's part is flattened, and a plain parameter takes its place.
             module: The module that holds them, at any depth.
             device: Where the flat parameter computes.
             sharding_strategy: Whether it will be cut, over the ranks of ``process_group``.
@@ -318,6 +322,9 @@ class FlatParamHandle:
             for view, each in zip(views, found, strict=True):
                 become(each.original, view)
                 setattr(each.original, FSDP_FLATTENED, True)
+                if each.part is not None:
+                    for holder, attribute in each.sites:
+                        holder._parameters[attribute] = each.original
             managed = tuple(found)
         else:
             managed = tuple(_stand_in(each) for each in found)
@@ -349,7 +356,12 @@ def _find(params: Sequence[nn.Parameter], module: nn.Module, rank: int) -> list[
             f"`params` were not found in `module`'s tree: parameters of shapes {missing}\nmodule: {module}\n"
             f"(rank {rank}). Pass parameters that the module holds."
         )
-    return [ManagedParameter(each, tuple(names[each]), tuple(sites[each])) for each in sites]
+    found = []
+    for each, places in sites.items():
+        part = TensorPart.of(each, names[each][0], rank)
+        original = each if part is None else plain_parameter(each)
+        found.append(ManagedParameter(original, tuple(names[each]), tuple(places), part))
+    return found
 
 
 def _refuse_unflattenable(found: Sequence[ManagedParameter], use_orig_params: bool, rank: int) -> None:
@@ -384,7 +396,7 @@ def _stand_in(each: ManagedParameter) -> ManagedParameter:
     # Keeps shape and dtype, and not the memory: the user's parameter object may go.
     original = each.original
     hollow = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="meta")
-    return ManagedParameter(nn.Parameter(hollow, requires_grad=original.requires_grad), each.names, each.sites)
+    return replace(each, original=nn.Parameter(hollow, requires_grad=original.requires_grad))
 
 
 def _describe(

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from . import _state_dict_utils, _torch_private
 from ._collectives import collectives_of
 from ._common_utils import _get_param_to_fqns, clean_tensor_name
 from ._flat_param import FlatParamHandle
-from ._shard_utils import gather_rows, own_rows, refuse_other_cut, shape_of
+from ._shard_utils import PartPlacement, gather_rows, own_rows, refuse_other_cut, shape_of
 from ._state import FSDPInstance
 from ._traversal_utils import _get_fsdp_states_with_modules
 from ._unit import FlatUnit
@@ -418,14 +418,18 @@ def _gather_flat(
     copied = _copier(form)
     for name, _, dtype in wanted:
         whole = _whole_state(flattened, own, name, dtype)
-        if not saves:
-            continue
         for index, result in results.items():
-            value = result.get(name)
-            if isinstance(value, _TensorState) and value.dtype == dtype:
+            value, part = result.get(name), flattened.handle.parameters[index].part
+            if isinstance(value, _TensorState) and value.dtype == dtype and (saves or part is not None):
                 view = _view(whole, flattened.layout.slots[index])
-                if form.distributed and flattened.is_cut:
-                    instance = flattened.instance
+                instance = flattened.instance
+                if part is not None and form.distributed and flattened.is_cut:
+                    placement = PartPlacement.of(part, instance, flattened.names[index])
+                    result[name] = placement.own_rows(view, offload=form.offload)
+                elif part is not None:
+                    # Ranks that save nothing have parts of what others save.
+                    result[name] = copied(cast("DTensor", part.as_leaf(view)).full_tensor())
+                elif form.distributed and flattened.is_cut:
                     result[name] = own_rows(view, instance, instance._device_mesh, offload=form.offload)
                 else:
                     # Cloned first: each would keep the memory of all, and be saved with it.
@@ -742,7 +746,8 @@ def _check(flattened: Flattened, entries: Mapping[str, Mapping[str, Any]]) -> No
     rank = flattened.instance.rank
     having = [(name, entries[name]) for name in flattened.names if name in entries]
     for index, name in enumerate(flattened.names):
-        shape = torch.Size(flattened.layout.slots[index].shape)
+        part = flattened.handle.parameters[index].part
+        shape = torch.Size(flattened.layout.slots[index].shape if part is None else part.shape)
         for value in entries.get(name, {}).values():
             if _is_tensor(value) and shape_of(value) != shape:
                 raise ConfigError(
@@ -817,7 +822,7 @@ def _flat_state(flattened: Flattened, entries: Mapping[str, Mapping[str, Any]], 
                 state[name] = shard
             piece = pieces.get(index)
             if piece is not None:
-                flat = _in_storage_order(value, flattened.layout.slots[index])
+                flat = _in_storage_order(value, flattened, index)
                 shard.narrow(0, piece.shard_offset, piece.numel).copy_(flat[piece.start : piece.stop])
     return {name: state[name] for name in given}
 
@@ -830,7 +835,7 @@ def _original_state(flattened: Flattened, index: int, given: Mapping[str, Any], 
     for name in sorted(given):
         value = source.whole(given[name], flattened)
         if _is_tensor(value):
-            flat = _in_storage_order(value, slot)
+            flat = _in_storage_order(value, flattened, index)
             if flattened.is_cut:
                 # A copy, or the whole would live as long as the optimizer.
                 value = flat[piece.start : piece.stop].clone() if piece is not None else None
@@ -842,7 +847,9 @@ def _original_state(flattened: Flattened, index: int, given: Mapping[str, Any], 
     return {name: state[name] for name in given} if piece is not None or not slot.numel else {}
 
 
-def _in_storage_order(value: torch.Tensor, slot: Slot) -> torch.Tensor:
+def _in_storage_order(value: torch.Tensor, flattened: Flattened, index: int) -> torch.Tensor:
+    slot, part = flattened.layout.slots[index], flattened.handle.parameters[index].part
+    value = value if part is None else part.cut(value)
     dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
     return dense.as_strided((slot.numel,), (1,))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from polyshard.errors import StateError
-from polyshard.extension import contiguous_stride, product
+from polyshard.errors import StateError, UnsupportedError
+from polyshard.extension import TensorPart, contiguous_stride, is_dtensor, local_of, product
 from polyshard.interfaces import Collectives
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,6 +43,65 @@ def own_rows(whole: torch.Tensor, instance: FSDPInstance, mesh: DeviceMesh | Non
         (tuple(0 for _ in whole.shape), tuple(whole.shape))
     ]
     return _torch_private.make_sharded_tensor(own, tuple(whole.shape), pieces, instance.process_group)
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlacement:
+    """Where state dicts place the parameter that ``part`` is a part of: on the mesh of all ranks that hold it."""
+
+    part: TensorPart
+    mesh: DeviceMesh
+    gathered: tuple[Any, ...]
+    """Placements while each rank has its whole part."""
+    cut: tuple[Any, ...]
+    """Placements once the ranks of one instance have its rows."""
+
+    @classmethod
+    def of(cls, part: TensorPart, instance: FSDPInstance, name: str) -> PartPlacement:
+        """The placement on the mesh that both parallelisms were cut out of.
+
+        Raises:
+            UnsupportedError: the instance was given none, or another.
+        """
+        from torch.distributed.tensor import Replicate, Shard
+
+        own, inner = instance._device_mesh, part.mesh
+        root = None if own is None else _torch_private.root_mesh(own)
+        names = () if root is None else root.mesh_dim_names or ()
+        along = dict(zip(inner.mesh_dim_names or (), part.placements, strict=False))
+        sharded = () if own is None else own.mesh_dim_names or ()
+        if root is None or root != _torch_private.root_mesh(inner) or not {*along, *sharded} <= set(names) or not along:
+            raise UnsupportedError(
+                f"'{name}' is a DTensor on {inner}, and its instance is sharded over {own} (rank {instance.rank}): a "
+                "distributed state dict needs one mesh for both. Cut both out of one mesh with named dimensions: "
+                "parallelize_module(model, mesh['tp'], ...), then FSDP(model, device_mesh=mesh['dp'])."
+            )
+        gathered = tuple(along.get(each, Replicate()) for each in names)
+        cut = tuple(Shard(0) if each == sharded[-1] else along.get(each, Replicate()) for each in names)
+        return cls(part, root, gathered, cut)
+
+    def own_rows(self, local: torch.Tensor, *, offload: bool) -> torch.Tensor:
+        """This rank's rows of the parameter, as a copy, of which ``local`` is this rank's part. Communicates where the
+        part is rows of it, too.
+        """
+        from torch.distributed.tensor import DTensor
+
+        part = self.part
+        shape, stride = torch.Size(part.shape), contiguous_stride(part.shape)
+        placed = DTensor.from_local(
+            local.contiguous(), self.mesh, self.gathered, run_check=False, shape=shape, stride=stride
+        )
+        made = placed.redistribute(self.mesh, self.cut).clone()
+        return made.cpu() if offload else made
+
+    def own_part(self, value: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The part, as tensor parallelism alone would have it, of which all ranks have their rows in ``value``."""
+        on_mesh = value.to(self.mesh.device_type).redistribute(self.mesh, self.gathered)
+        return self.part.as_leaf(local_of(on_mesh).to(dtype))
+
+    def holds(self, value: object) -> bool:
+        """Whether ``value`` is a ``DTensor`` that ``own_part`` can take."""
+        return is_dtensor(value) and cast("Any", value).device_mesh == self.mesh
 
 
 def _as_dtensor(own: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, Reshard, UnitRanks, replaced_parameters
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, Reshard, Unit, UnitRanks, is_dtensor, replaced_parameters
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
@@ -145,6 +146,12 @@ class FSDPInstance:
         wrapper.__dict__[MODULE_STATE_ATTRIBUTE] = self._module_state
 
     def _make_unit(self, module: nn.Module, params: list[nn.Parameter]) -> FlatUnit:
+        for name, parameter in self._managed.named_parameters():
+            if is_dtensor(parameter) and hasattr(parameter, OPTIMIZERS):
+                raise UnsupportedError(
+                    f"'{name}' is a DTensor with an optimizer that steps in backward (rank {self.rank}), and a plain "
+                    "parameter takes its place. Step the optimizer behind backward."
+                )
         policy, device = self.mixed_precision, self.compute_device
         handle = FlatParamHandle(
             params,
@@ -183,14 +190,17 @@ class FSDPInstance:
             reshard=Reshard.UNLESS_TURNING if self.sharding_strategy in _RESHARDS_AFTER_FORWARD else Reshard.NEVER,
             checks_writeback=os.environ.get(_FSDP_SKIP_WRITEBACK_CHECK, "") != "1",
         )
+        named = list(zip(params, handle.flat_param._fqns, strict=True))
         if not self._use_orig_params:
             handle.register_flat_param()
             replaced_parameters.add(
-                zip(params, handle.flat_param._fqns, strict=True),
+                named,
                 "a flat parameter",
                 f"rank {handle.rank}, use_orig_params=False",
                 ", or pass use_orig_params=True",
             )
+        elif parts := [(each, name) for each, name in named if is_dtensor(each)]:
+            replaced_parameters.add(parts, "a plain parameter over this rank's part", f"rank {handle.rank}")
         self._handle, self._flat_unit = handle, unit
         return unit
 
@@ -326,13 +336,12 @@ def _make_root(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> FSD
     _refuse_roots_inside(instance, instances)
     _refuse_heterogeneous(instances)
     _refuse_other_hybrid_groups(instances)
-    _refuse_hybrid_beside_others(instance, instances)
+    _refuse_narrow_beside_hybrid(instance, instances)
     for each in instances:
         if each._handle is not None:
             _refuse_stepping_flat(each, each._handle)
             _refuse_misplaced(each, each._handle)
-    _share_collectives(instances)
-    world = collectives_of(instance.process_group, instance.compute_device)
+    world = _share_collectives(instance, instances)
     names = {module: name for name, module in instance._module_state.module.named_modules()}
     for each in instances:
         each._module_state.join(clean_tensor_name(f"{names[each._module_state.module]}.").rstrip("."), None)
@@ -374,19 +383,27 @@ def _refuse_other_hybrid_groups(instances: Sequence[FSDPInstance]) -> None:
                 )
 
 
-def _refuse_hybrid_beside_others(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> None:
-    """What ends a step is exchanged among the ranks of one instance, which hybrid ones have less of than others."""
-    sharding = [each for each in instances if each._flat_unit is not None]
-    hybrid = next((each for each in sharding if each.sharding_strategy in HYBRID_SHARDING_STRATEGIES), None)
-    other = next((each for each in sharding if each.sharding_strategy not in HYBRID_SHARDING_STRATEGIES), None)
-    if hybrid is not None and other is not None:
-        names = {module: clean_tensor_name(name) for name, module in instance._module_state.module.named_modules()}
-        one, another = (names[each._module_state.module] or "(root)" for each in (hybrid, other))
-        raise UnsupportedError(
-            f"'{one}' has {hybrid.sharding_strategy} and '{another}' has {other.sharding_strategy} (rank {other.rank}):"
-            " a model that mixes hybrid strategies with others is not served. Give every instance of it the same "
-            "strategy."
-        )
+def _is_hybrid(instance: FSDPInstance) -> bool:
+    return instance.sharding_strategy in HYBRID_SHARDING_STRATEGIES
+
+
+def _refuse_narrow_beside_hybrid(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> None:
+    """Norms and the end of a step are a matter of all ranks of a model, in whichever way each instance uses them."""
+    holders = [each for each in instances if each._flat_unit is not None]
+    hybrid = next((each for each in holders if _is_hybrid(each)), None)
+    if hybrid is None or hybrid._flat_unit is None:
+        return
+    number = hybrid._flat_unit.ranks.number
+    for each in holders:
+        if not _is_hybrid(each) and each.world_size != number:
+            names = {module: clean_tensor_name(name) for name, module in instance._module_state.module.named_modules()}
+            one, another = (names[found._module_state.module] or "(root)" for found in (hybrid, each))
+            raise UnsupportedError(
+                f"'{one}' has {hybrid.sharding_strategy} over {number} ranks and '{another}' has "
+                f"{each.sharding_strategy} over {each.world_size} (rank {each.rank}): a model that mixes hybrid "
+                f"strategies with others is served over one set of ranks. Give '{another}' a group of all ranks that "
+                "the hybrid groups reach."
+            )
 
 
 def _refuse_stepping_flat(instance: FSDPInstance, handle: FlatParamHandle) -> None:
@@ -418,11 +435,46 @@ def _refuse_misplaced(instance: FSDPInstance, handle: FlatParamHandle) -> None:
         )
 
 
-def _share_collectives(instances: Sequence[FSDPInstance]) -> None:
-    # One object for each group of ranks: norms then take one reduction for all units of a group.
+def _share_collectives(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> Collectives:
+    """Let units of one group have one record of it: norms then take one reduction for all of them. Returns the world.
+
+    Its ranks are those of ``instance``'s group, but more where units reach others than those of their group: beside
+    tensor parallelism, and where some instances are hybrid and others are not.
+    """
+    units = [each._flat_unit for each in instances if each._flat_unit is not None]
+    plain = next((each for each in instances if each._flat_unit is not None and not _is_hybrid(each)), instance)
+    mixed = not _is_hybrid(plain) and any(map(_is_hybrid, instances))
+    group = plain.process_group if mixed else instance.process_group
+    parts = [(unit, each.part) for unit in units for each in unit.parameters if each.part is not None]
+    everyone = dist.group.WORLD if dist.is_initialized() else None
+    # More ranks than these would be those of other models.
+    wide = bool(parts) and all(
+        everyone is not None and everyone.size() == unit.ranks.number * part.mesh.size() for unit, part in parts
+    )
+    world = collectives_of(everyone if wide else group, instance.compute_device)
     all_ranks: dict[tuple[Any, ...], UnitRanks] = {}
     for each in instances:
         unit = each._flat_unit
         if unit is not None:
             key = (each.process_group, each._groups.replicate_group, unit.ranks.owner is None, type(unit.ranks))
-            unit.use_ranks(all_ranks.setdefault(key, unit.ranks))
+            if key not in all_ranks:
+                all_ranks[key] = dataclasses.replace(unit.ranks, world=world) if wide or mixed else unit.ranks
+            unit.use_ranks(all_ranks[key])
+    return world
+
+
+def refuse_parts_elsewhere(units: Iterable[Unit]) -> None:
+    """Raise where tensor parallelism left parts of a parameter on ranks that the model's root does not reach.
+
+    Raises:
+        UnsupportedError: naming one.
+    """
+    for unit in units:
+        for each in unit.parameters:
+            ranks = unit.ranks
+            if each.part is not None and ranks.world.world_size != ranks.number * each.part.mesh.size():
+                raise UnsupportedError(
+                    f"The norm needs all parts of '{each.names[0]}', a DTensor on {each.part.mesh}, and the default "
+                    f"process group has others than its ranks and those of FSDP (rank {ranks.world.rank}). Sum the "
+                    "norms over the groups of both, and scale by torch.nn.utils.clip_grads_with_norm_."
+                )

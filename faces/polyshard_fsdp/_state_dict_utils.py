@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
+from polyshard.extension import is_dtensor, local_of
 from torch import nn
 
 from . import _torch_private
 from ._common_utils import FLAT_PARAM, FSDP_PREFIX, clean_tensor_name
 from ._flat_param import FlatParamHandle
-from ._shard_utils import gather_rows, is_cut_along_rows, own_rows, refuse_other_cut, shape_of
+from ._shard_utils import PartPlacement, gather_rows, is_cut_along_rows, own_rows, refuse_other_cut, shape_of
 from ._state import FSDPInstance
 from ._traversal_utils import _get_fsdp_states
 from ._unit import FlatUnit
@@ -284,6 +285,8 @@ class _Form:
         parameters = instance._handle.parameters if instance._handle is not None else ()
         #: The names of each parameter of the unit, below the instance's prefix.
         self.names = [tuple(dict.fromkeys(map(clean_tensor_name, each.names))) for each in parameters]
+        #: By index, the part of a parameter that is one by tensor parallelism.
+        self.parts = {index: each.part for index, each in enumerate(parameters) if each.part is not None}
 
 
 class FullForm(_Form):
@@ -323,6 +326,12 @@ class FullForm(_Form):
 
     def before_load(self, values: dict[str, Any], prefix: str) -> None:
         self._summon(True)
+        for index, part in self.parts.items():
+            for key in (prefix + name for name in self.names[index]):
+                value = values.get(key)
+                # Whole values of the unsharded model's, too: tensor parallelism alone would not take these.
+                if isinstance(value, torch.Tensor) and not is_dtensor(value) and tuple(value.shape) == part.shape:
+                    values[key] = part.as_leaf(part.cut(value.detach()).contiguous())
 
     def after_load(self) -> None:
         try:
@@ -402,8 +411,14 @@ class ShardedForm(FullForm):
                 f"ShardedStateDictConfig(_use_dtensor=True) needs a device mesh, and {instance._where} has none. "
                 "Construct FSDP with device_mesh."
             )
+        #: By index, where parameters are placed that are parts by tensor parallelism.
+        self._placements = {
+            index: PartPlacement.of(part, instance, self.names[index][0]) for index, part in self.parts.items()
+        }
 
     def convert(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        if index in self._placements:
+            return self._placements[index].own_rows(local_of(whole), offload=self._offloads)
         mesh = self.instance._device_mesh if self._as_dtensor else None
         return own_rows(whole, self.instance, mesh, offload=self._offloads)
 
@@ -427,9 +442,12 @@ class ShardedForm(FullForm):
                 )
         fitting: list[tuple[int, list[str], Any]] = []
         for index, keys, value in found:
-            self._refuse_other(value, unit, keys[0])
+            placement = self._placements.get(index)
+            self._refuse_other(value, unit, keys[0], placement)
             shape = shape_of(value)
-            if shape == unit.layout.slots[index].shape:
+            if placement is not None and shape == placement.part.shape:
+                values.update(dict.fromkeys(keys, placement.own_part(value, unit.master.dtype)))
+            elif shape == unit.layout.slots[index].shape:
                 fitting.append((index, keys, value))
             else:
                 # Torch's walk compares shapes first, and reports this one among all that do not fit.
@@ -445,10 +463,16 @@ class ShardedForm(FullForm):
             return []
         return gather_rows(values, shard, unit.master.dtype, self.instance.compute_device)
 
-    def _refuse_other(self, value: Any, unit: FlatUnit, key: str) -> None:
+    def _refuse_other(self, value: Any, unit: FlatUnit, key: str, placement: PartPlacement | None) -> None:
         """Refuse a value of another type, or that other ranks cut."""
         name, ranks = clean_tensor_name(key), unit.ranks.shard_size
-        if _torch_private.is_sharded_tensor(value):
+        if placement is not None:
+            if not placement.holds(value):
+                raise StepAssertionError(
+                    f"Expected DTensor on {placement.mesh}, got {type(value)} for '{name}' on rank "
+                    f"{self.instance.rank}. Load what SHARDED_STATE_DICT made of a model with the same meshes."
+                )
+        elif _torch_private.is_sharded_tensor(value):
             refuse_other_cut(value, ranks, f"'{name}'", self.instance.rank)
         elif not is_cut_along_rows(value, ranks):
             expected = "DTensor cut along its rows" if self._as_dtensor else "ShardedTensor"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed.device_mesh import DeviceMesh
 
 # Policy objects derive from the first, and tell themselves apart from functions by it alone; the other two are what
 # FSDP's own programs combine function policies with.
@@ -41,6 +42,11 @@ def checkpoint_call() -> tuple[str, Mapping[str, Any]] | None:
 def is_replicated_in_place(module: nn.Module) -> bool:
     """Whether ``torch.distributed._composable.replicate`` was applied to ``module``; it leaves no public mark."""
     return "replicate" in (_get_registry(module) or ())
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was cut out of, or itself: FSDP's state dicts place values on it. No public name tells."""
+    return mesh._get_root_mesh()
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

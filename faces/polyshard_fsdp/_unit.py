@@ -26,6 +26,7 @@ from polyshard.extension import (
     UnitRanks,
     UnitState,
     become,
+    local_of,
     view_of,
 )
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
@@ -92,6 +93,12 @@ class FlatUnit(Unit):
             reshard=reshard,
             parks=offload.capabilities.parks,
         )
+        if self._parts:
+            # Other ranks have parts of other sizes where tensor parallelism does not cut evenly.
+            self.launch_numel = sum(
+                slot.numel if each.part is None else each.part.largest_numel
+                for each, slot in zip(self.parameters, self.layout.slots, strict=True)
+            )
         if not handle.use_orig_params:
             # Takes the whole views, which flattening left in the modules, out of them.
             self.prepare()
@@ -169,7 +176,7 @@ class FlatUnit(Unit):
         if not self._stays_shown:
             self.conceal()
         elif not self._shown_addresses:
-            self._shown_addresses = [leaf.data_ptr() for leaf in self.leaves]
+            self._shown_addresses = self._addresses()
 
     def conceal(self) -> None:
         """Let modules see what they see outside of compute."""
@@ -341,8 +348,14 @@ class FlatUnit(Unit):
         elif self.originals.retrained():
             self.follow_requires_grad()
 
+    def _addresses(self) -> list[int]:
+        return [
+            (leaf if parameter.part is None else local_of(leaf)).data_ptr()
+            for parameter, leaf in zip(self.parameters, self.leaves, strict=True)
+        ]
+
     def _views_are_untouched(self) -> bool:
-        if [leaf.data_ptr() for leaf in self.leaves] != self._shown_addresses:
+        if self._addresses() != self._shown_addresses:
             return False
         return all(
             module._parameters.get(attribute) is leaf
@@ -365,7 +378,10 @@ class FlatUnit(Unit):
         return [(self.flat_param, whole.narrow(0, 0, self.handle.unsharded_numel))]
 
     def expose_whole(self) -> None:
-        """Let the user see whole parameters in the original dtype, over ``whole_for_user``."""
+        """Let the user see whole parameters in the original dtype, over ``whole_for_user``.
+
+        Parts by tensor parallelism are seen as it alone would show them: a ``DTensor`` over this rank's part.
+        """
         whole = self.whole_for_user
         assert whole is not None
         views = [view_of(whole, slot.shape, slot.stride, slot.offset) for slot in self.layout.slots]
@@ -373,9 +389,15 @@ class FlatUnit(Unit):
         if self.handle.use_orig_params:
             for parameter, view in zip(self.parameters, views, strict=True):
                 become(parameter.original, view)
+                if parameter.part is not None:
+                    trained = parameter.original.requires_grad
+                    shown = nn.Parameter(parameter.part.as_leaf(view), requires_grad=trained)
+                    for module, attribute in parameter.sites:
+                        module._parameters[attribute] = shown
             return
         for parameter, view in zip(self.parameters, views, strict=True):
-            shown = nn.Parameter(view, requires_grad=self.flat_param.requires_grad)
+            whole = view if parameter.part is None else parameter.part.as_leaf(view)
+            shown = nn.Parameter(whole, requires_grad=self.flat_param.requires_grad)
             for module, attribute in parameter.sites:
                 module.__dict__.pop(attribute, None)
                 module._parameters[attribute] = shown

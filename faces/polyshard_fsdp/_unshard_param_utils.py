@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from polyshard.errors import StepAssertionError, UnsupportedError
-from polyshard.extension import UnitState, gather_whole, own_part, view_of, write_back
+from polyshard.extension import ManagedParameter, UnitState, gather_whole, own_part, view_of, write_back
 from polyshard.interfaces import ReduceOp
 from torch import nn
 
@@ -100,7 +100,9 @@ class _Summoned:
             self._whole_gradients, present = gradients
             for managed, slot, has in zip(unit.parameters, unit.layout.slots, present, strict=True):
                 if has:
-                    managed.original.grad = view_of(self._whole_gradients, slot.shape, slot.stride, slot.offset)
+                    gradient = view_of(self._whole_gradients, slot.shape, slot.stride, slot.offset)
+                    shown = gradient if managed.part is None else managed.part.as_leaf(gradient)
+                    _shown(managed).grad = shown
 
     def write_back(self) -> None:
         """Keep this rank's part of what is there now."""
@@ -116,10 +118,13 @@ class _Summoned:
         if whole is None or shelved is None:
             return
         for index, (managed, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
-            view, current = view_of(whole, slot.shape, slot.stride, slot.offset), managed.original.grad
+            view, current = view_of(whole, slot.shape, slot.stride, slot.offset), _shown(managed).grad
             if current is None:
                 shelved[index] = None
-            elif current.data_ptr() != view.data_ptr():
+                continue
+            if managed.part is not None:
+                current = managed.part.own(current)
+            if current.data_ptr() != view.data_ptr():
                 view.copy_(current)
         own = dict(zip(unit.originals.tensors, shelved, strict=True))
         mine = own_part(unit, whole)
@@ -144,7 +149,18 @@ class _Summoned:
 
 def _keeps_gradients(unit: FlatUnit) -> bool:
     """Whether the parameters are whole outside of the context too, and their gradients with them."""
-    return unit.ranks.owner is None and not unit.handle.offload_params
+    parts = any(each.part is not None for each in unit.parameters)
+    return unit.ranks.owner is None and not unit.handle.offload_params and not parts
+
+
+def _shown(parameter: ManagedParameter) -> torch.Tensor:
+    """What modules hold while the parameter is whole."""
+    if parameter.part is None:
+        return parameter.original
+    module, key = parameter.sites[0]
+    shown = module._parameters[key]
+    assert shown is not None
+    return shown
 
 
 def _gather_gradients(unit: FlatUnit) -> tuple[torch.Tensor, list[bool]]:

@@ -18,7 +18,7 @@ from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
 from ._gradients import HookedRanks
 from ._optim_utils import Form, OptimInput
-from ._state import Arguments, FSDPInstance
+from ._state import Arguments, FSDPInstance, refuse_parts_elsewhere
 from ._traversal_utils import _get_fsdp_states
 from ._wrap_utils import _auto_wrap
 from .api import *  # noqa: F403
@@ -235,6 +235,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
                 f"'{self._module_state.name}' (rank {self.rank})."
             )
         self._assert_state(TrainingState.IDLE)
+        refuse_parts_elsewhere(self._root.units)
         total = clip_grad_norm(self._root, self, float(max_norm), float(norm_type))
         parameters = {each for unit in self._root.units for each in unit.originals.tensors} | set(self.parameters())
         dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]

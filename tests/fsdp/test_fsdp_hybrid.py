@@ -26,5 +26,6 @@ def test_sync_module_states(ranks: Pools) -> None:
     ranks.run(4, hybrid.states_come_from_the_first_rank)
 
 
-def test_hybrid_strategies_beside_others_are_refused(ranks: Pools) -> None:
-    ranks.run(4, hybrid.a_mixture_is_refused)
+def test_hybrid_strategies_beside_others(ranks: Pools) -> None:
+    ranks.run(4, hybrid.a_mixture)
+    ranks.run(4, hybrid.a_mixture_over_fewer_ranks_is_refused)

@@ -169,23 +169,52 @@ def other_groups_are_refused(ranks: Ranks) -> None:
             hybrid(ranks, net(ranks), strategy, "world", True, process_group=shard)
 
 
-def a_mixture_is_refused(ranks: Ranks) -> None:
-    """Hybrid instances beside others, in one model, whichever is the outer one: by name, with nothing changed."""
+@subtests(hybrid_outside=[False, True], use_orig_params=[False, True])
+def a_mixture(ranks: Ranks, hybrid_outside: bool, use_orig_params: bool) -> None:
+    """A hybrid instance beside others over the same ranks, whichever is the outer one: DDP's norms and parameters."""
+    pair: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        "process_group": pair_of_groups(ranks.world_size),
+    }
+    plain: dict[str, Any] = {"sharding_strategy": ShardingStrategy.FULL_SHARD}
+    inner, outer = (plain, pair) if hybrid_outside else (pair, plain)
+    reference, model = ddp(ranks, net(ranks)), net(ranks)
+    model.lin1 = FSDP(model.lin1, use_orig_params=use_orig_params, **inner)  # type: ignore[assignment]
+    wrapped = FSDP(model, use_orig_params=use_orig_params, **outer)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, wrapped)]
+    for step in range(3):
+        losses = []
+        for each in (reference, wrapped):
+            loss = each(batch(ranks, step)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        norms = [
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.1),
+            wrapped.clip_grad_norm_(0.1),
+        ]
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        torch.testing.assert_close(losses[1], losses[0])
+        torch.testing.assert_close(norms[1], norms[0])
+    for (name, mine), theirs in zip(full_parameters(wrapped).items(), reference.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
+
+
+def a_mixture_over_fewer_ranks_is_refused(ranks: Ranks) -> None:
+    """An instance over other ranks than a hybrid one reaches, in one model: by name, with nothing changed."""
     groups = pair_of_groups(ranks.world_size)
-    inner: dict[str, Any] = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
-    outer: dict[str, Any] = {"sharding_strategy": ShardingStrategy.FULL_SHARD}
-    for one, other, words in (
-        (inner, outer, "'lin1' has ShardingStrategy.HYBRID_SHARD and '.root.' has ShardingStrategy.FULL_SHARD"),
-        (outer, inner, "'.root.' has ShardingStrategy.HYBRID_SHARD and 'lin1' has ShardingStrategy.FULL_SHARD"),
-    ):
-        model = net(ranks)
-        model.lin1 = FSDP(model.lin1, use_orig_params=True, **one)
-        wrapped = FSDP(model, use_orig_params=True, **other)
-        before = [parameter.detach().clone() for parameter in wrapped.parameters()]
-        for _ in range(2):
-            with pytest.raises(UnsupportedError, match=words):
-                wrapped(batch(ranks, 0))
-        torch.testing.assert_close([parameter.detach() for parameter in wrapped.parameters()], before, rtol=0, atol=0)
+    model = net(ranks)
+    model.lin1 = FSDP(  # type: ignore[assignment]
+        model.lin1, use_orig_params=True, sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=groups
+    )
+    wrapped = FSDP(model, use_orig_params=True, process_group=groups[0])
+    before = [parameter.detach().clone() for parameter in wrapped.parameters()]
+    words = "'lin1' has ShardingStrategy.HYBRID_SHARD over 4 ranks and '.root.' has ShardingStrategy.FULL_SHARD over 2"
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=words):
+            wrapped(batch(ranks, 0))
+    torch.testing.assert_close([parameter.detach() for parameter in wrapped.parameters()], before, rtol=0, atol=0)
 
 
 def states_come_from_the_first_rank(ranks: Ranks) -> None:
