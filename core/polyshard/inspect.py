@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from .api import outermost_root
-from .errors import CollectiveError, StateError
+from .errors import CollectiveError, StateError, UnsupportedError
 from .functions.lookup import live_roots
 from .functions.optimizers import NOT_BY_ELEMENT
 from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.torch_functions import replacing_values
 from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
+from .planning.parts import TensorPart, is_dtensor, local_of
 from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
@@ -55,14 +56,18 @@ __all__ = [
     "Slot",
     "Stream",
     "StreamRecorder",
+    "TensorPart",
     "WaitingTimes",
     "find",
     "idle_model",
+    "is_dtensor",
     "is_sharded",
+    "local_of",
     "models",
     "models_changed",
     "outermost_model",
     "refuse_unshardable",
+    "savable_model",
     "send_from_first",
     "sharded_model",
     "state_dicts_of_pieces",
@@ -84,6 +89,8 @@ class ShardedParameter:
     """The elements of this rank; None for none."""
     sharded: bool
     """Whether ranks hold different elements of it."""
+    part: TensorPart | None
+    """The part of a larger tensor that all of the above is about; None for a parameter that was no ``DTensor``."""
 
     @property
     def name(self) -> str:
@@ -120,7 +127,9 @@ class ShardedUnit:
         unit = self._unit
         pieces = {piece.slot: piece for piece in unit.pieces}
         return tuple(
-            ShardedParameter(each.original, each.names, slot, pieces.get(index), unit.ranks.owner is not None)
+            ShardedParameter(
+                each.original, each.names, slot, pieces.get(index), unit.ranks.owner is not None, each.part
+            )
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )
 
@@ -148,6 +157,27 @@ class ShardedUnit:
     def replicate(self) -> Collectives | None:
         """The ranks that hold the same shard; None where there is no other."""
         return self._unit.ranks.replicate
+
+    @property
+    def groups(self) -> tuple[Collectives, ...]:
+        """Groups through which a value reaches all ranks of the unit, one after the other; empty for a single rank."""
+        ranks = self._unit.ranks
+        if ranks.world.world_size == ranks.number:
+            return () if ranks.alone else (ranks.world,)
+        return tuple(each for each in (ranks.owner, ranks.replicate) if each is not None)
+
+    @property
+    def copied_slots(self) -> tuple[int, ...]:
+        """Slots of parameters that all ranks of the model have copies of, those beside ``shard`` and ``replicate`` too.
+
+        Empty where there are no others.
+        """
+        unit = self._unit
+        if unit.ranks.alike or len(self.tensors) != len(unit.parameters):
+            return ()
+        everywhere = unit.ranks.world.world_size // unit.ranks.shard_size
+        copies = unit.copies if len(unit.copies) > 1 else unit.copies * len(unit.parameters)
+        return tuple(slot for slot, number in enumerate(copies) if number == everywhere)
 
     @property
     def shard_rank(self) -> int:
@@ -335,6 +365,28 @@ class ShardedModel:
             StateError: saying which.
         """
         self._root.refuse_ended(call)
+
+    def refuse_parts(self, call: str) -> None:
+        """Raise where other ranks hold what no unit of this rank has: their parts of tensors, or their experts.
+
+        Raises:
+            UnsupportedError: naming a parameter; ``call`` begins the message.
+        """
+        for unit in self._root.units:
+            ranks, name = unit.ranks, unit.parameters[0].names[0]
+            among = ranks.shard_size * (1 if ranks.replicate is None else ranks.replicate.world_size)
+            cut = next((each.names[0] for each in unit.parameters if each.part is not None), None)
+            if cut is not None:
+                what = f"'{cut}' is a part of a larger tensor"
+            elif among < ranks.world.world_size:
+                what = f"'{name}' belongs to {among} of {ranks.world.world_size} ranks"
+            else:
+                continue
+            raise UnsupportedError(
+                f"{call}: {what} (rank {ranks.world.rank}), and what other ranks have is not put together yet. Take "
+                "whole values inside of 'with polyshard.unsharded(model)', by full_tensor() of each parameter that is "
+                "a DTensor there, or save polyshard.local_state_dict(model) on each rank, for the same mesh."
+            )
 
     def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
         """Take over what the user did to parameters since the last forward; see ``Root.adopt_changes``.
@@ -615,6 +667,18 @@ def idle_model(model: nn.Module, call: str) -> ShardedModel:
     found.refuse_inside_step(call)
     # All modules: nobody may take one rank's values for the model's.
     found.adopt_changes(trains=True, all_modules=True)
+    return found
+
+
+def savable_model(model: nn.Module, call: str) -> ShardedModel:
+    """``idle_model``, for what saves or loads whole values.
+
+    Raises:
+        StateError, ParameterChangedError: as ``idle_model``.
+        UnsupportedError: as ``ShardedModel.refuse_parts``.
+    """
+    found = idle_model(model, call)
+    found.refuse_parts(call)
     return found
 
 

@@ -25,6 +25,7 @@ _LOGGER = logging.getLogger(__name__)
 def check_replicas(model: nn.Module) -> None:
     """Compare, bit by bit, parameters that several ranks hold: ``no_shard``, and the replicas of ``hybrid_shard``.
 
+    Beside tensor parallelism also what its ranks have alike: plain parameters, and DTensors that they replicate.
     Such parameters stay the same through training, unless something computes, transfers or keeps them wrongly, or a
     program changes them on some ranks alone. Every rank calls it, between steps, as often as a program likes. It reads
     this rank's parameters once, exchanges eight bytes for each among the ranks that hold the same, and waits for the
@@ -45,27 +46,43 @@ def check_replicas(model: nn.Module) -> None:
             _compare(model, root)
 
 
+#: Ranks that compare, and whether only those with the same shard hold the same: all ranks of the model do not.
+_Among = tuple[Collectives, bool]
+#: The units and slots that are compared.
+_Compared = list[tuple[ShardedUnit, int]]
+
+
 def _compare(model: nn.Module, root: ShardedModel) -> None:
-    groups: dict[Collectives, list[ShardedUnit]] = {}
+    compared: dict[_Among, _Compared] = {}
     for unit in root.units:
-        if unit.replicate is not None:
-            groups.setdefault(unit.replicate, []).append(unit)
-    if not groups:
+        copied = set(unit.copied_slots)
+        for slot in range(len(unit.tensors)):
+            if slot in copied:
+                compared.setdefault((root.collectives, True), []).append((unit, slot))
+            elif unit.replicate is not None:
+                compared.setdefault((unit.replicate, False), []).append((unit, slot))
+    if not compared:
         raise ConfigError(
             f"check_replicas() found no parameter that a second rank holds (rank {root.rank}): the strategy keeps each "
             "element on one rank. Leave the call out, or shard with 'no_shard' or 'hybrid_shard'."
         )
     device = root.collectives.device
-    sums = {group: _checksums(units, device) for group, units in groups.items()}
+    sums = {among: _checksums(held, device) for among, held in compared.items()}
     differing = torch.zeros((), device=device)
-    for group, mine in sums.items():
-        everyone = mine.new_empty(group.world_size * mine.numel())
-        group.all_gather(everyone, mine).wait()
-        differing = torch.maximum(differing, (everyone.view(group.world_size, -1) != mine).any().to(differing.dtype))
+    for (group, by_shard), mine in sums.items():
+        shards = [unit.shard_rank for unit, _ in compared[group, by_shard]] if by_shard else []
+        sent = torch.cat([mine, torch.tensor(shards, dtype=mine.dtype, device=device)])
+        everyone = sent.new_empty(group.world_size * sent.numel())
+        group.all_gather(everyone, sent).wait()
+        found = everyone.view(group.world_size, -1) != sent
+        if by_shard:
+            found, other_shard = found.chunk(2, dim=1)
+            found = found & ~other_shard
+        differing = torch.maximum(differing, found.any().to(differing.dtype))
     # Groups whose shards are equal must know of the one that differs.
     root.collectives.all_reduce(differing, op=ReduceOp.MAX).wait()
     if differing.item():
-        _raise(model, root, groups, sums)
+        _raise(model, root, compared, sums)
 
 
 #: Elements that are summed at once: what bounds the memory that a checksum takes.
@@ -76,11 +93,11 @@ _SPREAD, _STEP = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
-def _checksums(units: Sequence[ShardedUnit], device: torch.device) -> torch.Tensor:
-    """One for each parameter of ``units``, int64: of this rank's piece."""
+def _checksums(compared: _Compared, device: torch.device) -> torch.Tensor:
+    """One for each parameter, int64: of this rank's piece."""
     with torch.no_grad():
         # As many on each rank, whether or not it holds a piece.
-        found = [_checksum(each).to(device) for unit in units for each in unit.tensors]
+        found = [_checksum(unit.tensors[slot]).to(device) for unit, slot in compared]
     return torch.stack(found)
 
 
@@ -100,18 +117,17 @@ def _checksum(values: torch.Tensor) -> torch.Tensor:
 def _raise(
     model: nn.Module,
     root: ShardedModel,
-    groups: dict[Collectives, list[ShardedUnit]],
-    sums: dict[Collectives, torch.Tensor],
+    compared: dict[_Among, _Compared],
+    sums: dict[_Among, torch.Tensor],
 ) -> None:
-    # By the unit's and the parameter's place, and the first rank that holds the piece: for each, one value is right.
+    # By the unit's and the parameter's place, and the shard or the first rank that holds it: for each, one value is
+    # right.
     mine: dict[tuple[int, int, int], int] = {}
     places = {unit: index for index, unit in enumerate(root.units)}
-    for group, units in groups.items():
-        values = iter(sums[group].tolist())
-        holder = min(group.all_gather_object(root.collectives.rank))
-        for unit in units:
-            for slot in range(len(unit.tensors)):
-                mine[places[unit], slot, holder] = next(values)
+    for (group, by_shard), held_here in compared.items():
+        first = 0 if by_shard else min(group.all_gather_object(root.collectives.rank))
+        for (unit, slot), value in zip(held_here, sums[group, by_shard].tolist(), strict=True):
+            mine[places[unit], slot, unit.shard_rank if by_shard else first] = value
     held: dict[tuple[int, int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, theirs in enumerate(root.collectives.all_gather_object(mine)):
         for place, value in theirs.items():

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 from polyshard.errors import ConfigError
-from polyshard.inspect import ShardedModel, ShardedUnit, idle_model, send_from_first
+from polyshard.inspect import ShardedModel, ShardedUnit, savable_model, send_from_first
 from polyshard.io.boxes import Box, Chunk, slabs
 from polyshard.io.files import path_of
 from polyshard.state.exchange import (
@@ -90,7 +90,7 @@ def load_through(
     unexpected: Collection[str] = (),
 ) -> None:
     """``load`` by ``files``."""
-    sharded = idle_model(model, "huggingface.load()")
+    sharded = savable_model(model, "huggingface.load()")
     module, collectives = sharded.module, sharded.collectives
     reads = ranks == "all" or coordinates(collectives)
     saved: Saved | None = None

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from polyshard.checkpoint.folder import Attempt, attempt_in
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.inspect import ShardedModel, idle_model
+from polyshard.inspect import ShardedModel, savable_model
 from polyshard.io.files import path_of, sync_directory
 from polyshard.io.memory import SAFETENSORS_NAMES
 from polyshard.state.exchange import (
@@ -101,7 +101,7 @@ def save_through(
     convert: Conversion | None = None,
 ) -> None:
     """``save`` by ``files``, which it closes."""
-    sharded = idle_model(model, "huggingface.save()")
+    sharded = savable_model(model, "huggingface.save()")
     collectives, what = sharded.collectives, f"the export to {folder}"
     attempt: Attempt | None = None
     with ExitStack() as stack:
@@ -159,7 +159,7 @@ def require_saveable(model: nn.Module) -> None:
 
     Raises ConfigError, UnsupportedError, StateError: as ``save``.
     """
-    sharded = idle_model(model, "huggingface.save()")
+    sharded = savable_model(model, "huggingface.save()")
     held = tensors_of(sharded)
     refuse_hollow(held, sharded.rank)
     _planned(sharded, held, None, None, nbytes_of("5GB"))

@@ -139,13 +139,13 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], li
     ),
     "distribute_module": (
         lambda model: distribute_module(model),
-        UnsupportedError,
-        ["torch.distributed.tensor.distribute_module would divide 'first.weight'", "ignored_modules"],
+        StateError,
+        ["torch.distributed.tensor.distribute_module would divide 'first.weight'", "Call it first"],
     ),
     "parallelize_module": (
         lambda model: parallelize_module(model, None, {"last": ColwiseParallel()}),
-        UnsupportedError,
-        ["torch.distributed.tensor.parallel.parallelize_module would divide 'first.weight'", "ignored_modules"],
+        StateError,
+        ["torch.distributed.tensor.parallel.parallelize_module would divide 'first.weight'", "Call it first"],
     ),
     "xavier, by keyword": (
         lambda model: nn.init.xavier_normal_(tensor=model.last.weight, gain=2.0),

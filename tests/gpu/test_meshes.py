@@ -82,12 +82,13 @@ def train_captured(rank: int, plan: Plan, device_type: str) -> tuple[Ended, list
         values = [train_step(plan.batch(0, data_rank, 0).to(device), first, float("inf"))]
         after = trainer.whole()
         ended.gradients = {name: before[name] - after[name] for name in before}
-        adamw = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device), capturable=True)
+        on_gpu = device.type == "cuda"
+        adamw = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device), capturable=on_gpu)
         step = polyshard.CapturedStep(
             model,
             adamw,
             lambda tokens: train_step(tokens, adamw),
-            fallback="refuse" if device.type == "cuda" else "eager",
+            fallback="refuse" if on_gpu else "eager",
         )
         modes = []
         for turn in range(1, 1 + plan.steps):

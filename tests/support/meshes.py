@@ -154,7 +154,8 @@ def optimizers(model: nn.Module, kind: str, sharded: bool) -> list[torch.optim.O
     assert isinstance(model, Net)
     options: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
     if sharded:
-        split = for_matrices(model, leave_out=[model.head])
+        experts = [each for each in model.modules() if isinstance(each, GroupedExperts)]
+        split = for_matrices(model, leave_out=[model.head], stacks=experts)
         return [Muon(split.matrices, dtype=torch.float64, **options), torch.optim.AdamW(split.others, lr=1e-2)]
     left = {model.embed.weight, model.head.weight}
     matrices = [each for each in model.parameters() if each.ndim > 1 and each not in left]
@@ -404,14 +405,14 @@ def assert_as_expected(ranks: Sequence[Ended], plan: Plan, tolerance: float = 1e
     assert max(each.abs().max().item() for each in wanted.gradients.values()) > 1e-3
     for number, ended in enumerate(ranks):
         data_rank = plan.data_rank(ended.coordinate)
-        losses = [turn[data_rank] for turn in wanted.losses]
-        _close(torch.tensor(ended.losses)[:, 0], torch.tensor(losses), f"losses of rank {number}", tolerance)
-        _close(torch.tensor(ended.norms), torch.tensor(wanted.norms), f"norms of rank {number}", tolerance)
+        mine, theirs = [loss for (loss,) in ended.losses], [turn[data_rank] for turn in wanted.losses]
+        _close(_numbers(mine), _numbers(theirs), f"losses of rank {number}", tolerance)
+        _close(_numbers(ended.norms), _numbers(wanted.norms), f"norms of rank {number}", tolerance)
     for what in ("gradients", "parameters"):
-        wholes, theirs = together([getattr(each, what) for each in ranks], ranks, plan), getattr(wanted, what)
-        assert wholes.keys() == theirs.keys()
+        wholes, whole = together([getattr(each, what) for each in ranks], ranks, plan), getattr(wanted, what)
+        assert wholes.keys() == whole.keys()
         for name, value in wholes.items():
-            _close(value, theirs[name], f"{what} of {name}", tolerance)
+            _close(value, whole[name], f"{what} of {name}", tolerance)
 
 
 def together(
@@ -437,6 +438,10 @@ def together(
             else:
                 wholes[name] = value
     return wholes
+
+
+def _numbers(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _close(got: torch.Tensor, wanted: torch.Tensor, what: str, tolerance: float) -> None:

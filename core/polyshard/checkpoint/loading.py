@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..errors import ConfigError, PolyshardError, StateError
-from ..inspect import ShardedModel, idle_model
+from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives
 from ..io.files import path_of
 from ..state.contents import Joint, Optimizers
@@ -65,7 +65,7 @@ def load(
             alike. Nothing was changed.
         Exception: a listener's, on its rank, once everything is loaded.
     """
-    sharded = idle_model(model, "checkpoint.load()")
+    sharded = savable_model(model, "checkpoint.load()")
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
         extra = _load(sharded, directory, model, optimizer, frozen=frozen)
         _notify(sharded, model, directory)
@@ -138,7 +138,7 @@ def load_dcp(
         RankMismatchError: another rank failed, or was given another directory.
         OSError: reading failed; the model may hold parts of what was read.
     """
-    sharded = idle_model(model, "checkpoint.load_dcp()")
+    sharded = savable_model(model, "checkpoint.load_dcp()")
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
         _load_dcp(sharded, directory, model, optimizer, keys)
         _notify(sharded, model, directory)

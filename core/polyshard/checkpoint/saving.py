@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import words
-from ..inspect import ShardedModel, idle_model
+from ..inspect import ShardedModel, savable_model
 from ..io.files import make_folder, path_of
 from ..state.contents import Joint, Optimizers, names_of
 from ..state.exchange import coordinates, from_first, notify_listeners, require_seen, speaks, together
@@ -71,7 +71,7 @@ def save(
         PolyshardError, OSError: writing failed; nothing is left of it.
         Exception: a listener's, on its rank, once the checkpoint is there.
     """
-    sharded = idle_model(model, "checkpoint.save()")
+    sharded = savable_model(model, "checkpoint.save()")
     collectives = sharded.collectives
     with sharded.meeting("save of a checkpoint", (sharded.collectives,)):
         with ExitStack() as stack:
@@ -113,7 +113,7 @@ def async_save(
     Raises:
         As ``save``, but for what happens in the background.
     """
-    sharded = idle_model(model, "checkpoint.async_save()")
+    sharded = savable_model(model, "checkpoint.async_save()")
     collectives = sharded.collectives
     with sharded.meeting("save of a checkpoint", (sharded.collectives,)), ExitStack() as stack:
         task = _prepared(sharded, root, step, model, optimizer, extra, keep, stack, frozen=frozen)

@@ -517,10 +517,10 @@ def _distribute_tensor(torchs: Callable[..., torch.Tensor], tensor: torch.Tensor
 def _divide(call: str, torchs: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     found = _first(module.parameters())
     if found is not None:
-        raise UnsupportedError(
-            f"{call} would divide '{found.name}', which is sharded (rank {found.root.rank}), a second time, and put "
-            "what is no part of the sharded model in its place. Leave it out; what tensor parallelism is to divide has "
-            "to be in ignored_modules of polyshard.shard."
+        raise StateError(
+            f"{call} would divide '{found.name}', which is sharded (rank {found.root.rank}), and put what is no part "
+            "of the sharded model in its place. Call it first, and polyshard.shard after it, with a mesh of both "
+            "dimensions: ShardConfig(mesh=mesh, shard='dp')."
         )
     return torchs(module, *args, **kwargs)
 

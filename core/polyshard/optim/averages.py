@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ConfigError, StateError
-from ..inspect import ShardedModel, outermost_model
+from ..inspect import ShardedModel, is_dtensor, local_of, outermost_model
 
 #: Which part of the average stays at an update, from the number of updates before it.
 Decay = Callable[[int], float]
@@ -113,7 +113,8 @@ class AveragedWeights:
                     sharded.copy_into_masters(trained, self._weights())
 
     def _weights(self) -> list[torch.Tensor]:
-        return [unit.master for unit in self._units] + [each.detach() for each in self._outside]
+        outside = [local_of(each) if is_dtensor(each) else each for each in self._outside]
+        return [unit.master for unit in self._units] + [each.detach() for each in outside]
 
 
 def _wide(weights: torch.Tensor) -> torch.Tensor:

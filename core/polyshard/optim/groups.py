@@ -15,23 +15,29 @@ class MatrixSplit(NamedTuple):
     """Trained parameters of a model, each once and in its order, in two lists."""
 
     matrices: list[nn.Parameter]
-    """Weights of hidden layers with two dimensions."""
+    """Weights of hidden layers with two dimensions, and stacks of them with three."""
     others: list[nn.Parameter]
     """Embeddings, vectors, and all that was left out."""
 
 
-def for_matrices(model: nn.Module, *, leave_out: Collection[nn.Module] = ()) -> MatrixSplit:
+def for_matrices(
+    model: nn.Module, *, leave_out: Collection[nn.Module] = (), stacks: Collection[nn.Module] = ()
+) -> MatrixSplit:
     """The trained parameters of ``model``, sharded or not, for an optimizer of matrices and for another one.
 
     Matrices are parameters whose whole shape has two dimensions, but for those of ``nn.Embedding`` and
     ``nn.EmbeddingBag`` and of modules inside ``leave_out``: give the output head, which Muon's authors leave to AdamW.
-    A weight that is tied to one of these is left out with it.
+    A weight that is tied to one of these is left out with it. So are parameters of three dimensions in the modules
+    ``stacks``, which hold matrices along dimension 0: give experts. Elsewhere they may be something else (filters,
+    embeddings of positions), and go to the others.
 
     Raises:
-        ConfigTypeError: ``model`` is no module, or ``leave_out`` no modules.
+        ConfigTypeError: ``model`` is no module, or ``leave_out`` or ``stacks`` no modules.
         ConfigError: one of these is not inside ``model``.
     """
     refuse_strangers(model, leave_out, "for_matrices")
+    refuse_strangers(model, stacks, "for_matrices", "stacks")
+    stacked = {parameter for module in stacks for parameter in module.parameters()}
     excluded = {
         parameter
         for module in model.modules()
@@ -41,28 +47,27 @@ def for_matrices(model: nn.Module, *, leave_out: Collection[nn.Module] = ()) -> 
     split = MatrixSplit([], [])
     for parameter in model.parameters():
         if parameter.requires_grad:
-            is_matrix = parameter not in excluded and len(placement(parameter).shape) == 2
+            dims = len(placement(parameter).shape)
+            is_matrix = parameter not in excluded and (dims == 2 or (dims == 3 and parameter in stacked))
             (split.matrices if is_matrix else split.others).append(parameter)
     return split
 
 
-def refuse_strangers(model: nn.Module, leave_out: Collection[nn.Module], call: str) -> None:
-    """Raise where ``leave_out`` are not modules inside of ``model``; ``call`` is named in the error.
+def refuse_strangers(model: nn.Module, modules: Collection[nn.Module], call: str, argument: str = "leave_out") -> None:
+    """Raise where ``modules``, an ``argument`` of ``call``, are not modules inside of ``model``.
 
     Raises:
-        ConfigTypeError: ``model`` is no module, or ``leave_out`` no modules.
+        ConfigTypeError: ``model`` is no module, or ``modules`` no modules.
         ConfigError: one of these is not inside ``model``.
     """
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"{call} takes a model, not a {type(model).__name__}.")
-    if isinstance(leave_out, (nn.Module, str)) or not all(isinstance(each, nn.Module) for each in leave_out):
-        raise ConfigTypeError(
-            f"leave_out of {call} must be a list of modules, such as [model.head], not {leave_out!r}."
-        )
+    if isinstance(modules, (nn.Module, str)) or not all(isinstance(each, nn.Module) for each in modules):
+        raise ConfigTypeError(f"{argument} of {call} must be a list of modules, such as [model.head], not {modules!r}.")
     inside = set(model.modules())
-    for each in leave_out:
+    for each in modules:
         if each not in inside:
-            raise ConfigError(f"leave_out of {call} has a {type(each).__name__} that is not inside the model.")
+            raise ConfigError(f"{argument} of {call} has a {type(each).__name__} that is not inside the model.")
 
 
 def decay_groups(

@@ -28,10 +28,15 @@ class Muon(WholeTensorOptimizer):
     """Muon (Jordan et al. 2024), exact for every layout and strategy: what ``torch.optim.Muon`` does on whole matrices.
 
     The momentum of each matrix is brought to one rank, orthogonalised there once, and what that gives goes back. Ranks
-    share the work of all matrices, those of hybrid replicas included. The momentum itself stays sharded.
+    share the work of all matrices, those of hybrid replicas and of tensor parallelism included. The momentum itself
+    stays sharded.
+
+    A parameter of three dimensions is a stack: each of its matrices, along dimension 0, is orthogonalised by itself, as
+    that of an expert. For filters of one-dimensional convolutions that is not what is wanted; filters of more
+    dimensions are refused.
 
     Args:
-        params: matrices; what else the model has goes to another optimizer (``for_matrices``).
+        params: matrices and stacks of them; what else the model has goes to another optimizer (``for_matrices``).
         lr: learning rate; a number, or a 0-dim tensor.
         weight_decay: decoupled.
         momentum: of the running mean of gradients.
@@ -44,7 +49,7 @@ class Muon(WholeTensorOptimizer):
         dtype: in which momentum travels and is orthogonalised; torch.optim.Muon orthogonalises in bf16.
 
     Raises:
-        ConfigError: a parameter that is no matrix, or a setting that is none.
+        ConfigError: a parameter that is no matrix and no stack of them, or a setting that is none.
     """
 
     def __init__(
@@ -107,7 +112,13 @@ class Muon(WholeTensorOptimizer):
     def transform(
         self, group: Mapping[str, Any], wholes: torch.Tensor, states: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
-        return newton_schulz(wholes, group["ns_steps"], group["ns_coefficients"], group["eps"])
+        # A stack's are of one shape, as those of one kind are.
+        matrices = wholes.reshape(-1, *wholes.shape[-2:])
+        return newton_schulz(matrices, group["ns_steps"], group["ns_coefficients"], group["eps"]).view_as(wholes)
+
+    def is_stack(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+        """Of three dimensions, the matrices of the last two."""
+        return len(shape) == 3
 
     def update(
         self,
@@ -122,13 +133,13 @@ class Muon(WholeTensorOptimizer):
 
     def work(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
         """Floating-point operations of its orthogonalisation."""
-        rows, columns = shape
-        return newton_schulz_flops(rows, columns, group["ns_steps"])
+        *stack, rows, columns = shape
+        return math.prod(stack) * newton_schulz_flops(rows, columns, group["ns_steps"])
 
 
 def _ratio(adjustment: str | None, shape: tuple[int, ...]) -> float:
     """What the learning rate of a matrix is multiplied by, as torch.optim.Muon documents it."""
-    rows, columns = shape
+    rows, columns = shape[-2:]
     if adjustment == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
@@ -158,11 +169,11 @@ def _refuse_bad_settings(group: Mapping[str, Any]) -> None:
 def _refuse_no_matrices(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         shape = placement(parameter).shape
-        if len(shape) != 2 or parameter.is_complex():
+        if len(shape) not in (2, 3) or parameter.is_complex():
             raise ConfigError(
-                f"Muon only supports 2D parameters whereas we found a parameter with size: {shape} of "
-                f"{parameter.dtype}. Give it matrices alone (polyshard.optim.for_matrices), and the rest to another "
-                "optimizer."
+                "Muon only supports 2D parameters, and 3D parameters as stacks of them, whereas we found a parameter "
+                f"with size: {tuple(shape)} of {parameter.dtype}. Give it matrices alone "
+                "(polyshard.optim.for_matrices), and the rest to another optimizer."
             )
 
 

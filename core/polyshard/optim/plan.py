@@ -9,26 +9,30 @@ something of the same shape; every rank gets back the part of that which belongs
 
 Blocks of ``outgoing`` are by owner, those of ``incoming`` by the rank that they are from; both serve both ways. Where
 other groups hold the same shards (hybrid strategies), each group owns a part of the tensors, and the results for this
-rank's pieces go to the ranks that hold the same ones in an ``all_gather``. Without shards nothing else is sent.
+rank's pieces go to the ranks that hold the same ones in an ``all_gather``. Without shards nothing else is sent. Beside
+tensor parallelism what arrives are parts of tensors, which cross over to become ``wholes``, and back, in one more
+``all_to_all`` each: see [Note: parts across a mesh].
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import json
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .. import _torch_private
 from ..errors import ConfigError, RankMismatchError, UnsupportedError
-from ..inspect import LocatedParameter, ShardedModel, find
+from ..inspect import LocatedParameter, ShardedModel, find, is_dtensor
 from ..interfaces import COMPLETED, Collectives, Work
+from ..planning.layout import contiguous_stride
+from .across import Across, Crossing, Part, copy_each, parted
 
 #: Elements of one owner's tensors in a round at most, and at least: fewer leave products that do not fill a device.
 _MOST_NUMEL = 1 << 26
@@ -51,7 +55,10 @@ class Whole:
     stride: tuple[int, ...]
     """Of the whole: in which order its elements lie."""
     pieces: tuple[tuple[int, int], ...]
-    """For each shard the range of elements, in storage order, that it holds: ``(start, stop)``; ``(0, 0)`` for none."""
+    """For each shard the range of elements, in storage order, that it holds: ``(start, stop)``; ``(0, 0)`` for none. Of
+    the elements of ``part`` where there is one."""
+    part: Part | None = None
+    """What the ranks that share shards hold of it; None where that is the whole."""
 
     @property
     def kind(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -61,6 +68,11 @@ class Whole:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def held_numel(self) -> int:
+        """Of what the ranks that share shards hold of it."""
+        return self.numel if self.part is None else self.part.numel
 
     def size(self, shard: int) -> int:
         start, stop = self.pieces[shard]
@@ -83,28 +95,35 @@ class Plan:
 
 
 def plan_for(
-    optimizer: torch.optim.Optimizer, work: Callable[[int, tuple[int, ...]], float], dtype: torch.dtype | None
+    optimizer: torch.optim.Optimizer,
+    work: Callable[[int, tuple[int, ...]], float],
+    stacked: Callable[[int, tuple[int, ...]], bool],
+    dtype: torch.dtype | None,
 ) -> list[Plan]:
     """Plans for all parameters of ``optimizer``, which may be of several models, sharded or not.
 
-    ``work``: how long a tensor of the group and shape takes, in any unit. ``dtype``: in which tensors travel and are
-    computed with; None for that of their gradients.
+    Args:
+        optimizer: Whose parameters.
+        work: How long a tensor of the group and shape takes, in any unit.
+        stacked: Whether a tensor of the group and shape is a stack of tensors that are whole by themselves.
+        dtype: In which tensors travel and are computed with; None for that of their gradients.
 
     Raises:
         ConfigError: it has a flat parameter, which stands for several tensors.
-        UnsupportedError: collectives that cannot exchange pieces.
+        UnsupportedError: collectives that cannot exchange pieces, or a tensor whose parts cannot be put together.
         RankMismatchError: ranks gave it other parameters, or in another order.
     """
     wholes: dict[_Key, list[Whole]] = {}
     orders: dict[_Key, tuple[int, ...]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter, found in zip(group["params"], find(group["params"]), strict=True):
-            whole, key = _whole(optimizer, parameter, number, found, dtype)
+            whole, key = _whole(optimizer, parameter, number, found, stacked, dtype)
             if whole.numel:
                 wholes.setdefault(key, []).append(whole)
                 order = () if found is None else found.order
                 orders[key] = min(orders.get(key, order), order)
-    # Ranks must exchange in one order, in whichever they were given the parameters of several models.
+    # Ranks must exchange in one order, in whichever they were given the parameters of several models, and whatever the
+    # other groups are that a rank is in.
     keys = sorted(wholes, key=orders.__getitem__)
     _compare(optimizer, {key: wholes[key] for key in keys})
     return [_plan(key, tuple(wholes[key]), work) for key in keys]
@@ -113,6 +132,8 @@ def plan_for(
 class _Key(NamedTuple):
     model: ShardedModel | None
     """None for tensors that are not sharded."""
+    groups: tuple[Collectives, ...]
+    """Groups through which a value reaches all ranks of the unit."""
     peers: Peers
     dtype: torch.dtype
     """In which they travel."""
@@ -124,12 +145,19 @@ def _whole(
     parameter: nn.Parameter,
     group: int,
     found: LocatedParameter | None,
+    stacked: Callable[[int, tuple[int, ...]], bool],
     dtype: torch.dtype | None,
 ) -> tuple[Whole, _Key]:
     if found is None:
+        if is_dtensor(parameter):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} was given a DTensor of shape {tuple(parameter.shape)} that is in no unit. "
+                "Shard its model (with strategy='no_shard' where nothing is to be cut), or give it to another "
+                "optimizer."
+            )
         pieces: tuple[tuple[int, int], ...] = ((0, parameter.numel()),)
         whole = Whole(parameter, "", group, tuple(parameter.shape), tuple(parameter.stride()), pieces)
-        return whole, _Key(None, Peers(None, None), dtype or parameter.dtype, parameter.device)
+        return whole, _Key(None, (), Peers(None, None, None), dtype or parameter.dtype, parameter.device)
     unit, rank = found.unit, found.model.rank
     if found.position is None:
         raise ConfigError(
@@ -147,13 +175,23 @@ def _whole(
     pieces = ((0, slot.numel),)
     if shard is not None:
         pieces = tuple(unit.layout.range_of(found.position, each) for each in range(shard.world_size))
-    whole = Whole(parameter, unit.parameters[found.position].name, group, slot.shape, slot.stride, pieces)
-    return whole, _Key(found.model, Peers(shard, unit.replicate), dtype or unit.grad_dtype, unit.device)
+    its = unit.parameters[found.position]
+    whole = Whole(parameter, its.name, group, slot.shape, slot.stride, pieces)
+    across = None
+    if its.part is not None:
+        stack, where = stacked(group, its.part.shape), f"'{its.name}' (rank {rank})"
+        shape, across, boxes = parted(its.part, stack, where, type(optimizer).__name__)
+        if across is not None:
+            # In one order on all of these ranks, in whichever the elements of their parts lie.
+            part = Part(slot.shape, slot.stride, boxes)
+            whole = replace(whole, shape=shape, stride=contiguous_stride(shape), part=part)
+    peers = Peers(shard, unit.replicate, across)
+    return whole, _Key(found.model, unit.groups, peers, dtype or unit.grad_dtype, unit.device)
 
 
 def _plan(key: _Key, wholes: tuple[Whole, ...], work: Callable[[int, tuple[int, ...]], float]) -> Plan:
-    model, peers, dtype, device = key
-    owners = peers.shards * peers.replicas
+    model, _, peers, dtype, device = key
+    owners = peers.shards * peers.replicas * peers.parts
     works = [work(each.group, each.shape) for each in wholes]
     numels = [each.numel for each in wholes]
     most = min(_MOST_NUMEL, max(_LEAST_NUMEL, sum(numels) // owners // _ROUNDS))
@@ -166,25 +204,55 @@ def _plan(key: _Key, wholes: tuple[Whole, ...], work: Callable[[int, tuple[int, 
 
 
 def _compare(optimizer: torch.optim.Optimizer, wholes: Mapping[_Key, list[Whole]]) -> None:
-    """Raise on every rank where ranks do not bring the same tensors in the same order."""
-    compared: dict[Collectives, list[object]] = {}
-    for key, members in wholes.items():
-        if key.model is not None:
-            exchanged = compared.setdefault(key.model.collectives, [])
-            exchanged.extend([each.name, each.group, each.shape, str(key.dtype)] for each in members)
-    for collectives, mine in compared.items():
-        if not collectives.capabilities.can_communicate:
+    """Raise on every rank where ranks do not bring the same tensors in the same order.
+
+    Those compare that exchange something: ranks may have experts that other ranks do not have.
+    """
+    for model in dict.fromkeys(key.model for key in wholes):
+        if model is None or not model.collectives.capabilities.can_communicate:
             continue
-        # Of thousands of ranks, the texts would fill memory.
-        digest = hashlib.sha256(json.dumps(mine).encode()).digest()
-        everyone = collectives.all_gather_object(digest)
-        other = next((rank for rank, theirs in enumerate(everyone) if theirs != digest), None)
-        if other is not None:
-            where = f"rank {other} differs from rank {collectives.rank}"
+        mine: dict[object, list[object]] = {}
+        for key, members in wholes.items():
+            if key.model == model:
+                entries = [[each.name, each.group, each.shape, str(key.dtype)] for each in members]
+                for among in (key.groups, key.peers.across):
+                    mine.setdefault(among, []).extend(entries)
+        world = (model.collectives,)
+        # Of all units: a rank that was given nothing of one is asked as well.
+        groups = [each for each in dict.fromkeys(unit.groups for unit in model.units) if each != world]
+        asked: list[tuple[object, Collectives | Across]] = [(each, group) for each in groups for group in each]
+        asked += [(each, each) for each in _across(model)]
+        differences = [_difference(model.rank, mine.get(key, []), among.all_gather_object) for key, among in asked]
+        # Those who exchange nothing with the ranks that differ raise as well.
+        told = next(filter(None, differences), "")
+        different = _difference(model.rank, mine.get(world, []), model.collectives.all_gather_object, told)
+        if different:
             raise RankMismatchError(
-                f"{type(optimizer).__name__} was given other parameters, or in another order, on some ranks ({where}). "
-                "Give every rank the same parameters in the same groups."
+                f"{type(optimizer).__name__} was given other parameters, or in another order, on some ranks "
+                f"({different}). Give every rank the same parameters in the same groups."
             )
+
+
+def _difference(rank: int, mine: list[object], ask: Callable[[Any], list[Any]], told: str = "") -> str:
+    """Which rank differs, of those that ``ask`` asks, or what one of them was ``told``; empty for no difference."""
+    # Of thousands of ranks, the texts would fill memory.
+    digest = hashlib.sha256(json.dumps(mine).encode()).digest()
+    everyone = ask((rank, digest, told))
+    differing = (f"rank {other} differs from rank {rank}" for other, theirs, _ in everyone if theirs != digest)
+    return next(differing, "") or next((theirs for _, _, theirs in everyone if theirs), "")
+
+
+def _across(model: ShardedModel) -> list[Across]:
+    """All ranks that may put tensors together with this one, group by group, in one order on all of them."""
+    parts = {each.name: each.part for unit in model.units for each in unit.parameters if each.part is not None}
+    return list(
+        dict.fromkeys(
+            Across.along(part.mesh, axis)
+            for _, part in sorted(parts.items(), key=lambda item: item[0])
+            for axis, placement in enumerate(part.placements)
+            if placement.is_shard() and part.mesh.size(axis) > 1
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +263,8 @@ class Peers:
     """Those that hold different pieces; None where this one holds the whole."""
     replicate: Collectives | None
     """Those that hold the same piece; None where there is no other."""
+    across: Across | None
+    """Those that hold pieces of other parts, of tensors that have to be put together; None where there is no other."""
 
     @property
     def shards(self) -> int:
@@ -213,6 +283,16 @@ class Peers:
     @property
     def index(self) -> int:
         return 0 if self.shard is None else self.shard.rank
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that tensors consist of."""
+        return 1 if self.across is None else self.across.size
+
+    @property
+    def part(self) -> int:
+        """Which of these this rank has."""
+        return 0 if self.across is None else self.across.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +313,7 @@ class Round:
     Args:
         wholes: all tensors of the plan.
         batches: for each owner, which of ``wholes`` it owns in this round, all of one size; owner
-            ``replica * shards + shard``.
+            ``(replica * shards + shard) * parts + part``.
         peers: the ranks that hold them.
         dtype: in which they travel, and are computed with.
         device: where they travel, and are computed with.
@@ -250,26 +330,41 @@ class Round:
         self._peers = peers
         self._dtype = dtype
         self._device = device
-        shards, index = peers.shards, peers.index
-        mine = batches[peers.replica * shards : (peers.replica + 1) * shards]
+        shards, index, parts = peers.shards, peers.index, peers.parts
+        # By replica and shard: tensors of which that rank puts together what its group holds.
+        together = [[i for each in batches[at : at + parts] for i in each] for at in range(0, len(batches), parts)]
+        mine = together[peers.replica * shards : (peers.replica + 1) * shards]
+        here = [wholes[each] for each in mine[index]]
+        crossing = batches[(peers.replica * shards + index) * parts :][:parts]
         #: Which tensors this rank owns.
-        self.own = tuple(mine[index])
+        self.own = tuple(crossing[peers.part])
         self._numel = wholes[self.own[0]].numel if self.own else 0
         #: For each replica, this rank's pieces of what that owns.
         self.held = [
-            _sent(wholes, batches[replica * shards : (replica + 1) * shards], index)
+            _sent(wholes, together[replica * shards : (replica + 1) * shards], index)
             for replica in range(peers.replicas)
         ]
         self._sizes = [sum(each.numel for each in held) for held in self.held]
         self._outgoing = [sum(wholes[each].size(index) for each in owned) for owned in mine]
-        self._incoming = [sum(wholes[each].size(source) for each in self.own) for source in range(shards)]
-        # Rows of own tensors and the ranges of their pieces, in the order of the memory that arrives.
+        self._incoming = [sum(each.size(source) for each in here) for source in range(shards)]
+        # One behind the other. The ranges of their pieces, in the order of the memory that arrives.
+        *offsets, self._together = itertools.accumulate((each.held_numel for each in here), initial=0)
         self._arrivals = [
-            (row, *wholes[each].pieces[source])
+            (offset + each.pieces[source][0], offset + each.pieces[source][1])
             for source in range(shards)
-            for row, each in enumerate(self.own)
-            if wholes[each].size(source)
+            for offset, each in zip(offsets, here, strict=True)
+            if each.size(source)
         ]
+        self._crossing: Crossing | None = None
+        if peers.across is not None:
+            shape = wholes[self.own[0]].shape if self.own else (0,)
+            cut = [[part for each in batch if (part := wholes[each].part) is not None] for batch in crossing]
+            self._crossing = Crossing(peers.across, cut, shape)
+
+    @property
+    def puts_together(self) -> bool:
+        """Whether this rank puts tensors together: those that it owns, or parts that cross over to another owner."""
+        return bool(self.own) or self._crossing is not None
 
     @property
     def sends(self) -> Sequence[SentPiece]:
@@ -311,19 +406,21 @@ class Round:
 
     def wholes(self, incoming: torch.Tensor) -> torch.Tensor:
         """The whole tensors of this owner, ``[count, numel]`` in storage order, of what arrived."""
-        found = self._empty(len(self.own) * self._numel).view(len(self.own), self._numel)
-        _torch_private.foreach_copy_(self._parts(found), self._blocks(incoming))
-        return found
+        together = self._empty(self._together)
+        copy_each(self._parts(together), self._blocks(incoming))
+        wholes = together if self._crossing is None else self._crossing.bring(together)
+        return wholes.view(len(self.own), self._numel)
 
     def pack(self, incoming: torch.Tensor, results: torch.Tensor) -> None:
         """Write ``results`` (``[count, numel]``, storage order) where they are brought back from."""
-        _torch_private.foreach_copy_(self._blocks(incoming), self._parts(results))
+        together = results.view(-1) if self._crossing is None else self._crossing.bring_back(results)
+        copy_each(self._blocks(incoming), self._parts(together))
 
     def _blocks(self, incoming: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.split(incoming, [stop - start for _, start, stop in self._arrivals]))
+        return list(torch.split(incoming, [stop - start for start, stop in self._arrivals]))
 
-    def _parts(self, wholes: torch.Tensor) -> list[torch.Tensor]:
-        return [wholes[row, start:stop] for row, start, stop in self._arrivals]
+    def _parts(self, together: torch.Tensor) -> list[torch.Tensor]:
+        return [together[start:stop] for start, stop in self._arrivals]
 
     def results(self, everyone: torch.Tensor) -> dict[int, torch.Tensor]:
         """By tensor, the result of this rank's piece: 1-D, in storage order."""

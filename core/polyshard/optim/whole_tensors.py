@@ -24,8 +24,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
 
     A subclass says three things: what of a piece is brought together (``contribute``), what is made of the whole
     (``transform``), and how that updates a piece (``update``). The same code serves unsharded models, every strategy
-    and every layout. Tensors of one group and shape are given to ``transform`` together, and the exchange of the next
-    ones runs beside it. Tensors are spread over ranks by ``work``.
+    and every layout, beside tensor parallelism too. Tensors of one group and shape are given to ``transform`` together,
+    and the exchange of the next ones runs beside it. Tensors are spread over ranks by ``work``.
 
     Every rank calls ``step``, whether or not it has a gradient, with the same parameters in the same order. A parameter
     for which no rank has a gradient brings zeros, and is not updated.
@@ -79,6 +79,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         """Update pieces of tensors of ``shape`` in place. ``results``: each of its piece's shape, in ``dtype``."""
 
+    def is_stack(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+        """Whether ``transform`` treats each index of dimension 0 by itself: experts, say. False.
+
+        Tensor or expert parallelism that cuts between these leaves them whole: ``transform`` gets this rank's, and the
+        others are not sent. ``shape``: of the whole parameter.
+        """
+        return False
+
     def work(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
         """How long ``transform`` takes for a tensor of ``shape``, in any unit; its number of elements."""
         return float(math.prod(shape))
@@ -114,7 +122,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             ConfigError: it was given a flat parameter.
-            UnsupportedError: the model's collectives cannot exchange pieces.
+            UnsupportedError: the model's collectives cannot exchange pieces, or a DTensor cannot be put together.
             RankMismatchError: in the first step, where ranks gave it different parameters.
             StateError: a model was closed, or a communication of it failed.
         """
@@ -148,7 +156,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
                 self._plans = None
         if self._plans is None:
             self._changes, self._units = models_changed(), self._units_now()
-            self._plans = plan_for(self, lambda group, shape: self.work(self.param_groups[group], shape), self._dtype)
+            self._plans = plan_for(
+                self,
+                lambda group, shape: self.work(self.param_groups[group], shape),
+                lambda group, shape: self.is_stack(self.param_groups[group], shape),
+                self._dtype,
+            )
         return self._plans
 
     def _units_now(self) -> list[object]:
@@ -234,9 +247,10 @@ class _Passage:
         """Compute with the tensors that this rank owns, and send the results back."""
         self._arrive()
         round_ = self._round
-        if round_.own:
-            flat = round_.wholes(self._incoming)
-            results = self._optimizer._transformed(self._plan, round_.own, flat)
+        if round_.puts_together:
+            results = flat = round_.wholes(self._incoming)
+            if round_.own:
+                results = self._optimizer._transformed(self._plan, round_.own, flat)
             round_.pack(self._incoming, results)
         self._everyone = everyone = round_.everyone(self._outgoing)
         self._arrive = self._plan.exchanges.issue(lambda: round_.bring_back(self._outgoing, self._incoming, everyone))

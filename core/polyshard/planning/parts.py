@@ -64,7 +64,10 @@ class TensorPart:
                     f"The parameter '{name}' is a DTensor with the placement {placement} (rank {rank}), which a unit "
                     "cannot hold. Use Shard(dim) or Replicate(), or pass it in ignored_parameters."
                 )
-        offset, sizes = _box(shape, mesh, placed.placements)
+        coordinate = mesh.get_coordinate()
+        offset, sizes = (0,) * len(shape), (0,) * len(shape)
+        if coordinate is not None:
+            offset, sizes = _box(shape, _sizes(mesh), coordinate, placed.placements)
         local = local_of(placed)
         if tuple(local.shape) != sizes:
             raise ParameterError(
@@ -104,6 +107,10 @@ class TensorPart:
                 dim = cast("Any", each).dim
                 largest[dim] = -(-largest[dim] // size)
         return product(largest)
+
+    def box_at(self, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offset and sizes of the part of the rank at ``coordinate`` of ``mesh``."""
+        return _box(self.shape, _sizes(self.mesh), coordinate, self.placements)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``whole``, as a view."""
@@ -157,16 +164,14 @@ def _sizes(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _box(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and sizes of this rank's part: each dimension of the mesh cuts what those before it left, as ``chunk``."""
+    """Offset and sizes of the part at ``coordinate``: each dimension of the mesh cuts what those before it left."""
     offset, sizes = [0] * len(shape), list(shape)
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return tuple(offset), (0,) * len(shape)
-    for number, index, placement in zip(_sizes(mesh), coordinate, placements, strict=True):
+    for number, index, placement in zip(mesh, coordinate, placements, strict=True):
         if placement.is_shard():
             dim = cast("Any", placement).dim
+            # As torch.chunk does.
             chunk = -(-sizes[dim] // number)
             start = min(index * chunk, sizes[dim])
             offset[dim] += start

@@ -114,6 +114,8 @@ class Unit:
         self.trainable = any(parameter.original.requires_grad for parameter in parameters)
         # Parameters that are parts of whole tensors: modules see them as ``DTensor``.
         self._parts = [(index, each.part) for index, each in enumerate(parameters) if each.part is not None]
+        # Their gradients are redistributed by name: uneven ones may lie in another order on other ranks of their mesh.
+        self._parts.sort(key=lambda pair: parameters[pair[0]].names)
         #: Elements by which launches of communication are planned: the same on all ranks of the world, whichever part
         #: of the unit they hold.
         self.launch_numel = layout.padded_numel
@@ -330,7 +332,8 @@ class Unit:
         gradients = list(map(_gradient_of, self.leaves))
         for leaf in self.leaves:
             leaf.grad = None
-        for index, part in self._parts:
+        # There are no leaves before the first gather.
+        for index, part in self._parts if gradients else ():
             gradient = gradients[index]
             if gradient is not None:
                 gradients[index] = part.own(gradient)

@@ -166,9 +166,11 @@ def _send_parameters(
     owner: PlannedModule, values: Sequence[torch.Tensor], ranks: UnitRanks, device: torch.device
 ) -> None:
     parameters = [parameter for group in owner.groups for parameter in group]
-    for parameter, value in zip(parameters, values, strict=True):
+    # By name: a layout may order uneven parts differently on ranks that have others.
+    for parameter, value in sorted(zip(parameters, values, strict=True), key=lambda pair: pair[0].names):
         part = parameter.part
-        for among in (ranks.world,) if part is None and owner.scope is None else ranks.everyone:
+        shared = part is None and owner.scope is None
+        for among in (ranks.world,) if shared else _own_groups(ranks):
             send_from_first([value], among, device)
         if part is not None:
             send_over_copies(value, part.mesh, part.placements, device)
@@ -178,10 +180,16 @@ def _send_buffers(owner: PlannedModule, ranks: UnitRanks, device: torch.device) 
     for buffer in (each for module in owner.modules for each in module._buffers.values() if each is not None):
         placed = cast("DTensor", buffer) if is_dtensor(buffer) else None
         value = buffer if placed is None else local_of(placed)
-        for among in (ranks.world,) if placed is None and owner.scope is None else ranks.everyone:
+        shared = placed is None and owner.scope is None
+        for among in (ranks.world,) if shared else _own_groups(ranks):
             send_from_first([value], among, device)
         if placed is not None:
             send_over_copies(value, placed.device_mesh, placed.placements, device)
+
+
+def _own_groups(ranks: UnitRanks) -> tuple[Collectives, ...]:
+    """Groups through which a value reaches all ranks of a unit, one after the other."""
+    return tuple(each for each in (ranks.owner, ranks.replicate) if each is not None)
 
 
 def _values(owner: PlannedModule, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import idle_model, state_dicts_of_pieces
+from ..inspect import savable_model, state_dicts_of_pieces
 from .sharded import Holding, holdings, of_parameter, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -106,7 +106,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
     """
-    sharded = idle_model(model, "model_state()")
+    sharded = savable_model(model, "model_state()")
     module = sharded.module
     state: dict[str, Any] = {each.name: of_parameter(each, each.tensor) for each in parameters_of(sharded)}
     managed = {id(parameter) for unit in sharded.units for parameter in unit.tensors}
@@ -134,7 +134,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
         ConfigError: the optimizer holds a parameter that is not the model's, a unit's flat parameter and its own ones
             together, or state that no other number of ranks could take over.
     """
-    sharded = idle_model(model, "optimizer_state()")
+    sharded = savable_model(model, "optimizer_state()")
     joint = Joint(optimizer)
     held = holdings(sharded, joint.groups)
     for each in joint.members:
@@ -163,7 +163,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
 
 def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """What ``model_state`` gave, under all names of a parameter or buffer, as ``model.state_dict()`` orders them."""
-    module = idle_model(model, "in_order()").module
+    module = savable_model(model, "in_order()").module
     names = names_of(model)
     named = {name: value for first, value in state.items() for name in names.get(first, (first,))}
     known = [name for name in _state_dict_names(module) if name in named]
@@ -172,7 +172,7 @@ def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of each parameter and buffer, by the one under which ``model_state`` has it."""
-    module = idle_model(model, "names_of()").module
+    module = savable_model(model, "names_of()").module
     found: dict[int, list[str]] = {}
     for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
@@ -184,7 +184,7 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def frozen_names(model: nn.Module) -> set[str]:
     """First names of the parameters that need no gradient."""
-    module = idle_model(model, "frozen_names()").module
+    module = savable_model(model, "frozen_names()").module
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 

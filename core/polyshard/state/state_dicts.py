@@ -12,7 +12,7 @@ from torch import nn
 
 from ..api import as_dtensor, placement
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..inspect import ShardedModel, idle_model
+from ..inspect import ShardedModel, savable_model
 from .contents import Joint, Optimizers, frozen_names, in_order, model_state, optimizer_state
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
@@ -96,7 +96,7 @@ def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) 
         CollectiveError: another rank did not arrive.
     """
     options = options or StateOptions()
-    sharded = idle_model(model, "get_model_state_dict()")
+    sharded = savable_model(model, "get_model_state_dict()")
     if options.form in _FULL:
         require_whole(sharded, "get_model_state_dict()")
         state = full_model_state(model, sharded, receives=_receives(sharded, options))
@@ -126,7 +126,7 @@ def get_optimizer_state_dict(
             could take over.
     """
     options = options or StateOptions()
-    sharded = idle_model(model, "get_optimizer_state_dict()")
+    sharded = savable_model(model, "get_optimizer_state_dict()")
     joint = Joint(optimizer)
     if options.form in _FULL:
         require_whole(sharded, "get_optimizer_state_dict()")
@@ -169,7 +169,7 @@ def set_model_state_dict(model: nn.Module, state: Mapping[str, Any], options: St
         RankMismatchError: another rank failed.
         CollectiveError: another rank did not arrive.
     """
-    return _set(idle_model(model, "set_model_state_dict()"), model, None, state, None, options or StateOptions())
+    return _set(savable_model(model, "set_model_state_dict()"), model, None, state, None, options or StateOptions())
 
 
 def set_optimizer_state_dict(
@@ -184,7 +184,7 @@ def set_optimizer_state_dict(
         ConfigError: the state is of another optimizer or model; nothing was changed.
         StateError, RankMismatchError, CollectiveError: as ``set_model_state_dict``.
     """
-    sharded = idle_model(model, "set_optimizer_state_dict()")
+    sharded = savable_model(model, "set_optimizer_state_dict()")
     _set(sharded, model, Joint(optimizer), None, state, options or StateOptions())
 
 
@@ -197,7 +197,7 @@ def set_state_dict(
     options: StateOptions | None = None,
 ) -> Unmatched:
     """``set_model_state_dict`` and ``set_optimizer_state_dict``, after both state dicts were found to fit."""
-    sharded = idle_model(model, "set_state_dict()")
+    sharded = savable_model(model, "set_state_dict()")
     return _set(sharded, model, Joint(optimizers), model_state_dict, optim_state_dict, options or StateOptions())
 
 
@@ -211,7 +211,7 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizers) -> None:
     Raises:
         StateError: a parameter has a gradient, or as ``set_model_state_dict``.
     """
-    sharded = idle_model(model, "init_optimizer_state()")
+    sharded = savable_model(model, "init_optimizer_state()")
     for each in Joint(optimizer).members:
         if not each.state:
             _make_state(each, sharded.rank)
