@@ -135,13 +135,15 @@ def steps(ranks: Ranks, reference: nn.Module, model: FSDP, optimizers: list[torc
                 loss = model(batches(ranks, 2 * step + part)[own]).square().mean()
                 loss.backward()
             torch.testing.assert_close(loss, expected[own], rtol=1e-12, atol=1e-12)
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(model.clip_grad_norm_(0.1), norm, rtol=1e-12, atol=1e-12)
         for each in optimizers:
             each.step()
 
 
 @subtests(strategy=STRATEGIES, use_orig_params=[False, True])
 def parity_with_unsharded(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """Losses, gradients and parameters are the unsharded model's, at 1e-12; outside of compute nothing is placed."""
+    """Losses, gradients, norms and parameters are the unsharded one's, at 1e-12; outside of compute none is placed."""
     reference, model = net(ranks), sharded(ranks, net(ranks), use_orig_params, strategy)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (reference, model)]
