@@ -160,7 +160,7 @@ class ShardedUnit:
 
     @property
     def groups(self) -> tuple[Collectives, ...]:
-        """Groups through which a value reaches all ranks of the unit, one after the other; empty for a single rank."""
+        """Groups through which a value reaches all ranks with pieces of it, one after the other; empty for one rank."""
         ranks = self._unit.ranks
         if ranks.world.world_size == ranks.number:
             return () if ranks.alone else (ranks.world,)

@@ -128,6 +128,10 @@ class _Watch:
         self._order.append(self._index)
         with torch.no_grad():
             for tensor in iter_tensors(output):
+                if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
+                    # This rank's part of a DTensor, which may be on its way.
+                    part = tensor.to_local()
+                    tensor = part.wait() if hasattr(part, "wait") else part
                 # A subclass may communicate where it is reduced.
                 if type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.numel():
                     self._look_at(tensor)

@@ -58,15 +58,15 @@ def test_replicas_of_experts_and_of_all_else(plan: Plan) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_experts_that_are_tensor_parallel_beside_replicas(optimizer: str) -> None:
-    """Dense units have two replicas of two shards; experts, cut over ``ep`` and ``tp``, one shard a replica."""
+    """Dense units have two replicas of two shards; experts, cut over ``ep`` and ``tp``, two replicas of one."""
     assert_trains(
         Plan(
-            (2, 2, 2),
-            ("dp_replicate", "ep", "tp"),
+            (2, 1, 2, 2),
+            ("dp_replicate", "edp", "ep", "tp"),
             Shape(experts=4, kept="dtensor"),
-            ("ep",),
+            ("edp", "ep"),
             ("dp_replicate",),
-            by_mesh=("dp_replicate",),
+            experts=("edp",),
             optimizer=optimizer,  # type: ignore[arg-type]
             microbatches=2,
         )

@@ -38,6 +38,8 @@ def test_experts_over_two_ranks_with_two_shards_each(plan: Plan) -> None:
     [
         # The last rank has none of three experts.
         Plan(**ALONE, shape=Shape(experts=3, kept="dtensor")),
+        # The first rank's only expert is never called.
+        Plan(**ALONE, shape=Shape(experts=4, kept="modules", closed=(0,))),
         Plan(**ALONE, shape=Shape(experts=4), settings=(ZERO_2,), optimizer="muon", microbatches=2),
         Plan(**{**EP, "sizes": (4, 1)}, shape=Shape(experts=3, kept="modules"), settings=(ROWS,)),
     ],

@@ -31,6 +31,10 @@ class Wrong:
     def __init__(self, error: str, words: str, only_on: int | None = None, **settings: Any) -> None:
         self.error, self.words, self.only_on, self.settings = error, words.split(), only_on, settings
 
+    def __repr__(self) -> str:
+        policy = self.settings.get("policy", {}).get("fn")
+        return str(policy.settings if isinstance(policy, Experts) else self.settings)
+
     def __call__(self, rank: int, model: Net, mesh: DeviceMesh, config: polyshard.ShardConfig) -> None:
         settings = self.settings if self.only_on in (None, rank) else {}
         polyshard.shard(model, dataclasses.replace(config, **settings))
@@ -93,7 +97,7 @@ def assert_refused(plan: Plan, *wrongs: Wrong) -> None:
     ranks = run(plan.world_size, refused, plan, list(wrongs))
     for errors, _ in ranks:
         for wrong, (kind, text) in zip(wrongs, errors, strict=True):
-            assert kind == wrong.error, (wrong.settings, text)
+            assert kind == wrong.error, (wrong, text)
             assert [word for word in wrong.words if word not in text] == [], text
     assert max(off for _, off in ranks) < 1e-12
 
@@ -152,7 +156,7 @@ def test_ranks_whose_plans_differ() -> None:
     """The last rank's: in which modules are units, over which ranks they are, how they are divided and cut."""
     assert_refused(
         EP,
-        Wrong("RankMismatchError", "blocks.0.attention 3", only_on=3, policy=custom(_attention)),
+        Wrong("RankMismatchError", "(root) 3", only_on=3, policy=custom(_attention)),
         experts("RankMismatchError", "blocks.0.feed.experts 3", only_on=3, mesh=("edp", "ep")),
         experts("RankMismatchError", "blocks.0.feed.experts 3", only_on=3, mesh="edp", gradient_divisor="sum"),
         Wrong("RankMismatchError", "shard 3", only_on=3, shard="edp"),

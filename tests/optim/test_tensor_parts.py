@@ -1,41 +1,51 @@
-"""Optimizers beside tensor and expert parallelism: what they do to whole tensors, in fp64 to 1e-12."""
+"""Optimizers beside tensor and expert parallelism do what they do to whole tensors, to 1e-12 in fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import polyshard
 import pytest
 import torch
 from meshed_models import GroupedExperts, Net, Shape
-from meshes import Ended, Plan, Polyshard, coordinate_of, make, meshed, run, together
-from polyshard.optim import Muon, WholeTensorOptimizer, for_matrices
+from meshes import POOLS, Ended, Plan, Polyshard, coordinate_of, make, meshed, run, together
+from polyshard.errors import RankMismatchError, UnsupportedError
+from polyshard.inspect import is_sharded
+from polyshard.optim import AveragedWeights, Muon, WholeTensorOptimizer, decay_groups, for_matrices
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+pytestmark = pytest.mark.slow
+
+Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 TURNS = 10
 ROWS = ("layout", "rows")
-NC = ("check_ranks", False)
+OFFLOAD = ("offload", "cpu")
 TP: dict[str, Any] = {"names": ("dp", "tp"), "shard": ("dp",)}
 EP: dict[str, Any] = {"names": ("edp", "ep"), "shard": ("edp", "ep"), "experts": ("edp",)}
-EP_TP: dict[str, Any] = {"names": ("edp", "ep", "tp"), "shard": ("edp", "ep"), "experts": ("edp",)}
+EP_TP: dict[str, Any] = {**EP, "names": ("edp", "ep", "tp")}
+BESIDE_BOTH = pytest.mark.parametrize(
+    "plan",
+    [Plan((2, 2), **TP, shape=Shape(sequence=True)), Plan((1, 2, 2), **EP_TP, shape=Shape(experts=3, kept="dtensor"))],
+    ids=str,
+)
 
 
-def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """For all hidden matrices, those of experts too; AdamW for the rest."""
-    assert isinstance(model, Net)
-    experts = [each for each in model.modules() if isinstance(each, GroupedExperts)]
-    split = for_matrices(model, leave_out=[model.head], stacks=experts)
-    return [
-        Muon(split.matrices, lr=0.02, momentum=0.9, weight_decay=0.05, dtype=torch.float64),
-        torch.optim.AdamW(split.others, lr=1e-2),
-    ]
+@pytest.fixture(scope="module", autouse=True)
+def close_pools() -> Iterator[None]:
+    """Their processes leave."""
+    yield
+    POOLS.close()
 
 
 class WholeNorm(WholeTensorOptimizer):
-    """Goes along gradients over their whole norm; which tensors it computed that of, and the last norms, stay."""
+    """Goes along each gradient over the norm of all of it."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
+        #: The shapes of the tensors that this rank computed with.
         self.seen: list[tuple[int, ...]] = []
 
     def transform(
@@ -43,8 +53,6 @@ class WholeNorm(WholeTensorOptimizer):
     ) -> torch.Tensor:
         self.seen += [tuple(wholes.shape[1:])] * len(wholes)
         norms = wholes.flatten(1).norm(dim=1).clamp(min=1e-12)
-        for norm, state in zip(norms, states, strict=True):
-            state["norm"] = norm
         return wholes / norms.view(-1, *[1] * (wholes.ndim - 1))
 
     def update(
@@ -58,83 +66,97 @@ class WholeNorm(WholeTensorOptimizer):
             parameter.add_(result, alpha=-group["lr"])
 
 
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    return [each for each in model.modules() if isinstance(each, GroupedExperts)]
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """For all hidden matrices, those of experts too; AdamW for the rest."""
+    assert isinstance(model, Net)
+    split = for_matrices(model, leave_out=[model.head], stacks=experts_of(model))
+    return [
+        Muon(split.matrices, lr=0.02, momentum=0.9, weight_decay=0.05, dtype=torch.float64),
+        torch.optim.AdamW(split.others, lr=1e-2),
+    ]
+
+
 def whole_norm(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [WholeNorm(model.parameters())]
 
 
-Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
+def flat_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(polyshard.flat_parameters(model) if is_sharded(model) else model.parameters(), lr=1e-2)]
 
 
-def stepped(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss: torch.Tensor) -> None:
+def stepped(optimizers: Sequence[torch.optim.Optimizer], loss: torch.Tensor) -> None:
     loss.backward()
     for each in optimizers:
         each.step()
         each.zero_grad()
 
 
-def whole(plan: Plan, make_optimizers: Make) -> dict[str, torch.Tensor]:
-    """The parameters of the model that one process trained, on the samples of all ranks."""
+def expected(plan: Plan, made: Make, decay: float | None) -> dict[str, torch.Tensor]:
+    """The parameters of the model that one process trained on all samples, or the average of them."""
     model = make(plan)
-    optimizers = make_optimizers(model)
+    optimizers, average = made(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay or 0.0))
     for turn in range(TURNS):
         losses = [model(plan.batch(turn, rank, 0)) for rank in range(plan.data_size)]
-        stepped(model, optimizers, torch.stack(losses).mean())
-    return {name: each.detach() for name, each in model.named_parameters()}
+        stepped(optimizers, torch.stack(losses).mean())
+        average.update_parameters(model)
+    shown = model if decay is None else average.module
+    return {name: each.detach() for name, each in shown.named_parameters()}
 
 
-def on_rank(rank: int, plan: Plan, make_optimizers: Make) -> Ended:
+def trained(rank: int, plan: Plan, made: Make, decay: float | None) -> Ended:
+    """The same, of one rank."""
     with meshed(plan, rank) as (model, mesh):
-        trainer, place = Polyshard(plan, model, mesh), coordinate_of(mesh)
-        optimizers = make_optimizers(model)
+        trainer, ended = Polyshard(plan, model, mesh), Ended(coordinate=coordinate_of(mesh))
+        optimizers, average = made(model), None if decay is None else AveragedWeights(model, decay)
         for turn in range(TURNS):
-            stepped(model, optimizers, model(plan.batch(turn, plan.data_rank(place), 0)))
-        ended = Ended(parameters=trainer.whole(), coordinate=place)
+            stepped(optimizers, model(plan.batch(turn, plan.data_rank(ended.coordinate), 0)))
+            if average is not None:
+                average.update()
+        if average is None:
+            ended.parameters = trainer.whole()
+        else:
+            with average.applied():
+                ended.parameters = trainer.whole()
         trainer.close()
     return ended
 
 
-def assert_as_whole(plan: Plan, make_optimizers: Make) -> None:
-    ranks = run(plan.world_size, on_rank, plan, make_optimizers)
-    found, wanted, start = (
-        together([each.parameters for each in ranks], ranks, plan),
-        whole(plan, make_optimizers),
-        make(plan),
-    )
-    assert found.keys() == wanted.keys()
-    moved = 0.0
-    for name, value in start.named_parameters():
-        moved = max(moved, (wanted[name] - value).abs().max().item())
-        torch.testing.assert_close(
-            found[name], wanted[name], rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
-        )
-    assert moved > 0.05
+def assert_as_whole(plan: Plan, made: Make, decay: float | None = None) -> None:
+    ranks = run(plan.world_size, trained, plan, made, decay)
+    found = together([each.parameters for each in ranks], ranks, plan)
+    wanted, start = expected(plan, made, decay), dict(make(plan).named_parameters())
+    assert max((wanted[name] - value).abs().max().item() for name, value in start.items()) > 0.05
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         Plan((2, 2), **TP, shape=Shape(sequence=True)),
-        Plan((2, 2), **TP, shape=Shape(tied=True), settings=(ROWS, NC)),
+        Plan((2, 2), **TP, shape=Shape(tied=True), settings=(ROWS, OFFLOAD)),
         # Parts of 3, 3, 3 and 1 hidden columns.
-        Plan((1, 4), **TP, shape=Shape(), settings=(NC,)),
-        Plan((4, 1), **TP, shape=Shape()),
+        Plan((1, 4), **TP, shape=Shape()),
         Plan((2, 1, 2), ("replica", "dp", "tp"), Shape(), ("dp",), ("replica",)),
     ],
     ids=str,
 )
-def test_muon_beside_tensor_parallelism(plan: Plan) -> None:
+def test_muon_of_matrices_that_tensor_parallelism_cuts(plan: Plan) -> None:
     assert_as_whole(plan, muon)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan((2, 2), **EP, shape=Shape(experts=4), settings=(NC,)),
-        Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor"), settings=(ROWS, NC)),
-        Plan((1, 2, 2), **EP_TP, shape=Shape(experts=3, kept="dtensor"), settings=(NC,)),
+        Plan((2, 2), **EP, shape=Shape(experts=4)),
+        Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor"), settings=(ROWS,)),
         # The last rank has none of three experts.
-        Plan((1, 4), **EP, shape=Shape(experts=3, kept="dtensor"), settings=(NC,)),
-        Plan((2, 2), **EP, shape=Shape(experts=3, kept="modules"), settings=(NC,)),
+        Plan((1, 4), **EP, shape=Shape(experts=3, kept="dtensor")),
+        Plan((1, 2, 2), **EP_TP, shape=Shape(experts=3, kept="dtensor")),
+        Plan((2, 2), **EP, shape=Shape(experts=4, kept="modules")),
     ],
     ids=str,
 )
@@ -145,12 +167,109 @@ def test_muon_of_experts(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan((2, 2), **TP, shape=Shape(sequence=True), settings=(NC,)),
-        Plan((1, 4), **TP, shape=Shape(), settings=(NC,)),
-        Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor"), settings=(NC,)),
+        Plan((2, 2), **TP, shape=Shape(sequence=True)),
+        Plan((1, 4), **TP, shape=Shape()),
+        Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor")),
     ],
     ids=str,
 )
 def test_an_optimizer_that_needs_the_whole_norm_of_each_tensor(plan: Plan) -> None:
-    """Of norms, biases and all experts of a DTensor as well."""
+    """Of norms, biases, and all experts of a DTensor together."""
     assert_as_whole(plan, whole_norm)
+
+
+@BESIDE_BOTH
+def test_flat_parameters(plan: Plan) -> None:
+    assert_as_whole(plan, flat_adamw)
+
+
+@BESIDE_BOTH
+def test_averages(plan: Plan) -> None:
+    assert_as_whole(plan, muon, decay=0.8)
+
+
+def named_groups(model: nn.Module) -> list[list[str]]:
+    """The names that each function of ``polyshard.optim`` puts together."""
+    names = {each: name for name, each in model.named_parameters()}
+    groups = [group["params"] for group in decay_groups(model, 0.1)]
+    return [[names[each] for each in group] for group in (*groups, *for_matrices(model, stacks=experts_of(model)))]
+
+
+def groups_on_rank(rank: int, plan: Plan) -> list[list[list[str]]]:
+    with meshed(plan, rank) as (model, mesh):
+        before = named_groups(model)
+        trainer = Polyshard(plan, model, mesh)
+        behind = named_groups(model)
+        trainer.close()
+    return [before, behind]
+
+
+@BESIDE_BOTH
+def test_groups_are_those_of_the_whole_model(plan: Plan) -> None:
+    wanted = named_groups(make(plan))
+    assert all(map(len, wanted))
+    for rank in run(plan.world_size, groups_on_rank, plan):
+        assert rank == [wanted, wanted]
+
+
+def seen(rank: int, plan: Plan) -> list[tuple[int, ...]]:
+    """The tensors that this rank computed with in one step, of those that are parts of larger ones."""
+    with meshed(plan, rank) as (model, mesh):
+        trainer = Polyshard(plan, model, mesh)
+        optimizer = WholeNorm([each for each in model.parameters() if polyshard.placement(each).part is not None])
+        stepped([optimizer], model(plan.batch(0, plan.data_rank(coordinate_of(mesh)), 0)))
+        trainer.close()
+    return optimizer.seen
+
+
+def test_each_matrix_is_computed_with_on_one_rank() -> None:
+    plan = Plan((2, 2), **TP, shape=Shape())
+    ranks = run(plan.world_size, seen, plan)
+    assert all(ranks)
+    matrices = [tuple(each.shape) for each in make(plan).parameters() if each.ndim == 2]
+    assert sorted(shape for rank in ranks for shape in rank if len(shape) == 2) == sorted(matrices)
+
+
+def given_others(rank: int, plan: Plan, other: int) -> tuple[str, bool]:
+    """The error of parameters in another order on the rank ``other``, and whether a parameter has moved."""
+    with meshed(plan, rank) as (model, mesh):
+        trainer, parameters = Polyshard(plan, model, mesh), list(model.parameters())
+        before = [each.detach().clone() for each in parameters]
+        model(plan.batch(0, plan.data_rank(coordinate_of(mesh)), 0)).backward()
+        with pytest.raises(RankMismatchError) as caught:
+            WholeNorm(parameters[::-1] if rank == other else parameters).step()
+        moved = not all(map(torch.equal, before, parameters))
+        trainer.close()
+    return str(caught.value), moved
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan((2, 2), **TP, shape=Shape()), Plan((2, 2), **EP, shape=Shape(experts=4))], ids=str
+)
+def test_all_ranks_refuse_another_order_on_one(plan: Plan) -> None:
+    for message, moved in run(plan.world_size, given_others, plan, 3):
+        assert "WholeNorm was given other parameters, or in another order, on some ranks" in message
+        assert "rank 3" in message
+        assert not moved
+
+
+def refused(rank: int, plan: Plan) -> list[str]:
+    """The errors of a step with DTensors that are in no unit, and of one with experts that two dimensions cut."""
+    messages = []
+    with meshed(plan, rank) as (model, mesh):
+        with pytest.raises(UnsupportedError) as caught:
+            WholeNorm(model.parameters()).step()
+        messages.append(str(caught.value))
+        trainer = Polyshard(plan, model, mesh)
+        with pytest.raises(UnsupportedError) as caught:
+            WholeNorm(model.parameters()).step()
+        messages.append(str(caught.value))
+        trainer.close()
+    return messages
+
+
+def test_what_cannot_be_put_together_is_refused() -> None:
+    plan = Plan((1, 2, 2), **EP_TP, shape=Shape(experts=4, kept="dtensor"))
+    for without_units, two_dimensions in run(plan.world_size, refused, plan):
+        assert "WholeNorm was given a DTensor of shape (12, 8) that is in no unit" in without_units
+        assert "WholeNorm cannot put 'blocks.0.feed.experts." in two_dimensions

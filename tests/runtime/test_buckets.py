@@ -168,11 +168,14 @@ def in_turns(model: nn.Module, other: Collectives) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("limit", "launches"),
-    # As many for each group's twelve as they take by themselves: merged by four, and by three in a launch.
-    [("16 MiB", [1, 1]), (4 * 1024, [3, 3]), (0, [12, 12])],
+    ("limit", "launches", "kib"),
+    # As many launches for each group's twelve as they take by themselves. The report counts a bucket of each group, one
+    # more that travels, and the copy of one: nothing waits where each unit goes by itself.
+    [("16 MiB", [1, 1], 12 + 12 + 24), (4 * 1024, [3, 3], 4 + 4 + 4 + 8), (0, [12, 12], 2)],
 )
-def test_units_of_two_groups_in_turns_share_buckets_with_their_own(limit: int | str, launches: list[int]) -> None:
+def test_units_of_two_groups_in_turns_share_buckets_with_their_own(
+    limit: int | str, launches: list[int], kib: int
+) -> None:
     collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
     other = collectives.partition([[0, 1, 2, 3]])
     config = polyshard.ShardConfig(collectives=collectives, batch_nbytes=limit, **LINEARS)
@@ -183,6 +186,7 @@ def test_units_of_two_groups_in_turns_share_buckets_with_their_own(limit: int | 
         model(torch.ones(())).backward()
     calls = [[call.operation for call in each.calls] for each in (collectives, other)]
     assert [each.count("reduce_scatter") for each in calls] == launches
+    assert polyshard.report(model).reduction_nbytes == kib * 1024
 
 
 def test_launches_follow_what_is_the_same_on_all_ranks_and_memory_what_this_rank_has() -> None:

@@ -296,6 +296,48 @@ def agreements(
     return found
 
 
+def test_what_some_ranks_share_costs_each_of_them_as_little_and_leaves_nothing() -> None:
+    def reported(rank: int, odd: int | None) -> Report:
+        value = rank % 4 + 10 * (rank == odd)
+        scoped = {f"tp {rank % 4} of 4": [["values", "up", [1], value]], f"ep {rank // 8} of 2": [["a"]]}
+        return Report([["strategy", "full_shard"]], scoped)
+
+    def hold(size: int, odd: int | None = None) -> list[tuple[str, Traffic]]:
+        found: dict[int, tuple[str, Traffic]] = {}
+
+        def run(rank: int) -> None:
+            stores[rank].traffic, text = Traffic(), ""
+            meeting = StoreAgreement(stores[rank], range(size), rank, timedelta(seconds=20))
+            try:
+                meeting.arrive(reported(rank, odd))
+                meeting.end()
+            except RankMismatchError as error:
+                text = str(error)
+            found[rank] = text, stores[rank].traffic
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[rank] for rank in range(size)]
+
+    with tcp_store() as port:
+        stores = [CountingStore(port) for _ in range(16)]
+        for size in (8, 16):
+            kept = []
+            for _ in range(3):
+                found = hold(size)
+                assert {text for text, _ in found} == {""}
+                # Two more for each scope, and two for its first rank to take them back.
+                assert max(traffic.requests for _, traffic in found) <= 5 + 6 + 2 * (2 + 2)
+                kept.append(stores[0]._store.num_keys())
+            assert kept[0] == kept[2]
+        texts = {text for text, _ in hold(16, odd=6)}
+    assert len(texts) == 1
+    assert "'up' is the first parameter that differs, of those that are the same on tp 2 of 4." in texts.pop()
+
+
 @pytest.mark.nightly
 # Longer than a run: the last agreement ends by its time limit.
 @pytest.mark.timeout(1800)

@@ -107,40 +107,41 @@ def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
 
 
 def _reduced_nbytes(root: Root) -> int:
-    """Bytes of the two largest inputs, of a unit, a module state or a bucket each, and of the buckets that wait."""
+    """Bytes of inputs of a unit, a module state or a bucket each: one that travels, and one of each kind that waits."""
     buckets = root.reducer.buckets
-    inputs: list[int] = []
-    # Of each kind and mode: bytes of this rank, and those by which launches are planned.
+    # Of each kind: inputs that do not wait; and by mode, bytes of this rank and those by which launches are planned.
+    single: dict[Hashable, list[int]] = {}
     totals: dict[Hashable, dict[ReduceMode, tuple[int, int]]] = {}
     for module_state in root.module_states:
         reduced = [unit.gradients for unit in module_state.units if unit.trainable and not unit.resident]
-        for same in alike(reduced, [kind_of(each.unit.ranks, each.input) for each in reduced]):
-            first, local = same[0], [each.input.nbytes for each in same]
+        kinds = [kind_of(each.unit.ranks, each.input) for each in reduced]
+        for kind, same in zip(dict.fromkeys(kinds), alike(reduced, kinds), strict=True):
+            local = [each.input.nbytes for each in same]
             planned = [each.unit.launch_numel * each.input.dtype.itemsize for each in same]
-            mode = buckets.mode_of_module(planned, first.unit.ranks.reduction is not None)
+            mode = buckets.mode_of_module(planned, same[0].unit.ranks.reduction is not None)
             if mode is ReduceMode.ALONE:
-                inputs += local
+                single.setdefault(kind, []).extend(local)
             elif mode is ReduceMode.GROUPED and sum(planned) > buckets.limits[mode]:
-                inputs.append(sum(local))
+                single.setdefault(kind, []).append(sum(local))
             else:
-                of_kind = totals.setdefault(kind_of(first.unit.ranks, first.input), {})
+                of_kind = totals.setdefault(kind, {})
                 before = of_kind.get(mode, (0, 0))
                 of_kind[mode] = before[0] + sum(local), before[1] + sum(planned)
-    open_at_most, copied = [], 0
-    for of_kind in totals.values():
-        most = 0
-        for mode, (total, planned_total) in of_kind.items():
-            room = buckets.limits[mode]
-            if planned_total:
-                # A bucket is full by what is planned.
-                room = room * total // planned_total
-            full = min(total, room)
-            inputs += [full, min(total - full, room)]
-            most = max(most, full)
+    copied, alive = 0, dict[Hashable, list[int]]()
+    for kind, of_kind in totals.items():
+        for mode, (total, whole) in of_kind.items():
+            # A bucket is full by what is planned.
+            room = buckets.limits[mode] * total // whole if whole else total
+            alive.setdefault(kind, []).extend((min(total, room), min(max(0, total - room), room)))
             if mode is ReduceMode.MERGED:
                 # Both return to the pool of the stream that reduces before the next bucket takes its memory there.
-                copied = max(copied, 2 * full)
-        open_at_most.append(most)
-    # One of them is the one that is filled or travels.
-    waiting = sorted(open_at_most, reverse=True)[1 : thresholds.OPEN_BUCKETS]
-    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + sum(waiting) + copied
+                copied = max(copied, 2 * min(total, room))
+    for kind, sizes in single.items():
+        # Kinds that never wait are reduced one after the other.
+        alive.setdefault(kind if kind in totals else None, []).extend(sizes)
+    largest = sorted((max(sizes) for kind, sizes in alive.items() if kind is not None), reverse=True)
+    largest = largest[: thresholds.OPEN_BUCKETS] + [max(sizes) for kind, sizes in alive.items() if kind is None]
+    left = sorted((size for sizes in alive.values() for size in sizes), reverse=True)
+    for size in largest:
+        left.remove(size)
+    return sum(largest) + sum(left[: REDUCTIONS_ALIVE - 1]) + copied

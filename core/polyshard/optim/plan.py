@@ -133,7 +133,7 @@ class _Key(NamedTuple):
     model: ShardedModel | None
     """None for tensors that are not sharded."""
     groups: tuple[Collectives, ...]
-    """Groups through which a value reaches all ranks of the unit."""
+    """Groups through which a value reaches all ranks with pieces of the same tensors."""
     peers: Peers
     dtype: torch.dtype
     """In which they travel."""

@@ -52,6 +52,8 @@ class UnitRanks:
     spread: int = 1
     """Groups of ranks in ``world`` that have other plain parameters under the unit's names, as experts do; 1 where all
     of them hold copies."""
+    place: int = 0
+    """Which of these groups is this rank's."""
 
     @classmethod
     def over(cls, world: Collectives, owner: Collectives | None, replicate: Collectives | None, **more: Any) -> Self:
@@ -307,7 +309,11 @@ class FormedGroups:
             owner, replicate = self._group(lists.shard), self._group(lists.replicate)
             # Groups along a mesh of their own have other parameters each.
             spread = 1 if lists is self._lists else self.world.world_size // lists.data_ranks
-            found = UnitRanks.over(self.world, owner, replicate, divisor=divisor, label=lists.label, spread=spread)
+            joined = lists.whole().replicate if spread > 1 else []
+            place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
+            found = UnitRanks.over(
+                self.world, owner, replicate, divisor=divisor, label=lists.label, spread=spread, place=place
+            )
             # Units with equal ranks have one record, by which their launches are brought together.
             found = next((each for each in self._ranks.values() if each == found), found)
             self._ranks[id(lists), divisor] = found

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,8 @@ class WorldMesh:
     """Of the dimensions; empty ones where they have none."""
     own: int = 0
     """Which of the worlds is this rank's."""
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """Answers that hold for many units: each takes a pass over all ranks."""
 
     @classmethod
     def pretended(cls, sizes: Mapping[str, int]) -> WorldMesh:
@@ -195,19 +197,31 @@ def override_lists(
             to the groups of the model.
     """
     if isinstance(value, str | Sequence):
-        names = (value,) if isinstance(value, str) else tuple(value)
-        for name in names:
-            if name in replicate:
-                raise ConfigError(f"{where} is {name!r}, over which the model is replicated. Name another dimension.")
+        value = (value,) if isinstance(value, str) else tuple(value)
+    key = value, tuple(replicate)
+    before, lists = world._known.get(key, (None, None))
+    if before is not model:
+        lists = _override_lists(world, model, value, replicate, where)
+        world._known[key] = model, lists
+    found: UnitLists = lists
+    return found
+
+
+def _override_lists(
+    world: WorldMesh, model: UnitLists, value: tuple[str, ...] | DeviceMesh, replicate: Sequence[str], where: str
+) -> UnitLists:
+    if isinstance(value, tuple):
         try:
-            return unit_lists(world, names, replicate)
+            # Ranks that share its shards are no replicas of it.
+            return unit_lists(world, value, [name for name in replicate if name not in value])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
     table = _table_of(value, world, where)
     label = _names_of(value)
-    if value.ndim == 1 and replicate:
-        axes = [_axis(world.names, name) for name in replicate]
-        table = _extended(table[:, 0], " and ".join(replicate), _rows(_table(world, axes, ()))).movedim(2, 1)
+    axes = [_axis(world.names, name) for name in replicate]
+    replicas = _rows(_table(world, axes, ()))
+    if value.ndim == 1 and replicate and not _inside(replicas, table.flatten(0, 1).tolist()):
+        table = _extended(table[:, 0], " and ".join(replicate), replicas).movedim(2, 1)
         label = (*replicate, *label)
     lists = _from_table(table, world, _label(label[-1:], label[:-1]))
     for mine, theirs in itertools.product((lists.shard, lists.replicate), (model.shard, model.replicate)):
@@ -227,6 +241,8 @@ def refuse_overlap(lists: UnitLists, mesh: DeviceMesh, world: WorldMesh, name: s
         ParameterError: a dimension of ``mesh`` has ranks that share its shards, or that hold the same ones.
         ConfigError: a dimension of ``mesh`` is not orthogonal to the unit's groups.
     """
+    if world._known.get((id(lists), mesh)) is lists:
+        return
     ranks = world.ranks
     position = {rank: index for index, rank in enumerate(ranks)}
     place = {member: index for each in lists.shard for index, member in enumerate(each)}
@@ -239,14 +255,16 @@ def refuse_overlap(lists: UnitLists, mesh: DeviceMesh, world: WorldMesh, name: s
                 raise ParameterError(
                     f"'{name}' is a DTensor, and its unit is {kind} over ranks {_named(theirs, ranks)}, of which "
                     f"{what} has several in one group, {_named(mine, ranks)}. Parallelize over a dimension that is in "
-                    "neither shard nor replicate."
+                    "neither shard nor replicate, or let a policy give its module another mesh."
                 )
         across = all(len({place[member] for member in each}) == 1 for each in mine)
-        if not across or sum(map(len, mine)) != len(ranks) or not _orthogonal(mine, lists.shard):
+        covers = across and sum(map(len, mine)) == len(ranks)
+        if not covers or not (_orthogonal(mine, lists.shard) and _orthogonal(mine, lists.replicate)):
             raise ConfigError(
                 f"{what[0].upper()}{what[1:]} of the DTensor '{name}' has the groups {_named(mine, ranks)}, which are "
                 f"not orthogonal to those that share shards, {_named(lists.shard, ranks)}. Make both of one mesh."
             )
+    world._known[id(lists), mesh] = lists
 
 
 def divisor_of(choice: str | float, unit: UnitLists, model: UnitLists) -> float:
@@ -338,7 +356,7 @@ def _from_table(table: torch.Tensor, world: WorldMesh, label: str) -> UnitLists:
     if not bool((order == order[0, 0]).all()):
         raise ConfigError(
             f"The ranks of the mesh ascend in one group that shares shards and descend in another: "
-            f"{table.flatten(0, 1).tolist()}. Make the mesh with init_device_mesh."
+            f"{_named(table.flatten(0, 1).tolist())}. Make the mesh with init_device_mesh."
         )
     places = places[..., order[0, 0]]
     # Equal groups in equal lists: these may share communicators.
@@ -380,7 +398,8 @@ def _even(ranks: Sequence[int], group_of: Mapping[int, Sequence[int]]) -> bool:
 def _not_orthogonal(name: str, groups: Groups, slices: torch.Tensor) -> ConfigError:
     what = f"The mesh dimension {name!r}" if name else "A mesh dimension"
     return ConfigError(
-        f"{what} of ranks {groups} is not orthogonal to the mesh of ranks {slices.flatten(1).tolist()}, or reaches "
+        f"{what} of ranks {_named(groups)} is not orthogonal to the mesh of ranks "
+        f"{_named(slices.flatten(1).tolist())}, or reaches "
         "others. Give a mesh of all ranks that the model is spread over, as init_device_mesh makes it, and name the "
         "dimensions to shard over."
     )
@@ -437,6 +456,11 @@ def _orthogonal(one: Groups, other: Groups) -> bool:
     return True
 
 
-def _named(groups: Groups, ranks: Sequence[int]) -> Groups:
-    """``groups`` by ranks of the job, for messages."""
-    return [[ranks[member] for member in each] for each in groups]
+#: Groups that a message shows, of more.
+_SHOWN = 8
+
+
+def _named(groups: Groups, ranks: Sequence[int] | None = None) -> str:
+    """``groups`` for messages, by ranks of the job: those at their positions in ``ranks``, where that is given."""
+    shown = ", ".join(str([rank if ranks is None else ranks[rank] for rank in each]) for each in groups[:_SHOWN])
+    return f"{shown} and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else shown

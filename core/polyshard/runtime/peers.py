@@ -65,10 +65,26 @@ class Peers:
         #: Whether this rank's last post says that it failed or is stuck.
         self.posted = False
 
-    def post_error(self, error: BaseException, where: str) -> None:
-        """Post that this rank's program raised ``error``; ``where``: its last communication."""
+    def post_error(self, error: BaseException, where: str) -> str | None:
+        """Post that this rank's program raised ``error``; ``where``: its last communication.
+
+        Where another rank's program raised before, that is posted again, under its own name: a collective of the
+        program's own fails as well, with an error that tells nobody why.
+
+        Returns:
+            The other rank's error, as ``raised_text``; None where this is the first.
+        """
         trace = "".join(traceback.format_exception(error))
-        self._post({"kind": _RAISED, "where": where, "error": words(error), "trace": trace})
+        mine = {"kind": _RAISED, "rank": self._rank, "where": where, "error": words(error), "trace": trace}
+        self.posted = True
+        posts: dict[int, Mapping[str, Any]] = {}
+
+        def exchange() -> None:
+            self._update(posts, {_RAISED: 0})
+            self._write(next((post for _, post in sorted(posts.items()) if post["kind"] == _RAISED), mine))
+
+        _within(_LIMIT_S, exchange)
+        return self.raised_text(dict(posts))
 
     def post_silence(self, where: str, silent_s: float, stack: str) -> None:
         """Post that this rank issued nothing for ``silent_s`` seconds behind the communication ``where``."""
@@ -113,11 +129,11 @@ class Peers:
 
     def raised_text(self, posts: Posts) -> str | None:
         """The first error of a program among ``posts``, with its traceback; None for no error."""
-        for rank, post in sorted(posts.items()):
+        for _, post in sorted(posts.items()):
             if post.get("kind") == _RAISED:
                 return (
-                    f"Rank {rank} raised {post.get('error')} behind its communication {post.get('where')}, so it does "
-                    f"not come any more. Its traceback:\n{post.get('trace')}"
+                    f"Rank {post.get('rank')} raised {post.get('error')} behind its communication {post.get('where')}, "
+                    f"so it does not come any more. Its traceback:\n{post.get('trace')}"
                 )
         return None
 
@@ -150,9 +166,11 @@ class Peers:
             self._store.set(f"{self._key}/{name}/{number}", str(self._rank))
 
     def _update(self, posts: dict[int, Mapping[str, Any]], counts: dict[str, int]) -> None:
-        """Add posts behind the first ``counts`` of each list to ``posts``, and update ``counts``."""
+        """Add posts behind the first ``counts`` of each list in there to ``posts``, and update ``counts``."""
         ranks: set[int] = set()
         for name, most in ((_RAISED, _MOST_RAISED), (_ALL, self._most)):
+            if name not in counts:
+                continue
             count = self._store.add(f"{self._key}/{name}", 0)
             for number in range(max(counts[name], count - most) + 1, count + 1):
                 key = f"{self._key}/{name}/{number}"

@@ -117,9 +117,14 @@ class Recorder:
                 self.when_failed()
 
     def post_error(self, error: BaseException) -> None:
-        """Post to the other ranks that the program raised ``error`` inside of a step."""
+        """Post to the other ranks that the program raised ``error`` inside of a step.
+
+        It gets a note of what another rank raised before, if one did.
+        """
         if self.peers is not None and not isinstance(error, CollectiveError):
-            self.peers.post_error(error, "none" if self.last is None else str(self.last))
+            earlier = self.peers.post_error(error, "none" if self.last is None else str(self.last))
+            if earlier is not None:
+                error.add_note(earlier)
 
     @property
     def issued(self) -> tuple[Issued, ...]:

@@ -28,8 +28,19 @@ class UsedParameters:
         self._units = tuple(unit for unit in units if not unit.resident)
         self._collectives = collectives
         self._exchanges = collectives.world_size > 1 and collectives.capabilities.can_communicate
-        *self._places, numel = accumulate((len(unit.parameters) for unit in self._units), initial=0)
+        # Units of experts have other parameters in each group of ranks, and a place in the sum for each of these.
+        groups = [1 if all(each.part for each in unit.parameters) else unit.ranks.spread for unit in self._units]
+        sizes = [len(unit.parameters) for unit in self._units]
+        pairs = zip(groups, sizes, strict=True)
+        *begins, numel = accumulate((number * size for number, size in pairs), initial=0)
+        own = [unit.ranks.place if number > 1 else 0 for unit, number in zip(self._units, groups, strict=True)]
+        self._places = [begin + place * size for begin, place, size in zip(begins, own, sizes, strict=True)]
         self._counts = torch.ones(numel, dtype=torch.float32, device=collectives.device)
+        others = torch.ones(numel, dtype=torch.bool)
+        for place, size in zip(self._places, sizes, strict=True):
+            others[place : place + size] = False
+        #: Places of other groups' parameters; None where there are none.
+        self._others = others.nonzero()[:, 0].to(collectives.device) if max(groups, default=1) > 1 else None
         self._known = False
         #: Whether any unit has zeros in the place of gradients that no rank had (``Gradients.unfilled``).
         self.unfilled = False
@@ -48,6 +59,8 @@ class UsedParameters:
         if not self._known or not (self._exchanges or self._missed):
             return
         counts.fill_(1.0)
+        if self._others is not None:
+            counts.index_fill_(0, self._others, 0.0)
         if self._missed:
             absent = [place + index for _, place, missed in self._missed for index in missed]
             counts.index_fill_(0, torch.tensor(absent, device=counts.device), 0.0)
