@@ -1,0 +1,159 @@
+"""What programs do with a model beside its training steps, on a mesh: each as the whole model does it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from meshed_models import Shape
+from meshes import Plan, Polyshard, config_of, coordinate_of, expected, full, make, meshed, run
+from polyshard.errors import ConfigError, RankMismatchError
+from torch import nn
+
+pytestmark = pytest.mark.slow
+
+TP = Plan((2, 2), ("dp", "tp"), Shape(sequence=True), ("dp",), steps=0)
+EP = Plan((2, 2), ("edp", "ep"), Shape(experts=3, kept="dtensor"), ("edp", "ep"), experts=("edp",), steps=0)
+
+
+def losses_without_a_step(rank: int, plan: Plan) -> tuple[list[float], float]:
+    """How far losses are from the whole model's, and parameters that were doubled while they were whole."""
+    with meshed(plan, rank) as (model, mesh):
+        trainer, data_rank = Polyshard(plan, model, mesh), plan.data_rank(coordinate_of(mesh))
+        model.eval()
+        tokens, wanted = plan.batch(0, data_rank, 0), expected(plan).losses[0][data_rank]
+        with torch.no_grad():
+            losses = [model(tokens).item()]
+        with torch.inference_mode():
+            losses.append(model(tokens).item())
+        with polyshard.unsharded(model, writeback=True), torch.no_grad():
+            losses.append(model(tokens).item())
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        doubled = trainer.whole()
+        trainer.close()
+    off = max((doubled[name] - 2 * each).abs().max().item() for name, each in make(plan).named_parameters())
+    return [abs(loss - wanted) for loss in losses], off
+
+
+@pytest.mark.parametrize("plan", [TP, EP], ids=str)
+def test_evaluation_and_changes_of_whole_parameters(plan: Plan) -> None:
+    for losses, off in run(4, losses_without_a_step, plan):
+        assert max(losses) < 1e-12
+        assert off == 0.0
+
+
+def partly_frozen(rank: int, plan: Plan) -> float:
+    """How far the norm of gradients is from that of the whole model's without those of attention and half an expert."""
+    with meshed(plan, rank) as (model, mesh):
+        frozen = [name for name, _ in model.named_parameters() if "attention" in name or "experts.up" in name]
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        trainer = Polyshard(plan, model, mesh)
+        model(plan.batch(0, plan.data_rank(coordinate_of(mesh)), 0)).backward()
+        wanted = expected(plan).gradients
+        norm = torch.cat([each.flatten() for name, each in wanted.items() if name not in frozen]).norm().item()
+        off = abs(trainer.clip(math.inf) - norm)
+        trainer.close()
+    return off
+
+
+@pytest.mark.parametrize("plan", [TP, EP], ids=str)
+def test_frozen_parameters(plan: Plan) -> None:
+    assert max(run(4, partly_frozen, plan)) < 1e-12
+
+
+def raising(rank: int) -> float:
+    """How far the norm of a step is behind one that a hook ended in forward, and one in backward."""
+    with meshed(TP, rank) as (model, mesh):
+        trainer = Polyshard(TP, model, mesh)
+        tokens = TP.batch(0, TP.data_rank(coordinate_of(mesh)), 0)
+        first, second = (block.attention for block in model.blocks)
+        for register in (second.register_forward_pre_hook, first.register_full_backward_hook):
+            handle = register(_raise)
+            with pytest.raises(ArithmeticError):
+                model(tokens).backward()
+            handle.remove()
+            model.zero_grad()
+        model(tokens).backward()
+        off = abs(trainer.clip(math.inf) - expected(TP).norms[0])
+        trainer.close()
+    return off
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError
+
+
+def test_a_step_behind_one_that_a_hook_ended() -> None:
+    assert max(run(4, raising)) < 1e-12
+
+
+def optimizer_made_before(rank: int) -> str:
+    with meshed(TP, rank) as (model, mesh):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        polyshard.shard(model, config_of(TP, mesh))
+        model(TP.batch(0, TP.data_rank(coordinate_of(mesh)), 0)).backward()
+        with pytest.raises(ConfigError) as caught:
+            optimizer.step()
+        polyshard.close(model)
+    return str(caught.value)
+
+
+def test_an_optimizer_of_the_dtensors_from_before_is_refused() -> None:
+    for text in run(4, optimizer_made_before):
+        assert "SGD holds 'embed.weight'" in text
+        assert "never be updated" in text
+
+
+def given_own_batches(rank: int) -> str:
+    with meshed(TP, rank) as (model, mesh):
+        polyshard.shard(model, config_of(TP, mesh))
+        with pytest.raises(RankMismatchError) as caught:
+            model(torch.full((2, 8), rank))
+        polyshard.close(model)
+    return str(caught.value)
+
+
+def test_ranks_of_one_part_each_must_see_the_same_batch() -> None:
+    for rank, text in enumerate(run(4, given_own_batches)):
+        assert f"Ranks {[[0, 1], [2, 3]][rank // 2]} must see the same batch" in text
+        assert "mesh['dp'].get_local_rank()" in text
+
+
+class Scaled(nn.Module):
+    """A plain parameter beside the tensor parallel ones."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(tokens) * self.scale
+        return loss
+
+
+def scaled(rank: int) -> tuple[float, float]:
+    with meshed(TP, rank) as (model, mesh):
+        outer, place = Scaled(model), coordinate_of(mesh)
+        polyshard.shard(outer, config_of(TP, mesh))
+        outer(TP.batch(0, TP.data_rank(place), 0)).backward()
+        norm = polyshard.clip_grad_norm_(outer, math.inf).item()
+        torch.optim.SGD(outer.parameters(), lr=1.0).step()
+        with polyshard.unsharded(outer):
+            moved = 0.5 - full(outer.scale.detach()).item()
+        polyshard.close(outer)
+    return moved, norm
+
+
+def test_a_scalar_that_all_ranks_have_counts_once() -> None:
+    """The loss is half the whole model's: so are gradients, and that of the factor is the loss."""
+    wanted = expected(TP)
+    mean = sum(wanted.losses[0]) / 2
+    for moved, norm in run(4, scaled):
+        assert abs(moved - mean) < 1e-12
+        assert abs(norm - math.hypot(wanted.norms[0] / 2, mean)) < 1e-12
