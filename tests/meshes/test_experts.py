@@ -19,7 +19,7 @@ OFFLOAD = ("offload", "cpu")
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(**EP, shape=Shape(experts=4, closed=(2,))),
+        Plan(**EP, shape=Shape(experts=4, closed=(2,), recomputed=True), optimizer="flat"),
         # Two experts here, one there.
         Plan(**EP, shape=Shape(experts=3, kept="dtensor"), settings=(ZERO_2, ROWS), optimizer="muon"),
         # No rank calls the first expert, and no rank has a gradient of it.
@@ -37,7 +37,7 @@ def test_experts_over_two_ranks_with_two_shards_each(plan: Plan) -> None:
     "plan",
     [
         # The last rank has none of three experts.
-        Plan(**ALONE, shape=Shape(experts=3, kept="dtensor")),
+        Plan(**ALONE, shape=Shape(experts=3, kept="dtensor", recomputed=True)),
         # The first rank's only expert is never called.
         Plan(**ALONE, shape=Shape(experts=4, kept="modules", closed=(0,))),
         Plan(**ALONE, shape=Shape(experts=4), settings=(ZERO_2,), optimizer="muon", microbatches=2),

@@ -68,13 +68,20 @@ def refused(rank: int, plan: Plan, wrongs: list[Wrong]) -> tuple[list[tuple[str,
     with meshed(plan, rank) as (model, mesh):
         before = {name: (each, _local(each).clone()) for name, each in model.named_parameters()}
         for wrong in wrongs:
-            with pytest.raises(PolyshardError) as caught:
-                wrong(rank, model, mesh, config_of(plan, mesh))
-            errors.append((type(caught.value).__name__, str(caught.value)))
+            error = _raised(wrong, rank, model, mesh, config_of(plan, mesh))
+            errors.append((type(error).__name__, str(error)))
             for name, parameter in model.named_parameters():
-                assert parameter is before[name][0], f"{name} is another object behind {caught.value}"
-                assert torch.equal(_local(parameter), before[name][1]), f"{name} has changed behind {caught.value}"
+                assert parameter is before[name][0], f"{name} is another object behind {error}"
+                assert torch.equal(_local(parameter), before[name][1]), f"{name} has changed behind {error}"
         return errors, _step_off(Polyshard(plan, model, mesh))
+
+
+def _raised(wrong: Wrong, *args: Any) -> PolyshardError:
+    try:
+        wrong(*args)
+    except PolyshardError as error:
+        return error
+    pytest.fail(f"not refused: {wrong}")
 
 
 def _step_off(trainer: Polyshard) -> float:

@@ -23,7 +23,7 @@ OFFLOAD = ("offload", "cpu")
     [
         Plan(**TP, shape=Shape()),
         Plan(**TP, shape=Shape(sequence=True), settings=(ZERO_2, ROWS), optimizer="muon"),
-        Plan(**TP, shape=Shape(tied=True), settings=(ROWS, OFFLOAD), microbatches=2),
+        Plan(**TP, shape=Shape(tied=True, recomputed=True), settings=(ROWS, OFFLOAD), microbatches=2),
         Plan(**TP, shape=Shape(sequence=True, tied=True), settings=(ZERO_2, OFFLOAD), optimizer="muon", microbatches=2),
     ],
     ids=str,
@@ -39,7 +39,7 @@ def test_shards_over_two_ranks_beside_two_parts(plan: Plan) -> None:
         # Parts of 3, 3, 3 and 1 hidden columns, and nobody to share a gradient with.
         Plan((1, 4), ("dp", "tp"), Shape(sequence=True), ("dp",), optimizer="muon"),
         Plan((1, 4), ("dp", "tp"), Shape(), ("dp",), settings=(OFFLOAD,), microbatches=2),
-        Plan((4, 1), ("dp", "tp"), Shape(sequence=True), ("dp",), settings=(ROWS,)),
+        Plan((4, 1), ("dp", "tp"), Shape(sequence=True, recomputed=True), ("dp",), settings=(ROWS,), optimizer="flat"),
     ],
     ids=str,
 )

@@ -62,7 +62,7 @@ class Plan:
     """``gradient_divisor`` of experts; None for the default."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Of ``ShardConfig``, beside all these."""
-    optimizer: Literal["sgd", "adamw", "muon"] = "adamw"
+    optimizer: Literal["sgd", "adamw", "flat", "muon"] = "adamw"
     steps: int = 10
     """Behind the first, which shows gradients."""
     microbatches: int = 1
@@ -149,7 +149,9 @@ def optimizers(model: nn.Module, kind: str, sharded: bool) -> list[torch.optim.O
     """Of a whole model, or of a sharded one."""
     if kind == "sgd":
         return [torch.optim.SGD(model.parameters(), lr=0.1)]
-    if kind == "adamw":
+    if kind == "flat" and sharded:
+        return [torch.optim.AdamW(polyshard.flat_parameters(model), lr=1e-2)]
+    if kind in ("adamw", "flat"):
         return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
     assert isinstance(model, Net)
     options: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
