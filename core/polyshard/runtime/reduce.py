@@ -112,7 +112,8 @@ class Reducer:
                 # A unit used twice in one backward.
                 self.flush()
             input.gradients = its
-            if self.audit is not None:
+            # Experts that no token reached are reduced later than those of other groups.
+            if self.audit is not None and each.ranks.spread == 1:
                 call = each.spec.label, "reduce", each.launch_numel, input.dtype
                 with self._recorder.during("comparison of a reduction", (each.spec,), True):
                     self.streams.meet(self.audit.agree, each.ranks.world, *call)
@@ -130,7 +131,7 @@ class Reducer:
             places += [place for place in each.places if place not in places]
         entry = self._recorder.issue("reduction", [each.spec for each in members], True)
         with self._recorder.placing(entry), self.streams.between(places):
-            if self._announce is not None:
+            if self._announce is not None and members[0].ranks.spread == 1:
                 names = ", ".join(each.spec.name or "(root)" for each in members)
                 self.streams.meet(self._announce, "reduction of " + names)
             merges = bucket.mode is ReduceMode.MERGED and len(members) > 1

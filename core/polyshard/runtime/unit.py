@@ -554,7 +554,8 @@ def unshard_together(units: Sequence[Unit]) -> None:
     try:
         if step.audit is not None:
             for unit in units:
-                step.streams.meet(step.audit.agree, unit.ranks.world, unit.name, "all_gather", *unit.gathered)
+                if unit.ranks.spread == 1:
+                    step.streams.meet(step.audit.agree, unit.ranks.world, unit.name, "all_gather", *unit.gathered)
         if step.announce is not None:
             # Among those that gather: replicas may evaluate apart.
             for same in alike(units, [id(unit.ranks.gather) for unit in units]) if len(units) > 1 else (units,):
