@@ -68,6 +68,5 @@ def test_experts_that_are_tensor_parallel_beside_replicas(optimizer: str) -> Non
             ("dp_replicate",),
             experts=("edp",),
             optimizer=optimizer,  # type: ignore[arg-type]
-            microbatches=2,
         )
     )

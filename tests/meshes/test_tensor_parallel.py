@@ -50,7 +50,12 @@ def test_groups_of_one_rank(plan: Plan) -> None:
 @pytest.mark.slow
 def test_bf16_trains_as_fp32_within_rounding() -> None:
     plan = Plan(
-        **TP, shape=Shape(sequence=True), settings=(("precision", "bf16"),), optimizer="sgd", dtype=torch.float32
+        **TP,
+        shape=Shape(sequence=True),
+        settings=(("precision", "bf16"),),
+        optimizer="sgd",
+        steps=5,
+        dtype=torch.float32,
     )
     # Gradients are as large as 0.3, and bf16 has 8 bits.
     assert_trains(plan, tolerance=1e-2)
