@@ -70,7 +70,6 @@ def refused(rank: int, plan: Plan, wrongs: list[Wrong]) -> tuple[list[tuple[str,
         for wrong in wrongs:
             with pytest.raises(PolyshardError) as caught:
                 wrong(rank, model, mesh, config_of(plan, mesh))
-                pytest.fail(f"not refused: {wrong}")
             errors.append((type(caught.value).__name__, str(caught.value)))
             for name, parameter in model.named_parameters():
                 assert parameter is before[name][0], f"{name} is another object behind {caught.value}"

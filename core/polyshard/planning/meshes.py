@@ -264,6 +264,13 @@ def refuse_overlap(lists: UnitLists, mesh: DeviceMesh, world: WorldMesh, name: s
                 f"{what[0].upper()}{what[1:]} of the DTensor '{name}' has the groups {_named(mine, ranks)}, which are "
                 f"not orthogonal to those that share shards, {_named(lists.shard, ranks)}. Make both of one mesh."
             )
+        part = {member: index for each in mine for index, member in enumerate(each)}
+        for kind, theirs in (("cut", lists.shard), ("replicated", lists.replicate)):
+            if any(len({part[member] for member in each}) > 1 for each in theirs):
+                raise ParameterError(
+                    f"'{name}' is a DTensor, and its unit is {kind} over ranks {_named(theirs, ranks)}, which have "
+                    f"different parts of it: {what} has the groups {_named(mine, ranks)}. Make both of one mesh."
+                )
     world._known[id(lists), mesh] = lists
 
 

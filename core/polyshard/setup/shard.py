@@ -240,11 +240,11 @@ def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement:
         for each in plan.modules:
             if each.lists not in (plan.ranks.lists, *others):
                 others.append(each.lists)
-        report += [["ranks", own.label, own.shard, own.replicate] for own in others]
         # Some thirty lists a unit.
         for each, fingerprints in zip(plan.modules, overridden, strict=True):
             releases = ["reshard_after_forward", each.overrides.get("reshard_after_forward")]
             report += rows_of(each, [releases, *fingerprints])
+        report += [["ranks", own.label, own.shard, own.replicate] for own in others]
     if compares:
         report.append(["polyshard", __version__, registry.engine_digest()])
         for scope, rows in values_to_compare(plan.modules, compare=not config.sync_module_states).items():

@@ -143,7 +143,7 @@ def steps(ranks: Ranks, reference: nn.Module, model: FSDP, optimizers: list[torc
 
 @subtests(strategy=STRATEGIES, use_orig_params=[False, True])
 def parity_with_unsharded(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """Losses, gradients, norms and parameters are the unsharded one's, at 1e-12; outside of compute nothing is placed."""
+    """Losses, gradients, norms and parameters are the unsharded one's, at 1e-12; parameters are plain tensors."""
     reference, model = net(ranks), sharded(ranks, net(ranks), use_orig_params, strategy)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (reference, model)]
