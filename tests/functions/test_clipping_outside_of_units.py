@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from parity import draw, on_ranks, root_of, seeded, threaded
-from polyshard.errors import RankMismatchError
+from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import ReduceOp
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -224,3 +224,35 @@ def test_the_hook_that_the_documentation_gives_averages() -> None:
 
     for got in on_ranks(3, on_rank):
         torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+@pytest.mark.parametrize("clip", [ours, of_torch])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_what_each_rank_owns_counts_for_all(
+    world_size: int, settings: dict[str, Any], clip: Clip, order: float
+) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model: Any = seeded(Experts)
+        own = dict.fromkeys(model.expert.parameters(), "local")
+        polyshard.shard(model, threaded(world, rank, **settings), ignored_parameters=own)
+        backward(model, rank)
+        held = gradients(model.expert)
+        return clip(model, math.inf, order), held
+
+    results = on_ranks(world_size, on_rank)
+    dense = averaged(world_size).dense
+    assert isinstance(dense, nn.Module)
+    every = [*gradients(dense), *(each for _, held in results for each in held)]
+    norm = torch.linalg.vector_norm(torch.cat([each.flatten() for each in every]), order)
+    for got, _ in results:
+        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+
+
+def test_another_word_about_what_is_ignored_is_refused() -> None:
+    model = seeded(Experts)
+    with pytest.raises(ConfigError, match=r"ignored_parameters says 'mine' of a parameter of shape \(5, 3\)"):
+        polyshard.shard(
+            model, polyshard.ShardConfig(collectives="fake"), ignored_parameters={next(model.parameters()): "mine"}
+        )

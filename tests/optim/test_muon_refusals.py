@@ -50,6 +50,7 @@ def with_a_bad_group(model: nn.Module) -> torch.optim.Optimizer:
     [
         (all_of, ["2D parameters", "size: (6,) of torch.float64", "for_matrices"]),
         (flat_ones, ["2D parameters", "for_matrices"]),
+        (lambda _: Muon([nn.Parameter(torch.ones(2, 3, 4, 5))]), ["2D parameters", "size: (2, 3, 4, 5)"]),
         (with_settings(lr=-1.0), ["lr of Muon should be a number >= 0 but is -1.0"]),
         (with_settings(lr="0.1"), ["lr of Muon", "'0.1'"]),
         (with_settings(dtype="bf16"), ["torch.dtype, not 'bf16'"]),

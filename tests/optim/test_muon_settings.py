@@ -433,3 +433,45 @@ def test_a_copy_of_an_optimizer_goes_on_as_the_optimizer() -> None:
         zoo_step(each, 1, 0)
         optimizer.step()
     assert most_apart(whole_parameters(model), whole_parameters(copied_model)) == 0
+
+
+class Stacks(nn.Module):
+    """Matrices by themselves, or as two stacks of three."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        up, down = torch.randn(3, 9, 6) / 3, torch.randn(3, 6, 9) / 3
+        make = (lambda each: nn.Parameter(each)) if stacked else (lambda each: nn.ParameterList(each.unbind()))
+        self.up, self.down = make(up), make(down)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + torch.tanh(x @ up.t()) @ down.t()
+        return x
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("flat", 2), ("rows", 4)])
+def test_a_stack_is_trained_as_its_matrices_are(layout: str, ranks: int) -> None:
+    """Four ranks cut two stacks of three within matrices and between them."""
+    start, alone = seeded(lambda: Stacks(True)), seeded(lambda: Stacks(False))
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05, "adjust_lr_fn": "match_rms_adamw"}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(start, rank, world, layout=layout)
+        assert not for_matrices(model).matrices
+        muon = Muon(for_matrices(model, stacks=[model]).matrices, dtype=torch.float64, **settings)
+        for turn in range(10):
+            model(draw(4, 6, turn=turn, rank=rank)).square().mean().backward()
+            muon.step()
+            muon.zero_grad()
+        return whole_parameters(model)
+
+    formula = FormulaMuon(alone.parameters(), **settings)
+    for turn in range(10):
+        losses = [alone(draw(4, 6, turn=turn, rank=rank)).square().mean() for rank in range(ranks)]
+        torch.stack(losses).mean().backward()
+        formula.step()
+        formula.zero_grad()
+    expected = {name: torch.stack(list(getattr(alone, name))).detach() for name in ("up", "down")}
+    for found in on_ranks(ranks, on_rank):
+        assert most_apart(found, expected) < 1e-11

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import polyshard
 import pytest
@@ -13,6 +14,7 @@ from meshes import POOLS, Ended, Plan, Polyshard, coordinate_of, make, meshed, r
 from polyshard.errors import RankMismatchError, UnsupportedError
 from polyshard.inspect import is_sharded
 from polyshard.optim import AveragedWeights, Muon, WholeTensorOptimizer, decay_groups, for_matrices
+from polyshard.optim.across import Across
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -212,22 +214,31 @@ def test_groups_are_those_of_the_whole_model(plan: Plan) -> None:
         assert rank == [wanted, wanted]
 
 
-def seen(rank: int, plan: Plan) -> list[tuple[int, ...]]:
-    """The tensors that this rank computed with in one step, of those that are parts of larger ones."""
-    with meshed(plan, rank) as (model, mesh):
+def seen(rank: int, plan: Plan) -> tuple[list[tuple[int, ...]], int]:
+    """The matrices that this rank computed with in one step, and the elements that it sent over the mesh for it."""
+    sent: list[int] = []
+
+    def exchange(self: Across, out: Any, out_splits: Any, source: Any, in_splits: Sequence[int]) -> None:
+        sent.extend(size for to, size in enumerate(in_splits) if to != self.rank)
+        exchanged(self, out, out_splits, source, in_splits)
+
+    exchanged = Across.exchange
+    with meshed(plan, rank) as (model, mesh), mock.patch.object(Across, "exchange", exchange):
         trainer = Polyshard(plan, model, mesh)
-        optimizer = WholeNorm([each for each in model.parameters() if polyshard.placement(each).part is not None])
+        optimizer = WholeNorm([each for each in model.parameters() if len(polyshard.placement(each).shape) == 2])
         stepped([optimizer], model(plan.batch(0, plan.data_rank(coordinate_of(mesh)), 0)))
         trainer.close()
-    return optimizer.seen
+    return optimizer.seen, sum(sent)
 
 
-def test_each_matrix_is_computed_with_on_one_rank() -> None:
+def test_each_matrix_is_computed_with_on_one_rank_and_the_others_send_their_parts_of_it() -> None:
     plan = Plan((2, 2), **TP, shape=Shape())
     ranks = run(plan.world_size, seen, plan)
-    assert all(ranks)
+    assert all(shapes for shapes, _ in ranks)
     matrices = [tuple(each.shape) for each in make(plan).parameters() if each.ndim == 2]
-    assert sorted(shape for rank in ranks for shape in rank if len(shape) == 2) == sorted(matrices)
+    assert sorted(shape for shapes, _ in ranks for shape in shapes) == sorted(matrices)
+    # One half of each matrix is at its owner already, the other half crosses over there and back.
+    assert sum(sent for _, sent in ranks) == sum(rows * columns for rows, columns in matrices)
 
 
 def given_others(rank: int, plan: Plan, other: int) -> tuple[str, bool]:

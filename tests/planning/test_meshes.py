@@ -139,8 +139,9 @@ def test_overrides_by_names() -> None:
             "edp and dp_replicate",
         )
         assert [divisor_of(choice, experts, model) for choice in ("data", "group", "sum", 2)] == [8, 4, 1, 2]
-        with pytest.raises(ConfigError, match=r"mesh of 'experts' is 'dp_replicate', over which the model is repl"):
-            override_lists(world, model, ["dp_replicate"], replicate, "mesh of 'experts'")
+        # Ranks that share shards are no replicas.
+        over = override_lists(world, model, ["dp_replicate"], replicate, "mesh of 'experts'")
+        assert told(over) == ([[0, 4], [1, 5], [2, 6], [3, 7]], ALONE8, "dp_replicate")
         with pytest.raises(ConfigError, match=r"mesh of 'experts': 'eep' is no dimension.*'edp'|'ep'"):
             override_lists(world, model, "eep", replicate, "mesh of 'experts'")
 

@@ -257,6 +257,9 @@ class GradientUtilities:
             elif tensor is not None and type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
                 # A subclass such as DTensor computes its own norm.
                 strange.append(tensor)
+            elif tensor is not None and not tensor.numel():
+                # Nobody tells whose it is: a rank without experts has such gradients.
+                continue
             elif tensor is not None or parameter.requires_grad:
                 outside.append((parameter, tensor))
         by_unit = [inside[order] for order in sorted(inside)]
