@@ -157,10 +157,10 @@ def agreed_norm(
     parameters, the owners of one copy have the whole sum among them, and no other rank is asked.
 
     The reduction makes a unit's gradients those of all its ranks. Nothing does that for a parameter outside of units,
-    nor between the worlds of units that are sharded over different ranks. All ranks count a mean of these, so that they
-    scale alike. Norms that differ are an error, where the host can see it without waiting for the device: on the CPU at
-    each call, on other devices at the first that has gradients (of the first three), and at each with
-    ``check_ranks="always"``.
+    nor between the worlds of units that are sharded over different ranks. All ranks count a mean of the first and the
+    largest of the second, so that they scale alike. Norms that differ are an error, where the host can see it without
+    waiting for the device: on the CPU at each call, on other devices at the first that has gradients (of the first
+    three), and at each with ``check_ranks="always"``.
 
     Raises:
         RankMismatchError: the ranks' norms of one gradient differ; on all ranks.
@@ -193,6 +193,8 @@ def agreed_norm(
             if rest is not None:
                 if reads and everyone:
                     _refuse_different(root, everyone, _root_of(rest, norm_type), units, outside)
+                if several:
+                    rest = _over(everyone, rest, math.inf)
                 own.append(rest if math.isinf(norm_type) else rest / _number_of(everyone))
             together = own[0] if len(own) == 1 else torch.stack(own)
             rest = _over(everyone, together.max() if math.isinf(norm_type) else together.sum(), norm_type)
