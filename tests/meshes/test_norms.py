@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from meshed_models import Shape
 from meshes import Plan, coordinate_of, expected, meshed, run
-from polyshard.errors import RankMismatchError
+from polyshard.errors import ConfigError, RankMismatchError
 from processes import run_script
 
 pytestmark = pytest.mark.slow
@@ -104,6 +105,27 @@ def test_what_tensor_parallel_ranks_have_alike_is_compared_and_their_parts_are_n
         assert "Parameter 'blocks.0.before.weight' of unit 'blocks.0' differs" in told
         assert f"[0], [1] agree among themselves (rank {rank})" in told
     assert run(4, compare_copies, "blocks.0.attention.query.weight") == [""] * 4
+
+
+def with_a_block_outside(rank: int) -> str:
+    with meshed(PARTS, rank) as (model, mesh):
+        # One rank says that nothing averages them.
+        warnings.simplefilter("ignore")
+        polyshard.shard(model, meshes.config_of(PARTS, mesh), ignored_modules=[model.blocks[0]])
+    model(PARTS.batch(0, coordinate_of(mesh)["dp"], 0)).backward()
+    with pytest.raises(ConfigError) as caught:
+        polyshard.clip_grad_norm_(model, 1.0)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[0].zero_grad()
+    assert polyshard.clip_grad_norm_(model, 1.0).isfinite()
+    polyshard.close(model)
+    return str(caught.value)
+
+
+def test_dtensors_outside_of_units_are_refused_in_a_norm() -> None:
+    for rank, told in enumerate(run(4, with_a_block_outside)):
+        assert "a DTensor of shape" in told
+        assert f"in no unit (rank {rank})" in told
 
 
 def first_batches(rank: int) -> str:

@@ -21,6 +21,7 @@ from .. import _torch_private
 from ..errors import ConfigError, NonFiniteError, RankMismatchError
 from ..interfaces import Collectives, ReduceOp
 from ..planning.groups import UnitRanks
+from ..planning.parts import is_dtensor, local_of
 from ..runtime.root import Root
 from ..runtime.unit import Unit
 
@@ -132,10 +133,21 @@ def count_parts(
 
 
 def count_outside(held: GradientsByHolders, root: Root, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add the gradient of a parameter that is no unit's to ``held``."""
-    group = held.setdefault(THIS_RANK if parameter in root.owned_locally else EVERY_RANK, [])
+    """Add the gradient of a parameter that is no unit's to ``held``.
+
+    Raises:
+        ConfigError: it is a ``DTensor``, of which nobody says who averages it.
+    """
+    owned = parameter in root.owned_locally
+    if is_dtensor(parameter) and not owned:
+        raise ConfigError(
+            f"The norm got a DTensor of shape {tuple(parameter.shape)} that is in no unit (rank {root.rank}): nothing "
+            "averages its gradient over the data ranks. Let it be sharded with the others, freeze it, or say in "
+            "ignored_parameters that it is 'local'."
+        )
+    group = held.setdefault(THIS_RANK if owned else EVERY_RANK, [])
     if gradient is not None:
-        group.append(gradient)
+        group.append(local_of(gradient) if is_dtensor(gradient) else gradient)
 
 
 def agreed_norm(
