@@ -307,6 +307,14 @@ class ShardedModel:
         return self._root.collectives
 
     @property
+    def topology(self) -> str:
+        """The groups of its units, in words, where ranks hold different parts of the model; empty elsewhere."""
+        ranks = {unit.ranks for unit in self._root.units}
+        if all(each.world.world_size <= each.number for each in ranks):
+            return ""
+        return ", ".join(sorted({f"{each.number} of {each.world.world_size} over {each.label}" for each in ranks}))
+
+    @property
     def rank(self) -> int:
         """This process's rank among them."""
         return self._root.rank

@@ -183,6 +183,8 @@ def random_states(model: nn.Module) -> list[dict[str, Any]]:
     """
     root = idle_model(model, "random_states()")
     own = own_state(root.collectives.device)
+    if root.topology:
+        own["topology"] = root.topology
     if not speaks(root.collectives):
         return [own]
     with root.meeting("exchange of random states", (root.collectives,)):
@@ -193,18 +195,27 @@ def restore_random_states(model: nn.Module, states: Sequence[Mapping[str, Any]])
     """Go on with this rank's of ``states``, which ``random_states`` gave at the save. Every rank calls it.
 
     Raises:
-        ConfigError: as many ranks saved them as there are not now: they cannot be shared out. Nothing was changed. Draw
-            from new seeds then, on every rank, and other numbers follow.
+        ConfigError: as many ranks saved them as there are not now, or ranks that hold different parts of the model
+            shared it otherwise: they cannot be shared out. Nothing was changed. Draw from new seeds then, on every
+            rank, and other numbers follow.
         StateError: inside a step, or ``model`` is not the outermost sharded module.
     """
-    collectives = idle_model(model, "restore_random_states()").collectives
+    sharded = idle_model(model, "restore_random_states()")
+    collectives = sharded.collectives
     ranks = collectives.world_size if speaks(collectives) else 1
     if len(states) != ranks:
         raise ConfigError(
             f"There are random states of {len(states)} ranks, and rank {collectives.rank} is one of {ranks}: they "
             "cannot be shared out. Go on with as many ranks as before, or leave them out and seed every rank anew."
         )
-    restore_own_state(states[collectives.rank if ranks > 1 else 0], collectives.device)
+    mine = states[collectives.rank if ranks > 1 else 0]
+    if mine.get("topology", "") != sharded.topology:
+        raise ConfigError(
+            f"The random states are of units over other ranks ({mine.get('topology') or 'all alike'}) than rank "
+            f"{collectives.rank} has now ({sharded.topology or 'all alike'}): ranks with one batch would draw "
+            "different numbers. Go on over the same mesh, or leave them out and seed every rank anew."
+        )
+    restore_own_state(mine, collectives.device)
 
 
 def own_state(device: torch.device) -> dict[str, Any]:

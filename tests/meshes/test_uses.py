@@ -12,6 +12,7 @@ from meshed_models import Shape
 from meshes import Plan, Polyshard, config_of, coordinate_of, expected, full, make, meshed, run
 from polyshard.errors import ConfigError, RankMismatchError
 from torch import nn
+from torch.nn import functional
 
 pytestmark = pytest.mark.slow
 
@@ -157,3 +158,42 @@ def test_a_scalar_that_all_ranks_have_counts_once() -> None:
     for moved, norm in run(4, scaled):
         assert abs(moved - mean) < 1e-12
         assert abs(norm - math.hypot(wanted.norms[0] / 2, mean)) < 1e-12
+
+
+REPLICATED = Plan((2, 2), ("dp", "tp"), Shape(), ("dp",), steps=0)
+
+
+def with_dropout(rank: int) -> tuple[float, list[float]]:
+    """A loss beside that of the whole model, with dropout, and what ranks draw before and behind a restored state."""
+
+    def loss_of(model: nn.Module, data_rank: int) -> float:
+        handle = model.get_submodule("blocks.0").register_forward_hook(
+            lambda _, args, output: functional.dropout(output)
+        )
+        torch.manual_seed(7 + data_rank)
+        loss = model(REPLICATED.batch(0, data_rank, 0))
+        handle.remove()
+        return loss.item()
+
+    with meshed(REPLICATED, rank) as (model, mesh):
+        trainer, data_rank = Polyshard(REPLICATED, model, mesh), REPLICATED.data_rank(coordinate_of(mesh))
+        off = abs(loss_of(model, data_rank) - loss_of(make(REPLICATED), data_rank))
+        states = polyshard.random_states(model)
+        drawn = [torch.rand(()).item()]
+        polyshard.restore_random_states(model, states)
+        drawn.append(torch.rand(()).item())
+        trainer.close()
+    with meshed(EP, rank) as (model, mesh):
+        trainer = Polyshard(EP, model, mesh)
+        with pytest.raises(ConfigError, match=r"of units over other ranks \(2 of 4 over dp\) than rank \d has now"):
+            polyshard.restore_random_states(model, states)
+        trainer.close()
+    return off, drawn
+
+
+def test_dropout_is_that_of_the_whole_model_and_random_states_belong_to_a_mesh() -> None:
+    ranks = run(4, with_dropout)
+    assert max(off for off, _ in ranks) < 1e-12
+    assert all(before == after for _, (before, after) in ranks)
+    # Ranks of one tensor parallel group draw alike, those of another otherwise.
+    assert ranks[0][1] == ranks[1][1] != ranks[2][1] == ranks[3][1]
