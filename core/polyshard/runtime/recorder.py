@@ -201,6 +201,7 @@ class Issued:
             "number": self.number,
             "operation": self.operation,
             "units": [unit.label for unit in self.units],
+            "over": [unit.ranks for unit in self.units],
             "phase": self._phase,
             "at": self.at,
             "ended": self.ended,
@@ -212,7 +213,8 @@ class Issued:
 
     def __str__(self) -> str:
         names = ", ".join(f"'{unit.label}'" for unit in self.units)
-        about = f" of {names}" if names else ""
+        over = " and ".join(dict.fromkeys(unit.ranks for unit in self.units if unit.ranks))
+        about = (f" of {names}" if names else "") + (f" over {over}" if over else "")
         return f"number {self.number}, {self.operation}{about}" + (f", in {self._phase}" if self._phase else "")
 
 
