@@ -15,6 +15,7 @@ TP: dict[str, Any] = {"sizes": (2, 2), "names": ("dp", "tp"), "shard": ("dp",)}
 ROWS = ("layout", "rows")
 ZERO_2 = ("strategy", "shard_grad_op")
 OFFLOAD = ("offload", "cpu")
+AUTO = (("reshard_after_forward", "auto"), ("memory_budget", "1 GiB"))
 
 
 @pytest.mark.slow
@@ -23,7 +24,7 @@ OFFLOAD = ("offload", "cpu")
     [
         Plan(**TP, shape=Shape()),
         Plan(**TP, shape=Shape(sequence=True), settings=(ZERO_2, ROWS), optimizer="muon"),
-        Plan(**TP, shape=Shape(tied=True, recomputed=True), settings=(ROWS, OFFLOAD), microbatches=2),
+        Plan(**TP, shape=Shape(tied=True, recomputed=True), settings=(ROWS, OFFLOAD, *AUTO), microbatches=2),
         Plan(**TP, shape=Shape(sequence=True, tied=True), settings=(ZERO_2, OFFLOAD), optimizer="muon", microbatches=2),
     ],
     ids=str,
