@@ -101,10 +101,16 @@ class SharedGroups:
     where every rank calls alike: in ``partition``, at a first operation, and in ``close``. A finalizer would not do,
     since ranks collect objects at different times. Groups that nobody closed serve the next model over the same ranks,
     and end with the group that they were made of.
+
+    So do ``kept`` ones, which their members alone made, closed or not: torch names them by their ranks, and a second
+    one of a name finds the addresses of the first in the store (torch 2.11 and 2.13).
     """
 
-    def __init__(self, table: dict[Hashable, SharedGroups], key: Hashable, groups: list[dist.ProcessGroup]) -> None:
+    def __init__(
+        self, table: dict[Hashable, SharedGroups], key: Hashable, groups: list[dist.ProcessGroup], *, kept: bool
+    ) -> None:
         self.groups = groups
+        self._kept = kept
         self._table = table
         self._key = key
         self.users = 0
@@ -112,7 +118,7 @@ class SharedGroups:
     def release(self) -> None:
         """One user less; the last one ends the groups, on all ranks in the same order."""
         self.users -= 1
-        if self.users > 0:
+        if self.users > 0 or self._kept:
             return
         if self._table.get(self._key) is self:
             del self._table[self._key]
@@ -138,16 +144,18 @@ _MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, SharedGroups]] = Weak
 
 
 def shared_groups(
-    parent: dist.ProcessGroup, key: Hashable, make: Callable[[], list[dist.ProcessGroup]]
+    parent: dist.ProcessGroup, key: Hashable, make: Callable[[], list[dist.ProcessGroup]], *, kept: bool
 ) -> SharedGroups:
     """The groups of ranks of ``parent`` under ``key``, for one more user; made at the first call.
+
+    ``kept``: whether they serve a later call when no user is left.
 
     Every rank of ``parent`` calls it, at the same point of the program.
     """
     table = _MADE.setdefault(parent, {})
     shared = table.get(key)
     if shared is None or not shared.alive:
-        shared = table[key] = SharedGroups(table, key, make())
+        shared = table[key] = SharedGroups(table, key, make(), kept=kept)
     shared.users += 1
     return shared
 
@@ -285,9 +293,8 @@ class ProcessGroupCollectives(Collectives):
             groups = [new_group(members, self.transport, timeout, everywhere=everywhere) for members in wanted]
             return [group for group in groups if group is not None]
 
-        return shared_groups(
-            self.process_group, (use, tuple(map(tuple, rank_lists)), each, self.transport, timeout), make
-        )
+        key = use, tuple(map(tuple, rank_lists)), each, self.transport, timeout
+        return shared_groups(self.process_group, key, make, kept=not everywhere)
 
     def _splits_the_job(self) -> bool:
         """Whether torch makes groups by splitting the job's communicator, which takes all of its ranks."""
