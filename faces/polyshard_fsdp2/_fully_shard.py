@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, ParameterError, StateError
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, refuse_unshardable, root_of
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, is_dtensor, live_roots, refuse_unshardable, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -89,7 +89,7 @@ def fully_shard(
         _refuse_unreduced(each)
         named = _unsharded_parameters(each, ignored | shared)
         _refuse_sharded_elsewhere(each, named)
-        _refuse_scalars(named)
+        _refuse_unplaced(named)
         refuse_placements(named.items(), shard_placement_fn)
     for each in modules:
         own = frozenset(parameter for parameter in each.parameters() if parameter in shared)
@@ -190,8 +190,14 @@ def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter])
             )
 
 
-def _refuse_scalars(named: dict[str, nn.Parameter]) -> None:
+def _refuse_unplaced(named: dict[str, nn.Parameter]) -> None:
+    """Raise for parameters whose rows ``Shard(0)`` does not place."""
     for name, parameter in named.items():
+        if is_dtensor(parameter):
+            raise ParameterError(
+                f"fully_shard got the DTensor '{name}', whose state dict it could not place on both meshes. Shard the "
+                "model with polyshard.shard, which takes DTensors, or pass it in ignored_params."
+            )
         if parameter.ndim == 0:
             raise ParameterError(
                 f"fully_shard doesn't support scalar parameters, which have no rows: Shard(0) of '{name}' is nothing. "

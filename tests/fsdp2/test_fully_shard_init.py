@@ -113,7 +113,7 @@ def refusals_leave_the_model_alone(rank: int) -> None:
         (TypeError, "answered 0", lambda m: OURS.fully_shard(m, mesh=mesh, shard_placement_fn=lambda _: 0)),
         (ValueError, "scalar parameters", _scalar),
         (NotImplementedError, "non-contiguous", _transposed),
-        (ValueError, "DTensor", _parallel),
+        (ValueError, "the DTensor 'parallel'.* with polyshard.shard", _parallel),
         (ValueError, "_Quantized, not a plain tensor", _quantized),
     ]
     for kind, words, call in cases:
