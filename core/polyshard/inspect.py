@@ -382,12 +382,11 @@ class ShardedModel:
         """
         for unit in self._root.units:
             ranks, name = unit.ranks, unit.parameters[0].names[0]
-            among = ranks.shard_size * (1 if ranks.replicate is None else ranks.replicate.world_size)
             cut = next((each.names[0] for each in unit.parameters if each.part is not None), None)
             if cut is not None:
                 what = f"'{cut}' is a part of a larger tensor"
-            elif among < ranks.world.world_size:
-                what = f"'{name}' belongs to {among} of {ranks.world.world_size} ranks"
+            elif ranks.number < ranks.world.world_size:
+                what = f"'{name}' belongs to {ranks.number} of {ranks.world.world_size} ranks"
             else:
                 continue
             raise UnsupportedError(

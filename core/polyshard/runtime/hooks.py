@@ -507,8 +507,7 @@ def adopt_in_place(given: Sequence[torch.Tensor], passed: Sequence[torch.Tensor]
     """Let the caller's tensors have the history of in-place changes that a module made to its inputs.
 
     The module got ``passed``, new tensors over the memory of ``given``: without this a caller that goes on with its own
-    tensor would get gradients that lack the change. Views and leaves are left alone, since
-    autograd refuses most such changes.
+    tensor would get gradients that lack the change. Views and leaves are left alone: autograd refuses most of these.
 
     Returns:
         Whether any was changed. ``hook`` is then called before a backward goes through it, as through an output.
