@@ -23,10 +23,8 @@ def planned(shapes: Sequence[tuple[int, ...]], world_size: int, itemsize: int) -
         ParameterGeometry(str(index), shape, torch.empty(shape, device="meta").stride(), torch.float32, True)
         for index, shape in enumerate(shapes)
     )
-    (arrangement,) = Flat(PluginContext("flat", torch.device("cpu"))).arrange(
-        UnitGeometry("unit", parameters, world_size, itemsize)
-    )
-    return laid_out(parameters, arrangement, world_size)
+    unit = UnitGeometry("unit", parameters, world_size, itemsize)
+    return laid_out(unit, Flat(PluginContext("flat", torch.device("cpu"))).arrange(unit))[1]
 
 
 def owners(layout: FlatLayout) -> list[tuple[int, int] | None]:

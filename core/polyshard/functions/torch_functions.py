@@ -368,7 +368,8 @@ def _reaches_every_rank(units: Iterable[Unit]) -> bool:
     for unit in dict.fromkeys(units):
         layout, trained = unit.layout, unit.originals.trained
         # No shard then lies between two parameters, or behind the last one.
-        if all(trained) and all(numel < layout.shard_numel for _, numel in layout.gaps()):
+        whole = not layout.segments
+        if whole and all(trained) and all(numel < layout.shard_numel for _, numel in layout.gaps()):
             return True
         backward_state.update(
             rank

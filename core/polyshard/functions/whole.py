@@ -19,7 +19,7 @@ from torch import nn
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError
 from ..planning.parts import is_dtensor, local_of
-from ..runtime.gather import view_of
+from ..runtime.gather import FlatBuffer, piece_in, shard_in, slices_of, view_of
 from ..runtime.parameters import become
 from ..runtime.root import Root
 from ..runtime.step import Phase
@@ -111,16 +111,22 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         if shard is None:
             return own.to(unit.spec.device if unit.parks else own.device)
-        whole = torch.empty(unit.layout.padded_numel, dtype=own.dtype, device=unit.spec.device)
-        mine = own_part(unit, whole)
-        mine.copy_(own)
-        shard.all_gather(whole, mine).wait()
+        layout = unit.layout
+        whole = torch.empty(layout.padded_numel, dtype=own.dtype, device=unit.spec.device)
+        buffer = FlatBuffer(whole, layout, resizable=False, rank=unit.ranks.shard_rank)
+        for stage in buffer.stages:
+            stage.attach()
+        for place, part in zip(buffer.owns, slices_of(own, layout), strict=True):
+            place.copy_(part)
+        (shard.all_gather_many(buffer.pairs) if layout.segments else shard.all_gather(*buffer.pairs[0])).wait()
+        for stage in buffer.stages:
+            stage.empty()
     return whole
 
 
 def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's elements (``[shard_numel]``) of ``whole`` (``[padded_numel]``), as a view."""
-    return whole.narrow(0, unit.ranks.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
+    """This rank's elements (``[shard_numel]``) of ``whole`` (``[padded_numel]``): a view, or a copy of segments."""
+    return shard_in(whole, unit.layout, unit.ranks.shard_rank)
 
 
 def write_back(unit: Unit, whole: torch.Tensor) -> None:
@@ -251,12 +257,8 @@ class _Guard:
             whole = value.detach().full_tensor() if gathers else value.detach()
             if part is not None:
                 whole = part.cut(whole)
-            if whole.stride() != slot.stride:
-                whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(
-                    whole
-                )
             start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
-            own = whole.as_strided(*slot.shown(stop - start), whole.storage_offset() + start)
+            own = piece_in(whole, slot, start, stop)
             # A piece that is assigned would keep the gathered tensor alive.
             state_dict[prefix + key] = own.clone() if gathers else own
 

@@ -182,12 +182,12 @@ class UnitGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """One flat buffer: which parameters lie in it, and where."""
+    """A segment of a unit's flat buffer, nearly always all of it: which parameters lie in it, and where."""
 
     order: tuple[int, ...]
     """Indices of its parameters in ``UnitGeometry.parameters``, in the order in which they lie."""
     offsets: tuple[int, ...]
-    """First element of each, in the order of ``order``: a multiple of ``UnitGeometry.alignment``."""
+    """First element of each in the segment, in the order of ``order``: a multiple of ``UnitGeometry.alignment``."""
     shard_numel: int
     """Elements of a slice: slice ``k`` is ``[k * shard_numel, (k + 1) * shard_numel)``. The rest is padding."""
     by_rows: frozenset[int] = frozenset()
@@ -196,6 +196,10 @@ class Arrangement:
     exact: bool = False
     """Whether ``shard_numel`` is prescribed, and need be no multiple of ``UnitGeometry.slice_alignment``. Gathers of
     large slices may then be slower."""
+    dim: int = 0
+    """The dimension along which its one parameter is cut, which the ranks must divide evenly: slices have ``numel /
+    shards`` elements then. Above 0 this rank's piece is shown with all dimensions, ``[.., n / shards, ..]``, and a
+    gather and a reduction copy the parameter once more. Checkpoints and state refuse such a parameter for now."""
 
 
 class Layout(ABC):
@@ -204,7 +208,7 @@ class Layout(ABC):
     A plugin is a callable ``(context: PluginContext, **options) -> Layout``.
 
     A parameter is one contiguous range, in the memory order of its strides, and slices are equal in size, so that a
-    gather needs no copy out. A layout chooses order, alignment, padding, and the number of buffers.
+    gather needs no copy out. A layout chooses order, alignment, padding, and the number of segments.
     """
 
     api_version: ClassVar[int]
@@ -212,9 +216,9 @@ class Layout(ABC):
 
     @abstractmethod
     def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
-        """The buffers of ``unit``, nearly always one. Each parameter lies in exactly one of them.
+        """The segments of ``unit``, nearly always one. Each parameter lies in exactly one of them.
 
-        Each of several costs a communication; they pay where parameters that must be cut alike would leave much padding
-        in one. Arithmetic alone: the same answer on every rank and for each equal ``unit``. Called a few times for each
+        Each is cut into slices by itself, and one launch gathers, or reduces, all of them. Each of several costs an
+        operation there; they pay where parameters that must be cut alike would leave much padding in one. Arithmetic alone: the same answer on every rank and for each equal ``unit``. Called a few times for each
         unit at wrap, with up to thousands of ``shards``, and never in a step.
         """

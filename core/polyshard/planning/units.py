@@ -131,24 +131,21 @@ def plan_units(
         dtype = group[0].original.dtype
         itemsize = travelled.get(dtype, dtype.itemsize)
         geometry = _geometry(planned, group, suffix, shards, itemsize)
-        buffers = layout.arrange(geometry, rank)
-        dtypes = dtypes_of(caster, _spec(planned, group, buffers[0][1], device, suffix, is_root, lists.label), rank)
+        order, flat = layout.arrange(geometry, rank)
+        dtypes = dtypes_of(caster, _spec(planned, group, flat, device, suffix, is_root, lists.label), rank)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         travelled[dtype] = travels
         if travels != itemsize:
-            buffers = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
-        for number, (order, flat) in enumerate(buffers):
-            members = tuple(group[index] for index in order)
-            own_suffix = _numbered(group, number) if number else suffix
-            spec = _spec(planned, members, flat, device, own_suffix, is_root, lists.label)
-            wire = wire_of(caster, spec, rank) if shards > 1 else None
-            # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
-            full_precision_in_eval_of(caster, spec, rank)
-            observers = events.observers(spec) if events.active else ()
-            own = dtypes if len(buffers) == 1 else dtypes_of(caster, spec, rank)
-            launched = _launch_numel(members, flat)
-            units.append(PlannedUnit(spec, flat, own, wire, observers, parked=False, launch_numel=launched))
-            groups.append(members)
+            order, flat = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
+        members = tuple(group[index] for index in order)
+        spec = _spec(planned, members, flat, device, suffix, is_root, lists.label)
+        wire = wire_of(caster, spec, rank) if shards > 1 else None
+        # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
+        full_precision_in_eval_of(caster, spec, rank)
+        observers = events.observers(spec) if events.active else ()
+        launched = _launch_numel(members, flat)
+        units.append(PlannedUnit(spec, flat, dtypes, wire, observers, parked=False, launch_numel=launched))
+        groups.append(members)
     if units:
         first, buffer_dtype = units[0].spec, units[0].dtypes.buffer
     else:
@@ -262,14 +259,5 @@ def _geometry(
 
 def _suffix(group: Sequence[ManagedParameter]) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
-    return f"[{_kind(group)}]"
-
-
-def _numbered(group: Sequence[ManagedParameter], number: int) -> str:
-    # Where the layout wants several buffers for them.
-    return f"[{_kind(group)}, {number + 1}]"
-
-
-def _kind(group: Sequence[ManagedParameter]) -> str:
     frozen = "" if group[0].original.requires_grad else ", frozen"
-    return f"{str(group[0].original.dtype).removeprefix('torch.')}{frozen}"
+    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}]"

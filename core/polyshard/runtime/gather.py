@@ -29,7 +29,7 @@ from ..interfaces import (
     Work,
 )
 from ..planning.answers import issued
-from ..planning.layout import FlatLayout
+from ..planning.layout import FlatLayout, Slot
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +53,8 @@ class GatherRecord:
     observers: tuple[Observer, ...]
     places: list[object]
     """Where the unit was used since its gather, as ``CommStreams.here`` says. The unit's own list."""
+    slices: Sequence[torch.Tensor]
+    """The slices of ``source``, one for each of ``buffer.owns``."""
 
     @property
     def allocation(self) -> AbstractContextManager[Any]:
@@ -96,20 +98,23 @@ def end_gather(record: GatherRecord) -> None:
 
 
 def _start_one(record: GatherRecord) -> Work:
+    group, buffer = record.group, record.buffer
+    if buffer.layout.segments and group is not None:
+        return _start_many(group, (record,))
     for observer in record.observers:
         observer.unshard(record.spec)
-    group, buffer = record.group, record.buffer
     if record.wire is not None and group is not None:
         encoded = _EncodedGather(group, [record])
         return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, record.spec.label))
+    own = buffer.owns[0]
     if record.offload is not None:
-        record.offload.fetch(record.spec, record.source, buffer.own)
+        record.offload.fetch(record.spec, record.source, own)
     else:
         # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
-        buffer.own.copy_(record.source)
+        own.copy_(record.source)
     if group is None:
         return COMPLETED
-    return issued(group.all_gather(buffer.flat, buffer.own), "all_gather", group, record.spec.label)
+    return issued(group.all_gather(buffer.flat, own), "all_gather", group, record.spec.label)
 
 
 def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
@@ -118,18 +123,35 @@ def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
             observer.unshard(record.spec)
     plain = [record for record in records if record.wire is None]
     here = [record for record in plain if record.offload is None]
+    stages = [stage for record in plain for stage in record.buffer.stages]
+    for stage in stages:
+        stage.attach()
     if here:
         # The cast is the copy-in, as for one, in one launch.
-        _torch_private.foreach_copy_([record.buffer.own for record in here], [record.source for record in here])
+        owns = [own for record in here for own in record.buffer.owns]
+        _torch_private.foreach_copy_(owns, [each for record in here for each in record.slices])
     if len(here) < len(plain):
         for record in plain:
             if record.offload is not None:
-                record.offload.fetch(record.spec, record.source, record.buffer.own)
-    pairs = [(record.buffer.flat, record.buffer.own) for record in plain]
+                _fetch(record, record.offload)
+    pairs = [pair for record in plain for pair in record.buffer.pairs]
     if len(plain) == len(records):
-        return issued(group.all_gather_many(pairs), "all_gather_many", group, "")
-    encoded = _EncodedGather(group, [record for record in records if record.wire is not None])
-    return encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, ""))
+        gather = issued(group.all_gather_many(pairs), "all_gather_many", group, "")
+    else:
+        encoded = _EncodedGather(group, [record for record in records if record.wire is not None])
+        gather = encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, ""))
+    return _Then([stage.empty for stage in stages], gather) if stages else gather
+
+
+def _fetch(record: GatherRecord, offload: OffloadManager) -> None:
+    owns = record.buffer.owns
+    if not record.buffer.layout.segments:
+        offload.fetch(record.spec, record.source, owns[0])
+        return
+    # A manager writes the shard in one piece.
+    shard = torch.empty(record.source.numel(), dtype=record.buffer.dtype, device=record.spec.device)
+    offload.fetch(record.spec, record.source, shard)
+    _torch_private.foreach_copy_(owns, slices_of(shard, record.buffer.layout))
 
 
 def _on_device(record: GatherRecord) -> torch.Tensor:
@@ -162,26 +184,40 @@ class _EncodedGather:
             mine = [index for index, record in enumerate(records) if record.caster is caster]
             specs = [records[index].spec for index in mine]
             caster.encode_many(specs, [owns[index] for index in mine], [_on_device(records[index]) for index in mine])
-            outs = [records[index].buffer.flat.view(group.world_size, -1) for index in mine]
-            self._decodes.append(partial(caster.decode_many, specs, [wires[index] for index in mine], outs))
+            buffers = [records[index].buffer for index in mine]
+            self._decodes.append(partial(_decode, caster, specs, [wires[index] for index in mine], buffers))
 
     def behind(self, gather: Work) -> Work:
         """``gather``, of ``pairs`` and maybe others, and then the decoding."""
-        return _Decoding(self._decodes, gather)
+        return _Then(self._decodes, gather)
+
+
+def _decode(
+    caster: PrecisionCaster, specs: list[UnitSpec], wires: list[torch.Tensor], buffers: list[FlatBuffer]
+) -> None:
+    # A caster writes one rank's elements after the other's, whatever segments they lie in.
+    rows = [
+        (torch.empty_like(buffer.flat) if buffer.layout.segments else buffer.flat).view(len(wire), -1)
+        for buffer, wire in zip(buffers, wires, strict=True)
+    ]
+    caster.decode_many(specs, wires, rows)
+    for buffer, row in zip(buffers, rows, strict=True):
+        if buffer.layout.segments:
+            _torch_private.foreach_copy_(by_rank(buffer.flat, buffer.layout), columns_of(row, buffer.layout))
 
 
 @dataclass(slots=True)
-class _Decoding:
-    """Waits for the bytes, then decodes them once."""
+class _Then:
+    """Waits for what was gathered, then does the rest once: decodes bytes, copies staged parameters."""
 
-    decodes: list[Callable[[], None]]
+    rest: list[Callable[[], None]]
     gather: Work
 
     def wait(self) -> None:
         self.gather.wait()
-        for decode in self.decodes:
-            decode()
-        self.decodes = []
+        for each in self.rest:
+            each()
+        self.rest = []
 
 
 class FlatBuffer:
@@ -196,12 +232,32 @@ class FlatBuffer:
     Reading a released view is a crash, not an exception: callers hide views before they release the buffer.
     """
 
-    def __init__(self, flat: torch.Tensor, layout: FlatLayout, *, resizable: bool, rank: int = 0) -> None:
+    def __init__(
+        self, flat: torch.Tensor, layout: FlatLayout, *, resizable: bool, rank: int = 0, reduces: bool = False
+    ) -> None:
         self.flat = flat
-        #: This rank's shard of ``flat``.
-        self.own = flat.narrow(0, rank * layout.shard_numel, layout.shard_numel)
+        self.layout = layout
         self.dtype = flat.dtype
         self.views = [view_of(flat, slot.shape, slot.stride, slot.offset) for slot in layout.slots]
+        #: The segments of ``flat``.
+        self.parts = parts_of(flat, layout)
+        #: Where staged parameters arrive, before they are copied to their views.
+        self.stages: list[Stage] = []
+        #: The indices of parameters that lie rank by rank, as reductions read them, and whose views say so.
+        self.ranked: tuple[int, ...] = layout.staged if reduces else ()
+        outs = list(self.parts)
+        for index in layout.staged:
+            slot = layout.slots[index]
+            if reduces:
+                self.views[index] = outs[slot.segment].view(layout.world_size, *_local(slot, layout))
+            else:
+                self.stages.append(Stage(flat, layout, slot))
+                outs[slot.segment] = self.stages[-1].flat
+        #: This rank's slices, one in each segment.
+        sizes = layout.slices
+        self.owns = [out.narrow(0, rank * size, size) for out, size in zip(outs, sizes, strict=True)]
+        #: What gathers fill, one a segment, and this rank's slice of it.
+        self.pairs = list(zip(outs, self.owns, strict=True))
         self.gaps = [flat.narrow(0, offset, numel) for offset, numel in layout.gaps()]
         self.address = flat.data_ptr()
         self._storage = flat.untyped_storage()
@@ -216,11 +272,11 @@ class FlatBuffer:
     def allocate(
         cls, layout: FlatLayout, dtype: torch.dtype, device: torch.device, *, rank: int = 0, leaves: bool = False
     ) -> FlatBuffer:
-        """A buffer that starts released. ``leaves``: its views collect gradients."""
+        """A buffer that starts released. ``leaves``: it is gathered, and its views collect gradients; else reduced."""
         # Built inside an inference pass, views would refuse autograd for the rest of their life.
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
-            buffer = cls(flat, layout, resizable=True, rank=rank)
+            buffer = cls(flat, layout, resizable=True, rank=rank, reduces=not leaves)
             buffer.release()
             if leaves:
                 buffer.make_leaves()
@@ -243,6 +299,15 @@ class FlatBuffer:
             buffer = cls(flat, layout, resizable=False)
             buffer.make_leaves()
         return buffer
+
+    def rank_by_rank(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """``gradients``, one a parameter, each as its view has it."""
+        found = list(gradients)
+        for index in self.ranked:
+            gradient = found[index]
+            if gradient is not None:
+                found[index] = _ranks_first(gradient, self.layout.slots[index], self.layout)
+        return found
 
     def make_leaves(self) -> None:
         """Let every view collect a gradient of its own."""
@@ -284,6 +349,88 @@ class FlatBuffer:
             # Meta tensors have no addresses.
             return self.attached and tensor.untyped_storage() is self._storage
         return self.attached and 0 <= tensor.data_ptr() - self.address < self.nbytes
+
+
+class Stage:
+    """Memory in which a staged parameter arrives rank by rank: there while it travels."""
+
+    def __init__(self, flat: torch.Tensor, layout: FlatLayout, slot: Slot) -> None:
+        self.flat = torch.empty(slot.numel, dtype=flat.dtype, device=flat.device)
+        self._place = _ranks_first(view_of(flat, slot.shape, slot.stride, slot.offset), slot, layout)
+        self._part = self.flat.view(self._place.shape)
+        self._storage = self.flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._storage.resize_(0)
+
+    def attach(self) -> None:
+        """Take memory from the current stream's pool."""
+        self._storage.resize_(self._nbytes)
+
+    def empty(self) -> None:
+        """Copy what arrived to the parameter, and give the memory back, on the stream that took it."""
+        self._place.copy_(self._part)
+        self._storage.resize_(0)
+
+
+def parts_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """The segments of ``flat`` (``[padded_numel]``), each ``[world_size * slice]``."""
+    ranks = layout.world_size
+    return [flat.narrow(0, ranks * each.start, ranks * each.numel) for each in layout.segments] or [flat]
+
+
+def slices_of(shard: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """What ``shard`` (``[shard_numel]``) has of each segment."""
+    return [shard.narrow(0, each.start, each.numel) for each in layout.segments] or [shard]
+
+
+def by_rank(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """The segments of ``flat``, a whole unit: views ``[world_size, slice]``, or ``[world_size, *piece]`` where staged."""
+    found = [part.view(layout.world_size, part.numel() // layout.world_size) for part in parts_of(flat, layout)]
+    for index in layout.staged:
+        slot = layout.slots[index]
+        found[slot.segment] = _ranks_first(view_of(flat, slot.shape, slot.stride, slot.offset), slot, layout)
+    return found
+
+
+def columns_of(rows: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """As ``by_rank``, of shards one below the other (``[n, shard_numel]``)."""
+    found = [rows.narrow(1, each.start, each.numel) for each in layout.segments] or [rows]
+    for index in layout.staged:
+        slot = layout.slots[index]
+        found[slot.segment] = found[slot.segment].view(len(rows), *_local(slot, layout))
+    return found
+
+
+def shard_in(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
+    """The shard of ``rank`` in ``flat``, a whole unit: a view where there is one segment, else a copy."""
+    if not layout.segments:
+        return flat.narrow(0, rank * layout.shard_numel, layout.shard_numel)
+    shard = torch.zeros(layout.shard_numel, dtype=flat.dtype, device=flat.device)
+    for place, part in zip(columns_of(shard.unsqueeze(0), layout), by_rank(flat, layout), strict=True):
+        place[0].copy_(part[rank])
+    return shard
+
+
+def piece_in(whole: torch.Tensor, slot: Slot, start: int, stop: int) -> torch.Tensor:
+    """Elements ``start`` to ``stop`` of a whole parameter, as its piece is shown; a view where its memory allows."""
+    if slot.dim:
+        each = slot.numel // slot.shape[slot.dim] if slot.numel else 1
+        return whole.narrow(slot.dim, start // each, (stop - start) // each).contiguous()
+    if whole.stride() != slot.stride:
+        whole = torch.empty_strided(slot.shape, slot.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
+    return whole.as_strided(*slot.shown(stop - start), whole.storage_offset() + start)
+
+
+def _local(slot: Slot, layout: FlatLayout) -> tuple[int, ...]:
+    """The shape of one rank's piece of a staged parameter."""
+    return slot.shown(slot.numel // layout.world_size)[0]
+
+
+def _ranks_first(whole: torch.Tensor, slot: Slot, layout: FlatLayout) -> torch.Tensor:
+    """A staged parameter as ``[world_size, *piece]``, a view."""
+    ranks, shape = layout.world_size, slot.shape
+    divided = (*shape[: slot.dim], ranks, shape[slot.dim] // ranks, *shape[slot.dim + 1 :])
+    return whole.view(divided).movedim(slot.dim, 0)
 
 
 def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:

@@ -312,7 +312,9 @@ def write_directly(
     Layers with another forward (a subclass, a replaced method) stay as they are.
     """
     for index, parameter in enumerate(parameters):
-        if len(parameter.sites) > 1 or parameter.part or layout.slots[index].numel < thresholds.DIRECT_NUMEL:
+        slot = layout.slots[index]
+        # A reduction reads staged ones rank by rank.
+        if len(parameter.sites) > 1 or parameter.part or slot.dim or slot.numel < thresholds.DIRECT_NUMEL:
             continue
         module, attribute = parameter.sites[0]
         if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:

@@ -16,7 +16,7 @@ from ..errors import ParameterChangedError, ParameterMovedError, StateError, Uns
 from ..planning.layout import FlatLayout, Piece, product
 from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
-from .gather import view_of
+from .gather import piece_in, view_of
 
 _address_of = torch.Tensor.data_ptr
 _is_trained = attrgetter("requires_grad")
@@ -225,10 +225,9 @@ class Originals(MasterViews):
             )
         slot = self._layout.slots[index]
         if value.shape != shard.shape and tuple(value.shape) == slot.shape:
-            whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
             piece = self._pieces.get(index)
             start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
-            value = whole.as_strided(*slot.shown(stop - start), start)
+            value = piece_in(value, slot, start, stop)
         if value.shape != shard.shape:
             raise ParameterChangedError(
                 f"Cannot writeback when the parameter shape changes\nExpects {shard.shape} but got {value.shape} for "

@@ -19,7 +19,7 @@ from ..planning import thresholds
 from ..planning.groups import UnitRanks
 from ..planning.launches import Bucket, Buckets, ReduceMode, alike
 from ..planning.layout import FlatLayout, round_up
-from .gather import FlatBuffer
+from .gather import FlatBuffer, slices_of
 from .peers import Audit
 from .recorder import Recorder
 from .streams import REDUCTIONS_ALIVE, CommStreams, Reduction
@@ -172,7 +172,7 @@ class Reducer:
         inputs = [each.input for each in members]
         buffers = [self._filled_by(each) for each in members]
         copies = joined([input.collect(buffer) for input, buffer in zip(inputs, buffers, strict=True)])
-        flats, most = [buffer.flat for buffer in buffers], thresholds.HELD_NBYTES
+        flats, most = [part for buffer in buffers for part in buffer.parts], thresholds.HELD_NBYTES
         ranks = members[0].ranks
         many = sum(input.nbytes for input in inputs) > most and sum(source.nbytes for source in copies.sources) > most
         if ranks.reduction is None or many:
@@ -183,13 +183,23 @@ class Reducer:
             return _Launch(members, flats, list(flats), copies)
         copies.spent.extend(buffers)
         if ranks.replicate is None or len(members) == 1:
-            return _Launch(members, flats, [input.new_result(input.layout.shard_numel) for input in inputs], copies)
-        # Next to each other, so that one communication adds them up over replicas.
-        columns = column_sizes(inputs)
-        result = inputs[0].new_result(sum(columns))
-        if ranks.blends:
-            result.zero_()
-        return _Launch(members, flats, shards_in(result, inputs, columns), copies, result=result)
+            shards = [input.new_result(input.layout.shard_numel) for input in inputs]
+            result = shards[0]
+        else:
+            # Next to each other, so that one communication adds them up over replicas.
+            columns = column_sizes(inputs)
+            result = inputs[0].new_result(sum(columns))
+            if ranks.blends:
+                result.zero_()
+            shards = shards_in(result, inputs, columns)
+        if len(flats) == len(inputs):
+            return _Launch(members, flats, shards, copies, result=result)
+        # Several segments: each is reduced into its slice, and nothing into what lies between two slices.
+        pads = [shard.narrow(0, *pad) for shard, each in zip(shards, inputs, strict=True) for pad in each.layout.pads()]
+        if pads:
+            _torch_private.foreach_zero_(pads)
+        slices = [part for shard, each in zip(shards, inputs, strict=True) for part in slices_of(shard, each.layout)]
+        return _Launch(members, flats, slices, copies, result=result, shards=shards)
 
     def _filled_by(self, contribution: Contribution) -> FlatBuffer:
         """The memory in which its gradients are brought together."""
@@ -218,7 +228,7 @@ class Reducer:
         return _Launch(members, [merged.flat], [inputs[0].new_result(merged.numel)], copies, merged)
 
     def _finish(self, launch: _Launch, era: object) -> None:
-        merged, shards = launch.merged, launch.results
+        merged, shards = launch.merged, launch.shards or launch.results
         if merged is not None:
             merged.release()
             shards = shards_in(shards[0], merged.inputs, merged.columns)
@@ -230,7 +240,7 @@ class Reducer:
 
 
 class _Launch(NamedTuple):
-    """Reductions of ``members`` that are issued together: one for each, or one for all that are ``merged``."""
+    """Reductions of ``members`` that are issued together: one for each segment, or one for all that are ``merged``."""
 
     members: Sequence[Contribution]
     inputs: list[torch.Tensor]
@@ -239,6 +249,8 @@ class _Launch(NamedTuple):
     merged: MergedInput | None = None
     result: torch.Tensor | None = None
     """The memory that ``results`` are ranges of, where replicas add it up."""
+    shards: Sequence[torch.Tensor] = ()
+    """The result of each member; empty where these are ``results``."""
 
     def start(self) -> Work:
         for each in self.members:
@@ -408,6 +420,8 @@ def joined(copies: Sequence[Copies]) -> Copies:
 
 def copies_into(buffer: FlatBuffer, gradients: list[torch.Tensor | None], *, some_in_place: bool = False) -> Copies:
     """The copies of ``gradients`` that ``buffer`` lacks, one a view: None for zeros; some may be computed in place."""
+    if buffer.ranked:
+        gradients = buffer.rank_by_rank(gradients)
     zeroed, present = list(buffer.gaps), [gradient for gradient in gradients if gradient is not None]
     if len(present) == len(gradients) and not some_in_place:
         return Copies(zeroed, buffer.views, present, [])
@@ -442,10 +456,18 @@ class MergedInput:
             self.flat = torch.empty(ranks * self.numel, dtype=inputs[0].dtype, device=inputs[0].device)
             rows = self.flat.view(ranks, self.numel)
             columns = torch.split(rows, self.columns, dim=1)
-            places = [each[:, : of.layout.shard_numel] for each, of in zip(columns, inputs, strict=True)]
-            parts = [each.flat.view(ranks, -1) for each in self._buffers]
+            pairs = list(zip(columns, (each.layout for each in inputs), strict=True))
+            shards = [column[:, : layout.shard_numel] for column, layout in pairs]
+            # Slices of segments side by side, as they lie in a shard.
+            places = [
+                place
+                for shard, (_, layout) in zip(shards, pairs, strict=True)
+                for place in ([shard.narrow(1, each.start, each.numel) for each in layout.segments] or [shard])
+            ]
+            parts = [part.view(ranks, -1) for each in self._buffers for part in each.parts]
             # Zeros cost one operation more.
-            gaps = [each[:, of.layout.shard_numel :] for each, of in zip(columns, inputs, strict=True)] if clean else []
+            gaps = [column[:, layout.shard_numel :] for column, layout in pairs] if clean else []
+            gaps += [column.narrow(1, *pad) for column, layout in pairs for pad in layout.pads()]
             self._gaps = [gap for gap in gaps if gap.numel()]
             if ranks <= thresholds.ROWS_TOGETHER:
                 # Row by row both sides are contiguous, which is what one launch for all of them needs.

@@ -26,7 +26,7 @@ from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown
-from .gather import FlatBuffer, GatherRecord
+from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
 from .gradients import Gradients, write_directly
 from .parameters import FlatMaster, MasterViews, Originals
 from .peers import Audit
@@ -273,6 +273,7 @@ class Unit:
                 self.wire,
                 self.observers,
                 self.places,
+                slices_of(self.master, self.layout),
             )
 
     def _bind(self, buffer: FlatBuffer) -> None:
@@ -448,7 +449,8 @@ class Unit:
         sent = None if self.parks or self.wire is not None else self.master
         assert self.step is not None
         with self.step.recorder.during("comparison of a gather", (self.spec,), self.step.phase is Phase.BACKWARD):
-            audit.compare_gathered(among, self.name, self.buffer.flat, self.buffer.own, sent)
+            own = shard_in(self.buffer.flat, self.layout, self.ranks.shard_rank)
+            audit.compare_gathered(among, self.name, self.buffer.flat, own, sent)
 
     def show(self) -> None:
         """Let modules see whole parameters."""

@@ -23,6 +23,7 @@ from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, modules_in
 from ..planning.units import PlannedModule
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
+from ..runtime.gather import piece_in, view_of
 from ..runtime.guards import IdleCallGuard, RegistrationGuard, refuse_copies
 from ..runtime.hooks import ForwardHooks
 from ..runtime.module_state import ModuleState, merge_on_use
@@ -340,6 +341,10 @@ def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, ranks: UnitRanks
         for piece in layout.pieces(ranks.shard_rank):
             slot = layout.slots[piece.slot]
             source = group[piece.slot].original.detach()
+            if slot.dim:
+                part = piece_in(source, slot, piece.start, piece.stop)
+                view_of(master, tuple(part.shape), part.stride(), piece.shard_offset).copy_(part)
+                continue
             if source.stride() != slot.stride:
                 source = source.contiguous()
             elements = source.as_strided((slot.numel,), (1,), source.storage_offset())[piece.start : piece.stop]

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..interfaces import Collectives
+from ..planning.layout import Slot
 from ..planning.plan import ManagedParameter
 from ..planning.units import PlannedModule
 from ..planning.values import VALUES, difference_text, dimension_names
@@ -174,11 +175,19 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
         rows.append([title, *sorted(_parameter(parameter) for parameter in group)])
         if even:
             places = [
-                [parameter.names[0], slot.offset, "rows" if slot.by_rows else "elements"]
+                [
+                    parameter.names[0],
+                    slot.offset,
+                    f"dim {slot.dim}" if slot.dim else "rows" if slot.by_rows else "elements",
+                ]
                 for parameter, slot in zip(group, unit.layout.slots, strict=True)
             ]
-            rows.append([title, ["slices", unit.layout.shard_numel], ["places", *places]])
+            rows.append([title, ["slices", *unit.layout.slices], ["places", *places]])
     return rows
+
+
+def _cut_between(slot: Slot) -> str:
+    return f"indices of dimension {slot.dim}" if slot.dim else "rows" if slot.by_rows else "elements"
 
 
 def _parameter(parameter: ManagedParameter) -> list[Any]:

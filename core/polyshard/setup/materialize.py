@@ -17,7 +17,7 @@ from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter, ModuleParameters
 from ..planning.units import PlannedModule, PlannedUnit
 from ..planning.values import send_from_first, send_over_copies
-from ..runtime.gather import view_of
+from ..runtime.gather import shard_in, view_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -144,9 +144,7 @@ def materialize(
                 if from_first:
                     _send_parameters(owner, _values(owner, flats), ranks, device)
                 masters[owner.name] = [
-                    flat
-                    if ranks.owner is None
-                    else flat.narrow(0, ranks.shard_rank * layout.shard_numel, layout.shard_numel).clone()
+                    flat if ranks.owner is None else shard_in(flat, layout, ranks.shard_rank).clone()
                     for layout, flat in zip((unit.layout for unit in owner.units), flats, strict=True)
                 ]
             else:
