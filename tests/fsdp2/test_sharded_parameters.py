@@ -21,6 +21,7 @@ from fsdp2_models import (
     loss_of,
     make,
     parallel,
+    seen,
     shard_all,
     square_of,
     train,
@@ -38,22 +39,6 @@ MESHES = {
     "replicate, tensor": (4, (2, 1, 2)),
     "replicate of one, tensor": (4, (1, 2, 2)),
 }
-
-
-def seen(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Of each parameter what its user sees."""
-    states = optimizer.state if optimizer is not None else {}
-    return {
-        name: [
-            type(parameter) is nn.Parameter,
-            isinstance(parameter, nn.Parameter),
-            parameter.requires_grad,
-            parameter.numel(),
-            *copied([parameter, parameter.grad, dict(states.get(parameter, {}))]),
-            as_whole(parameter.detach()),
-        ]
-        for name, parameter in model.named_parameters()
-    }
 
 
 def _shown(face: ModuleType, mesh: tuple[int, ...]) -> Any:
@@ -143,7 +128,9 @@ def initialised_by_loops(face: ModuleType) -> Any:
             parameter.mul_(0.5).add_(0.25)
         model.head.weight.data.fill_(0.1)
         model.norm.weight.to_local().fill_(2.0)
-        model.blocks[0].up.bias.copy_(distribute_tensor(torch.arange(49.0).double(), cpu_mesh(), model.norm.bias.placements))
+        model.blocks[0].up.bias.copy_(
+            distribute_tensor(torch.arange(49.0).double(), cpu_mesh(), model.norm.bias.placements)
+        )
     found += [loss_of(model, next(batches(1))).item(), train(model, 2), seen(model)]
     model.blocks[1].norm.reset_parameters()
     nn.init.zeros_(model.blocks[1].down.weight)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-from torch import nn
 from parity import seed_all
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -218,12 +218,12 @@ class Mlps(nn.Module):
         return torch.tanh(self.head(x))
 
 
-def parallel(face: ModuleType, *shape: int, **settings: Any) -> Mlps:
+def parallel(face: ModuleType, *shape: int, seed: int = 0, **settings: Any) -> Mlps:
     """Two blocks and a head over a mesh of 1 (shard), 2 (replicate, shard) or 3 (replicate, shard, tensor) dimensions.
 
     The last one cuts each layer before it is sharded. A replicate dimension of 0 is none.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Mlps().double()
     names = ("replicate", "shard", "tensor") if len(shape) > 1 else ("shard",)
     sizes = {name: size for name, size in zip(names, shape, strict=False) if size}
@@ -254,3 +254,19 @@ def square_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def copied(found: Any) -> Any:
     """What training changes no more."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), found)
+
+
+def seen(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Of each parameter what its user sees."""
+    states = optimizer.state if optimizer is not None else {}
+    return {
+        name: [
+            type(parameter) is nn.Parameter,
+            isinstance(parameter, nn.Parameter),
+            parameter.requires_grad,
+            parameter.numel(),
+            *copied([parameter, parameter.grad, dict(states.get(parameter, {}))]),
+            as_whole(parameter.detach()),
+        ]
+        for name, parameter in model.named_parameters()
+    }
