@@ -241,7 +241,9 @@ def settings_of_torch_are_taken(face: ModuleType) -> Any:
         offload_policy=theirs.CPUOffloadPolicy(pin_memory=False),
         shard_placement_fn=lambda _: Shard(0),
     )
-    return model.blocks[0](torch.randn(2, WIDTH)), seen(model.blocks[0])
+    out = model.blocks[0](torch.randn(2, WIDTH))
+    out.sum().backward()
+    return out, seen(model.blocks[0])
 
 
 def test_settings_have_the_fields_of_torch() -> None:

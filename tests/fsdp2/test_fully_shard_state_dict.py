@@ -185,7 +185,8 @@ def loading_dtensors(face: ModuleType) -> Any:
             name: distribute_tensor(value, cpu_mesh(), [Shard(0)]) if name != "scale" else value
             for name, value in whole.items()
         }
-        model.load_state_dict(state, assign=assign)
+        # Torch's parameters take up the memory of what is assigned.
+        model.load_state_dict(copied(state), assign=assign)
         found += [wholes(model), [now is then for now, then in zip(model.parameters(), before, strict=True)]]
         found += [train(model, 2), seen(model)]
         answer = model.load_state_dict({"norm.weight": state["norm.weight"]}, strict=False)

@@ -55,13 +55,14 @@ def _local(rank: int, mesh: tuple[int, ...]) -> None:
             gradient: Any = parameter.grad
             assert own.grad is not None
             assert torch.equal(own.grad, gradient.to_local())
-        norms = [as_whole(torch.nn.utils.clip_grad_norm_(each, 1e-2)) for each in (list(placed.parameters()), held)]
+        # So large a bound that nothing is scaled: norms are added up in another order.
+        norms = [as_whole(torch.nn.utils.clip_grad_norm_(each, 1e9)) for each in (list(placed.parameters()), held)]
         same(norms[1], norms[0], rtol=1e-12, atol=0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         for one, other in zip(plain.state_dict().values(), placed.state_dict().values(), strict=True):
-            same(one.to_local(), other.to_local(), rtol=1e-12, atol=1e-15)
+            assert torch.equal(one.to_local(), other.to_local())
 
 
 @pytest.mark.parametrize(("world_size", "mesh"), [(3, (3,)), (4, (2, 2)), (4, (0, 2, 2))])
@@ -73,7 +74,7 @@ def plain_parameters_of_models_that_change(rank: int) -> None:
     """On the meta device, with a gradient already, of an inner module, loaded and written to afterwards."""
     with torch.device("meta"):
         hollow = parallel(OURS, dist.get_world_size())
-    with pytest.raises(RuntimeError, match=r"local_parameters\(\)"):
+    with pytest.raises(RuntimeError, match="materialized from meta device"):
         polyshard.local_parameters(hollow)
     model = shard_all(OURS, make())
     loss_of(model, next(batches(1))).backward()
@@ -85,7 +86,8 @@ def plain_parameters_of_models_that_change(rank: int) -> None:
     held = polyshard.local_parameters(model)
     with torch.no_grad():
         model.head.weight.fill_(2.0)
-    assert all((each == 2.0).all() for each in held if each.shape[1:] == (WIDTH,) and each.shape[0] in (8, 9))
+    names = [name for name, _ in model.named_parameters()]
+    assert (held[names.index("head.weight")] == 2.0).all()
     model.load_state_dict(shard_all(OURS, make()).state_dict())
     same(copied(wholes(model)), dict(make().state_dict()))
     before = train(shard_all(OURS, make()), 1)
