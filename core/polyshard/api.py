@@ -199,7 +199,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     Of a model that ``polyshard_fsdp2.fully_shard`` sharded, whose ``model.parameters()`` are ``DTensor``: the same
     memory as plain tensors, ``(rows, ...)``, for which an optimizer takes a fraction of the host time. Gradients arrive
     in these parameters' ``.grad`` from now on, and ``.grad`` of ``model.parameters()`` stays None. Of other sharded
-    models these are ``model.parameters()``. Parameters outside of units come last, as they are.
+    models, and outside of units, these are ``model.parameters()``, and so is the order.
 
     Raises:
         StateError: ``model`` is not the outermost sharded module, its parameters have no memory yet, or one has a
@@ -207,9 +207,11 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     """
     root = outermost_root(model, "local_parameters()")
     root.adopt_changes()
-    found = [parameter for unit in root.units for parameter in unit.local_parameters()]
-    managed = {held for unit in root.units for slot in range(len(unit.parameters)) for held in unit.held_for(slot)}
-    return found + [parameter for parameter in model.parameters() if parameter not in managed]
+    plain: dict[nn.Parameter, nn.Parameter] = {}
+    for unit in root.units:
+        for slot, local in enumerate(unit.local_parameters()):
+            plain.update(dict.fromkeys(unit.held_for(slot), local))
+    return [plain.get(parameter, parameter) for parameter in model.parameters()]
 
 
 def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[None]:

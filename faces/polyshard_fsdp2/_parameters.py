@@ -180,6 +180,8 @@ class PlacedUnit(Unit):
             root.registrations.parameters_replaced()
         if self.prepared:
             self._bind(self.buffer)
+        if not self.is_local:
+            self.gradients.set_targets(self.views.gradient_targets)
 
     def refuse_meta(self, call: str) -> None:
         """Raise if parameters are on the meta device.

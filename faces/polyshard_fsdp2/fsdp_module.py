@@ -276,7 +276,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         for state in states:
             for unit in state.units:
                 unit.reshard()
-        applied = cast("Any", super())._apply(fn, recurse)
+        applied = cast("Any", super(torch_fsdp.FSDPModule, self))._apply(fn, recurse)
         for state in states:
             state.take_over()
         return applied

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import polyshard_fsdp2
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from parity import seed_all
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
+#: ``FSDP2_FACE=torch.distributed.fsdp`` runs the tests over torch twice: what fails then is wrong in the test.
+OURS: ModuleType = importlib.import_module(os.environ.get("FSDP2_FACE", "polyshard_fsdp2"))
 #: Both have the same names.
-FACES: tuple[ModuleType, ModuleType] = (torch.distributed.fsdp, polyshard_fsdp2)
-OURS = polyshard_fsdp2
+FACES: tuple[ModuleType, ModuleType] = (torch.distributed.fsdp, OURS)
 WIDTH, WORDS = 12, 17
 
 
@@ -149,3 +156,117 @@ def both(run: Callable[[ModuleType], tuple[Sequence[float], dict[str, torch.Tens
     same(ours[0], theirs[0], **tolerance)
     assert list(ours[1]) == list(theirs[1])
     same(ours[1], theirs[1], **tolerance)
+
+
+def beside_torch(rank: int, body: Callable[..., Any], *args: Any, **tolerance: float) -> None:
+    """``body(face, *args)`` finds the same over torch and over ours."""
+    found = []
+    for face in FACES:
+        seed_all(0)
+        warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support on cpu")
+        found.append(body(face, *args))
+    alike(found[1], found[0], **tolerance)
+
+
+def alike(ours: Any, theirs: Any, where: str = "", **tolerance: float) -> None:
+    """What was found is the same: ``DTensor``s of one mesh, placement and piece, tensors to 1e-12 in fp64."""
+    if isinstance(theirs, (Mapping, dict)):
+        assert list(ours) == list(theirs), where
+        for key in theirs:
+            alike(ours[key], theirs[key], f"{where}.{key}", **tolerance)
+    elif isinstance(theirs, (list, tuple)) and not isinstance(theirs, torch.Size):
+        assert len(ours) == len(theirs), where
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            alike(one, other, f"{where}[{number}]", **tolerance)
+    elif isinstance(theirs, torch.Tensor):
+        assert type(ours) is type(theirs), f"{where}: {type(ours)}, {type(theirs)}"
+        for name in ("shape", "dtype", "requires_grad", "device"):
+            assert getattr(ours, name) == getattr(theirs, name), f"{where}.{name}"
+        if isinstance(theirs, DTensor):
+            assert (ours.placements, ours.device_mesh) == (theirs.placements, theirs.device_mesh), where
+            ours, theirs = ours.to_local(), theirs.to_local()
+        assert ours.stride() == theirs.stride(), where
+        close = {"rtol": 1e-12, "atol": 1e-12} if theirs.dtype is torch.float64 and not tolerance else tolerance
+        torch.testing.assert_close(ours, theirs, msg=lambda text: f"{where}: {text}", **close)
+    elif isinstance(theirs, float):
+        torch.testing.assert_close(ours, theirs, msg=lambda text: f"{where}: {text}", **tolerance)
+    else:
+        assert ours == theirs, where
+
+
+class Mlp(nn.Module):
+    """What tensor parallelism cuts evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return x + hidden
+
+
+class Mlps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.head = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return torch.tanh(self.head(x))
+
+
+def parallel(face: ModuleType, *shape: int, seed: int = 0, **settings: Any) -> Mlps:
+    """Two blocks and a head over a mesh of 1 (shard), 2 (replicate, shard) or 3 (replicate, shard, tensor) dimensions.
+
+    The last one cuts each layer before it is sharded. A replicate dimension of 0 is none.
+    """
+    torch.manual_seed(seed)
+    model = Mlps().double()
+    names = ("replicate", "shard", "tensor") if len(shape) > 1 else ("shard",)
+    sizes = {name: size for name, size in zip(names, shape, strict=False) if size}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if "tensor" in sizes:
+        head = ColwiseParallel(output_layouts=Replicate())
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(), "head": head}
+        parallelize_module(model, mesh["tensor"], plan)
+    over = mesh[tuple(name for name in sizes if name != "tensor")]
+    for module in (*model.blocks, model):
+        face.fully_shard(module, mesh=over, **settings)
+    return model
+
+
+def inputs(model: nn.Module, steps: int = 1) -> Iterator[torch.Tensor]:
+    """For ``parallel``: another one on each rank, but for those of one tensor parallel group."""
+    mesh = next(iter(model.state_dict().values())).device_mesh
+    tensor = mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1
+    random = torch.Generator().manual_seed(dist.get_rank() // tensor)
+    for _ in range(steps):
+        yield torch.randn(3, 12, generator=random, dtype=torch.float64)
+
+
+def square_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def copied(found: Any) -> Any:
+    """What training changes no more."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), found)
+
+
+def seen(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Of each parameter what its user sees."""
+    states = optimizer.state if optimizer is not None else {}
+    return {
+        name: [
+            type(parameter) is nn.Parameter,
+            isinstance(parameter, nn.Parameter),
+            parameter.requires_grad,
+            parameter.numel(),
+            *copied([parameter, parameter.grad, dict(states.get(parameter, {}))]),
+            as_whole(parameter.detach()),
+        ]
+        for name, parameter in model.named_parameters()
+    }
