@@ -151,6 +151,19 @@ def hidden_from_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return _disable_dynamo(function)
 
 
+def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``function``, which runs as it is, and what it calls, where a caller that is not compiled itself calls it.
+
+    Between ``nn.Module.compile`` and ``forward`` torch runs hooks as they stand, and compiles each as a graph of its own
+    where nothing forbids it. The public ``torch.compiler.disable`` would forbid it, but imports the compiler, and puts
+    two Python calls around every call of an eager step. This marks the code and costs nothing (torch 2.11 and 2.13).
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skipped = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skipped, skipped))  # type: ignore[attr-defined]
+    return function
+
+
 def may_compile() -> bool:
     """Whether torch.compile may be at work: its module takes a second to import, and nothing else needs it."""
     return "torch._dynamo" in sys.modules
