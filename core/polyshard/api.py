@@ -193,6 +193,25 @@ def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
     return flat + [parameter for parameter in model.parameters() if parameter not in managed]
 
 
+def local_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What to give to an optimizer that updates each element by itself: plain parameters of this rank's elements.
+
+    Of a model that ``polyshard_fsdp2.fully_shard`` sharded, whose ``model.parameters()`` are ``DTensor``: the same
+    memory as plain tensors, ``(rows, ...)``, for which an optimizer takes a fraction of the host time. Gradients arrive
+    in these parameters' ``.grad`` from now on, and ``.grad`` of ``model.parameters()`` stays None. Of other sharded
+    models these are ``model.parameters()``. Parameters outside of units come last, as they are.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module, its parameters have no memory yet, or one has a
+            gradient already.
+    """
+    root = outermost_root(model, "local_parameters()")
+    root.adopt_changes()
+    found = [parameter for unit in root.units for parameter in unit.local_parameters()]
+    managed = {held for unit in root.units for slot in range(len(unit.parameters)) for held in unit.held_for(slot)}
+    return found + [parameter for parameter in model.parameters() if parameter not in managed]
+
+
 def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[None]:
     """A context in which every parameter is whole, in its original shape and dtype, on every rank.
 

@@ -14,6 +14,7 @@ from .events import Events
 from .functions.lookup import live_roots
 from .functions.norms import clip_grad_norm
 from .functions.optimizers import replaced_parameters
+from .functions.torch_functions import follow
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from .planning.groups import UnitRanks
@@ -26,13 +27,15 @@ from .runtime.gradients import Gradients
 from .runtime.hooks import ForwardHooks, output_hook, pass_through_in
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder
-from .runtime.parameters import GradientTarget, MasterViews, Originals, become
+from .runtime.parameters import GradientTarget, MasterViews, Originals, become, part_of_master
 from .runtime.reduce import Copies, Reducer, ReductionInput
 from .runtime.root import Root, root_of
 from .runtime.step import Phase
 from .runtime.streams import CommStreams, streams_for
 from .runtime.unit import Reshard, Unit, UnitState, refuse_escape, unshard_due
+from .setup.build import Request
 from .setup.materialize import is_meta
+from .setup.shard import shard_module
 
 __all__ = [
     "MODULE_STATE_ATTRIBUTE",
@@ -53,6 +56,7 @@ __all__ = [
     "Phase",
     "Reducer",
     "ReductionInput",
+    "Request",
     "Reshard",
     "Root",
     "ShardedParameter",
@@ -68,6 +72,7 @@ __all__ = [
     "contiguous_stride",
     "dense_stride",
     "distinct_tensors",
+    "follow",
     "gather_whole",
     "in_backward",
     "is_dtensor",
@@ -80,6 +85,7 @@ __all__ = [
     "on_gradient",
     "output_hook",
     "own_part",
+    "part_of_master",
     "pass_through_in",
     "plain_parameter",
     "product",
@@ -87,6 +93,7 @@ __all__ = [
     "refuse_unshardable",
     "replaced_parameters",
     "root_of",
+    "shard_module",
     "streams_for",
     "unshard_due",
     "view_of",

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar, overload
 
-from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, ParameterError, StateError
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, is_dtensor, live_roots, refuse_unshardable, root_of
+import polyshard
+import torch
+from polyshard.errors import (
+    AlreadyShardedError,
+    ConfigAssertionError,
+    ConfigError,
+    ConfigTypeError,
+    ParameterError,
+    StateError,
+)
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._placed import Placed
+from ._parameters import Placed
 from ._settings import config_for, mesh_for, refuse_placements
 from ._state import STATE_ATTRIBUTE, Asked, State, state_of
 from .fsdp_module import FSDPModule, class_of
@@ -81,9 +91,30 @@ def fully_shard(
         ShardingError, RankMismatchError: as ``polyshard.fully_shard``.
     """
     modules = _modules(module)
-    over = mesh_for(mesh, dp_mesh_dims)
+    # Inside of a context for the meta device, the ranks of a mesh would be computed there.
+    with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+        _shard(
+            modules,
+            mesh_for(mesh, dp_mesh_dims),
+            reshard_after_forward,
+            shard_placement_fn,
+            mp_policy,
+            offload_policy,
+            frozenset(ignored_params or ()),
+        )
+    return module
+
+
+def _shard(
+    modules: Sequence[nn.Module],
+    over: DeviceMesh,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored: frozenset[nn.Parameter],
+) -> None:
     config = config_for(over, reshard_after_forward, mp_policy, offload_policy)
-    ignored = frozenset(ignored_params or ())
     shared = _shared(modules) - ignored
     for each in modules:
         _refuse_unreduced(each)
@@ -93,19 +124,14 @@ def fully_shard(
         refuse_placements(named.items(), shard_placement_fn)
     for each in modules:
         own = frozenset(parameter for parameter in each.parameters() if parameter in shared)
-        waits = any(parameter.is_meta for parameter in _unsharded_parameters(each, ignored | shared).values()) or any(
-            state is not None and state.waits for state in map(state_of, each.modules())
-        )
-        state = State(each, Asked(config, ignored | own, Placed.on(over)), waits, tuple(own))
-        if waits:
-            refuse_unshardable(each, ignored_parameters=ignored | own)
-            state.wait()
-        else:
-            state.cut()
+        state = State(each, Asked(config, ignored | own, Placed(over)), tuple(own))
+        state.cut()
         each.__dict__[STATE_ATTRIBUTE] = state
         kind: Any = type(each)
         each.__class__ = class_of(kind)
-    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -119,8 +145,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ConfigError(f"{type(module)} does not have a method {method_name}. Name a method that computes.")
-    state.methods.append(method_name)
-    state.apply()
+    if state.module_state is not None:
+        polyshard.register_forward_method(module, method_name)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
@@ -146,8 +172,9 @@ def _modules(module: object) -> list[nn.Module]:
                 "it one by one."
             )
         if isinstance(each, FSDPModule) or each in found:
-            raise AlreadyShardedError(
-                f"fully_shard has already been applied to this {type(each).__name__}. Call it once for each module."
+            raise ConfigAssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. This "
+                f"{type(each).__name__} was given to fully_shard before."
             )
         found.append(each)
     if not found:
@@ -193,16 +220,10 @@ def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter])
 def _refuse_unplaced(named: dict[str, nn.Parameter]) -> None:
     """Raise for parameters whose rows ``Shard(0)`` does not place."""
     for name, parameter in named.items():
-        if is_dtensor(parameter):
-            raise ParameterError(
-                f"fully_shard got the DTensor '{name}', whose state dict it could not place on both meshes. Shard the "
-                "model with polyshard.shard, which takes DTensors, or pass it in ignored_params."
-            )
         if parameter.ndim == 0:
             raise ParameterError(
-                f"fully_shard doesn't support scalar parameters, which have no rows: Shard(0) of '{name}' is nothing. "
-                "Change it to a 1D tensor with numel equal to 1, pass it in ignored_params, or shard the model with "
-                "polyshard.shard."
+                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1. Or pass "
+                "it in ignored_params, or shard the model with polyshard.shard."
             )
 
 

@@ -101,7 +101,7 @@ def refuse_placements(
     for name, parameter in named:
         if not parameter.is_contiguous():
             raise UnsupportedError(
-                f"fully_shard does not support non-contiguous parameters yet: '{name}' has shape "
+                f"FSDP does not support non-contiguous parameters yet: '{name}' has shape "
                 f"{tuple(parameter.shape)} and strides {parameter.stride()}. Make it contiguous, pass it in "
                 "ignored_params, or shard the model with polyshard.shard."
             )

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import polyshard
-import torch
 from polyshard.config import ShardConfig
 from polyshard.errors import StateError, UnshardedUseError, UnsupportedError
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, ModuleState, Reshard, Root, live_roots, root_of
+from polyshard.extension import (
+    MODULE_STATE_ATTRIBUTE,
+    ModuleState,
+    Request,
+    Reshard,
+    Root,
+    follow,
+    live_roots,
+    root_of,
+    shard_module,
+)
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ._dtensor_names import answer_for_dtensors
-from ._initialising import Initialising
-from ._optimizer_states import answer_optimizers
-from ._placed import Placed, remember
-from ._state_dicts import answer_state_dicts
+from ._parameters import Placed, PlacedUnit
 
 STATE_ATTRIBUTE = "_polyshard_fsdp2_state"
 
@@ -33,86 +39,92 @@ class Asked:
 
 @dataclass(eq=False)
 class State:
-    """Of one module. What is set before it has parameters in memory is applied once it has."""
+    """Of one module."""
 
     module: nn.Module
     asked: Asked
-    waits: bool
-    """Whether it is to be sharded once its parameters have memory."""
     left: tuple[nn.Parameter, ...] = ()
     """Parameters that a list of modules shares, which the call around all of them shards."""
     reshard: bool | None = None
     factor: float | None = None
-    methods: list[str] = field(default_factory=list)
-    initialising: Initialising | None = None
     hooks: list[RemovableHandle] = field(default_factory=list)
 
     @property
     def module_state(self) -> ModuleState | None:
-        """Its module state in the engine; None while it waits, and where it has no parameters."""
+        """Its module state in the engine; None where it has no parameters."""
         module_state: ModuleState | None = self.module.__dict__.get(MODULE_STATE_ATTRIBUTE)
         return module_state
 
+    @property
+    def units(self) -> Sequence[PlacedUnit]:
+        """Its units; none where it has no parameters."""
+        module_state = self.module_state
+        units = () if module_state is None else module_state.units
+        return [unit for unit in units if isinstance(unit, PlacedUnit)]
+
     def cut(self) -> None:
-        """Shard what in the module is not sharded yet; what was on the meta device gets memory, and no values."""
-        initializer = _leave_as_it_is if self.waits else None
-        self.waits = False
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        """Shard what in the module is not sharded yet."""
         if has_something(self.module, self.asked.ignored):
-            polyshard.fully_shard(
-                self.module, self.asked.config, initializer=initializer, ignored_parameters=self.asked.ignored
+            root = shard_module(
+                Request(
+                    self.module,
+                    self.asked.config,
+                    None,
+                    (),
+                    self.asked.ignored,
+                    composes=True,
+                    make_unit=partial(PlacedUnit, placed=self.asked.placed),
+                    stays_on_meta=True,
+                )
             )
-            module_state = self.module_state
-            assert module_state is not None
-            root = root_of(module_state)
             root.answers_state_dicts = True
-            for unit in module_state.units:
-                remember(unit, self.asked.placed)
-            answer_state_dicts(module_state.units)
-            answer_optimizers()
-            answer_for_dtensors()
-        self.apply()
+            if root.idle_guard is not None:
+                # What computes with DTensors between steps is right, or torch refuses it.
+                root.idle_guard.leave()
+                root.idle_guard = None
+            follow(root)
+            self._answer_state_dicts()
         if self.left:
             self.hooks.append(self.module.register_forward_pre_hook(self._refuse_left, prepend=True))
 
-    def wait(self) -> None:
-        """Refuse forwards until the parameters have memory."""
-        self.hooks.append(self.module.register_forward_pre_hook(self._refuse_meta, prepend=True))
-
     def apply(self) -> None:
         """Let the units do what was set."""
-        module_state = self.module_state
-        if module_state is None:
-            return
-        for unit in module_state.units:
+        for unit in self.units:
             if self.reshard is not None and unit.ranks.owner is not None:
                 unit.reshard_policy = Reshard.ALWAYS if self.reshard else Reshard.NEVER
             if self.factor is not None:
-                ranks = unit.ranks.world.world_size
-                if unit.resident and self.factor != ranks:
+                ranks = unit.ranks.number
+                if unit.permanent and unit.ranks.alone and self.factor != ranks:
                     raise UnsupportedError(
                         f"set_gradient_divide_factor({self.factor}) on one rank: nothing reduces the gradients of "
                         f"'{unit.name}', which autograd leaves as they are. Divide the loss instead."
                     )
                 unit.gradients.scale = None if self.factor == ranks else ranks / self.factor
-        for name in self.methods:
-            polyshard.register_forward_method(self.module, name)
-        self.methods.clear()
 
-    def end_initialising(self) -> None:
-        """Nothing initialises the parameters any more."""
-        if self.initialising is not None:
-            self.initialising.end()
-            self.initialising = None
+    def take_over(self) -> None:
+        """Let what was done to the parameters from outside be what the units have."""
+        for unit in self.units:
+            unit.take_over()
 
-    def _refuse_meta(self, module: nn.Module, args: object) -> None:
-        names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-        raise StateError(
-            "FSDP parameters should be materialized from meta device before training, but the following were still on "
-            f"meta device: {names}\nCall to_empty(device=...) on the model, and then what initialises it."
+    def _answer_state_dicts(self) -> None:
+        holders = dict.fromkeys(
+            module for unit in self.units for parameter in unit.parameters for module, _ in parameter.sites
         )
+        for module in holders:
+            module.register_state_dict_pre_hook(self._before_save)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
+
+    def _before_save(self, *_: Any) -> None:
+        for unit in self.units:
+            unit.conceal()
+
+    def _before_load(self, *_: Any) -> None:
+        for unit in self.units:
+            unit.reshard()
+
+    def _after_load(self, *_: Any) -> None:
+        self.take_over()
 
     def _refuse_left(self, module: nn.Module, args: object) -> None:
         for parameter, found in zip(self.left, live_roots.find(self.left), strict=True):
@@ -133,6 +145,14 @@ def state_of(module: nn.Module) -> State | None:
     return state
 
 
+def states_in(module: nn.Module) -> Iterator[State]:
+    """What is known of ``module`` and of the modules inside it."""
+    for inner in module.modules():
+        state = state_of(inner)
+        if state is not None:
+            yield state
+
+
 def has_something(module: nn.Module, ignored: Collection[nn.Parameter]) -> bool:
     """Whether anything in ``module`` is, or is to be, sharded."""
     skipped = set(ignored)
@@ -145,25 +165,13 @@ def outermost(state: State, call: str) -> Root:
     """What drives the model that the module is the outermost sharded one of.
 
     Raises:
-        StateError: it is not, or has no memory yet.
+        StateError: it is not.
     """
     module_state = state.module_state
     if module_state is None or root_of(module_state).module_states[0] is not module_state:
-        why = "has nothing sharded yet" if module_state is None else f"is the inner one '{module_state.name}'"
+        why = "has nothing sharded" if module_state is None else f"is the inner one '{module_state.name}'"
         raise StateError(
             f"{call} must be called on the root FSDP module, but this {type(state.module).__name__} {why}. Call it on "
             "the module that was given to fully_shard last, around all others."
         )
     return root_of(module_state)
-
-
-def _leave_as_it_is(module: nn.Module) -> None:
-    """Whoever called ``to_empty`` initialises."""
-
-
-def target_device(fn: object) -> torch.device:
-    """Where ``fn``, which ``nn.Module._apply`` is given, puts a tensor from the meta device."""
-    assert callable(fn)
-    moved = fn(torch.empty(0, device="meta"))
-    assert isinstance(moved, torch.Tensor)
-    return moved.device

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
+from operator import attrgetter
 from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 #: Before ``torch.distributed.fsdp`` had FSDP2, it was imported from here; Transformers 5.23 and Lightning 2.6 still do.
 _OLDER = "torch.distributed._composable.fsdp"
+
+#: The local tensor of a ``DTensor`` itself, of which ``to_local`` gives views: assigned, the ``DTensor`` has another.
+local_tensor = attrgetter("_local_tensor")
 
 
 def places() -> list[ModuleType]:
@@ -22,3 +34,38 @@ def places() -> list[ModuleType]:
         except ModuleNotFoundError:
             continue
     return found
+
+
+def use_local_tensor(placed: torch.Tensor, local: torch.Tensor) -> None:
+    """Let ``placed``, a ``DTensor``, lie in the memory of ``local``: no public call changes what one is made of."""
+    placed._local_tensor = local  # type: ignore[attr-defined]
+
+
+def spec_of(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """What a ``DTensor`` is besides its local tensor: made once, for many of them."""
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A ``DTensor`` over ``local``. ``DTensor.from_local`` takes fifty times as long, for every gradient."""
+    make: Any = DTensor
+    made: DTensor = make(local, spec, requires_grad=False)
+    return made
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """``Shard(dim)`` of what dimensions of the mesh to the right have cut into ``split_factor`` parts before."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh with the dimensions of all ``meshes``, which are slices of one mesh."""
+    join: Any = DeviceMesh._concatenate
+    made: DeviceMesh = join(list(meshes))
+    return made

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
-from polyshard.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
-from polyshard.extension import Phase, Unit, is_meta, root_of, unshard_due
+import torch.distributed.fsdp as torch_fsdp
+from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
+from polyshard.extension import Phase, Unit, root_of, unshard_due
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ._initialising import Initialising, watch
-from ._placed import hollow_dtensor
-from ._state import State, outermost, state_of, target_device
+from ._state import State, outermost, state_of, states_in
 
 
-class UnshardHandle:
+class UnshardHandle(torch_fsdp.UnshardHandle):
     """What ``FSDPModule.unshard(async_op=True)`` returns."""
 
     def __init__(self, units: Sequence[Unit] = ()) -> None:
@@ -34,15 +32,16 @@ class UnshardHandle:
             unit.show()
 
 
-class FSDPModule:
+class FSDPModule(torch_fsdp.FSDPModule):
     """The methods of a module that was given to ``fully_shard``.
 
-    Those that say so do nothing, since the engine decides by itself what they are for.
+    Those that say so do nothing, since the engine decides by itself what they are for. Programs recognise such modules
+    by torch's class, which has no method here that this one lacks.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the class that the module had before: a slice of a ``Sequential`` is made by its class."""
-        original: Any = cls.__mro__[2]
+        original: Any = cls.__mro__[cls.__mro__.index(torch_fsdp.FSDPModule) + 1]
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
@@ -60,8 +59,9 @@ class FSDPModule:
             StateError: the parameters have no memory yet, or inside of ``polyshard.unsharded``.
         """
         state = _state(self)
-        _refuse_waiting(state, "unshard()")
-        state.end_initialising()
+        for each in state.units:
+            each.take_over()
+            each.refuse_meta("unshard()")
         module_state = state.module_state
         units = tuple(unit for unit in module_state.units if not unit.permanent) if module_state is not None else ()
         if module_state is not None and units:
@@ -92,7 +92,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Release the whole parameters of this module, and hold pieces again."""
+        """Release the whole parameters of this module, and hold sharded ones again."""
         module_state = _state(self).module_state
         if module_state is not None:
             for unit in module_state.units:
@@ -177,7 +177,7 @@ class FSDPModule:
         """Nothing: parameters are released after each backward."""
         _state(self)
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[torch_fsdp.FSDPModule]) -> None:
         """Nothing: the engine prefetches by the order that it recorded.
 
         Raises:
@@ -185,7 +185,7 @@ class FSDPModule:
         """
         _refuse_others(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[torch_fsdp.FSDPModule]) -> None:
         """Nothing, as ``set_modules_to_forward_prefetch``.
 
         Raises:
@@ -255,92 +255,27 @@ class FSDPModule:
         """
         _refuse_communication("set_all_reduce_hook")
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """``nn.Module.state_dict``, of ``DTensor`` where parameters are sharded. Nothing is communicated.
-
-        Of parameters on the meta device, which are not sharded yet, these are on the meta device too.
-        """
-        state = _state(self)
-        found = cast("Any", super()).state_dict(*args, **kwargs)
-        if state.waits:
-            # Inner ones have answered for theirs.
-            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            for name, parameter in cast("nn.Module", self).named_parameters(remove_duplicate=False):
-                value = found.get(prefix + name)
-                if value is not None and parameter not in state.asked.ignored and not isinstance(value, DTensor):
-                    found[prefix + name] = hollow_dtensor(state.asked.placed, value)
-        return found
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """``nn.Module.load_state_dict``, of such ``DTensor`` or of whole tensors, of which each rank keeps its part.
-
-        With ``assign`` parameters on the meta device get memory for it, and are sharded; buffers that ``state_dict``
-        does not have stay there.
-
-        Raises:
-            StateError: the parameters have no memory yet and ``assign`` is False, or a tensor is none of these.
-        """
-        module = cast("nn.Module", self)
-        waiting = [state for state in _states(self, True) if state.waits]
-        if not waiting:
-            return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
-        missing = [name for name, each in module.named_parameters() if each.is_meta and name not in state_dict]
-        if not assign or missing:
-            why = f"'{missing[0]}' and {len(missing) - 1} more are not in it" if missing else "assign=True is not given"
-            raise StateError(
-                f"load_state_dict() of this {type(self).__name__}, whose parameters are on the meta device, would "
-                f"leave some without values: {why}. Call to_empty(device=...) first, or give all with assign=True."
-            )
-        hollow = [(inner, key) for inner in module.modules() for key, each in inner._buffers.items() if is_meta(each)]
-        before = {(inner, key): inner._buffers[key] for inner, key in hollow}
-        device = waiting[0].asked.config.device
-        module.to_empty(device=device or "cpu")
-        for (inner, key), buffer in before.items():
-            inner._buffers[key] = buffer
-        return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
-
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        module = cast("nn.Module", self)
-        waiting = [state for state in _states(self, True) if state.waits]
-        if waiting and recurse and target_device(fn).type != "meta":
-            _give_memory(module, waiting, fn)
-            return self
-        for state in _states(self, recurse):
-            state.end_initialising()
-        return cast("Any", super())._apply(fn, recurse)
+        states = list(states_in(cast("nn.Module", self)))
+        for state in states:
+            for unit in state.units:
+                unit.reshard()
+        applied = cast("Any", super())._apply(fn, recurse)
+        for state in states:
+            state.take_over()
+        return applied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise StepAssertionError(
+            f"FSDP does not support deepcopy. Please use state dict for serialization. Copy this {type(self).__name__} "
+            "before fully_shard."
+        )
 
 
 @cache
 def class_of(original: Any) -> Any:
     """The subclass of ``original`` that its modules get: the same for all of them."""
     return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
-
-
-def _give_memory(module: nn.Module, waiting: Sequence[State], fn: Callable[..., Any]) -> None:
-    """Shard what waits inside ``module``, without values, and let whoever initialises it see whole parameters."""
-    hollow = [inner for inner in module.modules() if any(is_meta(each) for each in inner._parameters.values())]
-    watched = watch(hollow)
-    # From the inside out.
-    for state in reversed(waiting):
-        state.cut()
-    module_states = [state.module_state for state in waiting if state.module_state is not None]
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for inner in module.modules():
-        tensors: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
-        for held in tensors:
-            for key, tensor in list(held.items()):
-                if tensor is None or not tensor.is_meta:
-                    continue
-                # Ignored ones, which may be at several places.
-                if tensor not in made:
-                    filled = fn(tensor)
-                    if isinstance(tensor, nn.Parameter):
-                        filled = nn.Parameter(filled, tensor.requires_grad)
-                    made[tensor] = filled
-                held[key] = made[tensor]
-    initialising = Initialising(module_states, watched)
-    for state in waiting:
-        state.initialising = initialising
 
 
 def _state(module: FSDPModule) -> State:
@@ -351,18 +286,10 @@ def _state(module: FSDPModule) -> State:
 
 
 def _states(module: FSDPModule, recurse: bool) -> Iterator[State]:
-    for inner in cast("nn.Module", module).modules() if recurse else (cast("nn.Module", module),):
-        state = state_of(inner)
-        if state is not None:
-            yield state
-
-
-def _refuse_waiting(state: State, call: str) -> None:
-    if state.waits:
-        raise StateError(
-            f"{call} needs parameters, but those of this {type(state.module).__name__} are on the meta device. Call "
-            "to_empty(device=...) on the model first."
-        )
+    if recurse:
+        yield from states_in(cast("nn.Module", module))
+    else:
+        yield _state(module)
 
 
 def _refuse_others(modules: Iterable[object]) -> None:

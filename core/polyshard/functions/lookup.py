@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..planning.layout import product
-from ..planning.parts import TensorPart
+from ..planning.parts import TensorPart, is_dtensor
 from ..runtime.root import Root
 from ..runtime.unit import Unit
 
@@ -69,9 +69,10 @@ class LiveRoots:
     def add(self, root: Root) -> None:
         """Find the parameters of ``root`` from now on."""
         places = {
-            id(parameter.original): (number, slot)
+            id(held): (number, slot)
             for number, unit in enumerate(root.units)
-            for slot, parameter in enumerate(unit.parameters)
+            for slot in range(len(unit.parameters))
+            for held in unit.held_for(slot)
         }
         with self._lock:
             self._places[root] = places
@@ -100,12 +101,20 @@ class LiveRoots:
                     number, slot = place
                     unit = root.units[number]
                     # An id outlives its object.
-                    if unit.parameters[slot].original is tensor:
+                    if any(held is tensor for held in unit.held_for(slot)):
                         found[index] = ParameterLocation(root, unit, slot, (age, number))
                 elif key in flats:
                     number = flats[key]
                     found[index] = ParameterLocation(root, root.units[number], None, (age, number))
         return found
+
+    def find_pieces(self, tensors: Sequence[torch.Tensor]) -> list[ParameterLocation | None]:
+        """As ``find``, but None for a ``DTensor``, which torch's functions are right for by themselves."""
+        found = self.find(tensors)
+        return [
+            None if each is not None and is_dtensor(tensor) else each
+            for each, tensor in zip(found, tensors, strict=True)
+        ]
 
     def around(self, tensors: Sequence[torch.Tensor]) -> Root | None:
         """The first root whose model has one of ``tensors`` outside of its units; None for no such root."""

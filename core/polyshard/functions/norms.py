@@ -21,7 +21,7 @@ from .. import _torch_private
 from ..errors import ConfigError, NonFiniteError, RankMismatchError
 from ..interfaces import Collectives, ReduceOp
 from ..planning.groups import UnitRanks
-from ..planning.parts import is_dtensor, local_of
+from ..planning.parts import gradient_of, is_dtensor, local_of
 from ..runtime.root import Root
 from ..runtime.unit import Unit
 
@@ -51,9 +51,9 @@ def clip_grad_norm(
             ranks, copies = unit.ranks, unit.copies
             groups = groups_of(held, unit)
         if len(groups) == 1:
-            groups[0] += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
+            groups[0] += [each for each in map(gradient_of, unit.receivers) if each is not None]
         else:
-            count_parts(groups, unit, ((slot, receiver.grad) for slot, receiver in unit.slots_of_receivers()))
+            count_parts(groups, unit, ((slot, gradient_of(receiver)) for slot, receiver in unit.slots_of_receivers()))
     outside = [parameter for parameter in module.parameters() if parameter not in managed]
     trained = [parameter for parameter in outside if parameter.requires_grad or parameter.grad is not None]
     for parameter in trained:
@@ -361,7 +361,7 @@ def _refuse_not_finite(root: Root, total: torch.Tensor, outside: Sequence[nn.Par
 
 
 def _all_finite(parameters: Iterable[torch.Tensor]) -> bool:
-    return all(bool(each.grad.isfinite().all()) for each in parameters if each.grad is not None)
+    return all(bool(each.isfinite().all()) for each in map(gradient_of, parameters) if each is not None)
 
 
 def _over(everyone: Everyone, power: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -86,7 +86,7 @@ class OptimizerCheck:
         for group in optimizer.param_groups:
             if _leaves_zeros_alone(optimizer, group):
                 continue
-            for found in self._live.find(group["params"]):
+            for found in self._live.find_pieces(group["params"]):
                 if found is None or found.slot is not None or found.parameter.grad is None:
                     continue
                 unit, unfilled = found.unit, found.unit.gradients.unfilled
@@ -114,7 +114,8 @@ class OptimizerCheck:
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
         found = [
-            [each for each in self._live.find(group["params"]) if each is not None] for group in optimizer.param_groups
+            [each for each in self._live.find_pieces(group["params"]) if each is not None]
+            for group in optimizer.param_groups
         ]
         for each in (each for group in found for each in group):
             if each.root.replaced is not None:

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..interfaces import ReduceOp
+from ..planning.parts import is_dtensor
 from ..runtime.activation_checkpoint import Checkpointed
 from ..runtime.guards import forget_registrations
 from ..runtime.root import Root
@@ -150,7 +151,7 @@ class GradientUtilities:
         if not given and isinstance(parameters, GeneratorType):
             # Torch warns of those.
             return self._clip((tensor for tensor in given), max_norm, norm_type, error_if_nonfinite, foreach)
-        found = live_roots.find(given)
+        found = live_roots.find_pieces(given)
         given, found = _as_flat(given, found)
         gradients = [tensor.grad for tensor in given]
         if _spans_ranks(found):
@@ -182,7 +183,7 @@ class GradientUtilities:
             StateError: some gradients of a sharded model are given and others are not.
         """
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        found = live_roots.find(given)
+        found = live_roots.find_pieces(given)
         for index, each in enumerate(found):
             if each is not None and each.root.unsharded:
                 # Whole on every rank, as long as this lasts.
@@ -208,7 +209,9 @@ class GradientUtilities:
             ConfigError: gradients are fp16, which torch does not unscale.
         """
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found = sorted((each for each in live_roots.find(given) if each is not None), key=lambda each: each.order)
+        found = sorted(
+            (each for each in live_roots.find_pieces(given) if each is not None), key=lambda each: each.order
+        )
         units = list(dict.fromkeys(each.unit for each in found))
         root = found[0].root if found else live_roots.around(given)
         if root is None:
@@ -308,7 +311,7 @@ class GradientUtilities:
             for number, unit in enumerate(root.units):
                 for slot, receiver in () if unit.ranks.alone and unit.ranks.alike else unit.slots_of_receivers():
                     gradient = receiver.grad
-                    if gradient is None:
+                    if gradient is None or is_dtensor(gradient):
                         continue
                     index = wanted.get((gradient.data_ptr(), gradient.numel()))
                     if index is not None:
@@ -554,4 +557,4 @@ def _refuse_pieces(call: str, tensors: Iterable[torch.Tensor], instead: str) -> 
 def _first(
     tensors: Iterable[torch.Tensor], counts: Callable[[ParameterLocation], bool] = lambda _: True
 ) -> ParameterLocation | None:
-    return next((each for each in live_roots.find(list(tensors)) if each is not None and counts(each)), None)
+    return next((each for each in live_roots.find_pieces(list(tensors)) if each is not None and counts(each)), None)

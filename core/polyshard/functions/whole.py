@@ -19,6 +19,7 @@ from torch import nn
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError
 from ..planning.parts import is_dtensor, local_of
+from ..planning.plan import ManagedParameter
 from ..runtime.gather import view_of
 from ..runtime.parameters import become
 from ..runtime.root import Root
@@ -70,13 +71,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
                 write_back(unit, flat)
     finally:
         refusals.close()
-        for unit in flats:
-            for parameter in unit.parameters:
-                for module, key in parameter.sites:
-                    # A removed parameter stays removed: the next forward raises for it.
-                    if key in module._parameters:
-                        module._parameters[key] = parameter.original
-            unit.originals.expose()
+        _show_originals(flats)
         root.unsharded = False
 
 
@@ -93,11 +88,10 @@ def whole_on_this_rank(root: Root, values: Mapping[str, torch.Tensor]) -> Iterat
     try:
         for unit in root.units:
             for parameter in unit.parameters:
-                become(parameter.original, values[parameter.names[0]])
+                _show_whole(parameter, values[parameter.names[0]])
         yield
     finally:
-        for unit in root.units:
-            unit.originals.expose()
+        _show_originals(root.units)
         root.unsharded = False
 
 
@@ -158,13 +152,29 @@ def _expose_whole(unit: Unit) -> torch.Tensor:
             flat = flat.clone()
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
             view = view_of(flat, slot.shape, slot.stride, slot.offset)
-            become(parameter.original, view)
-            if parameter.part is not None:
-                # As tensor parallelism alone would show it.
-                shown = nn.Parameter(parameter.part.as_leaf(view), requires_grad=parameter.original.requires_grad)
-                for module, key in parameter.sites:
-                    module._parameters[key] = shown
+            _show_whole(parameter, view if parameter.part is None else parameter.part.as_leaf(view))
     return flat
+
+
+def _show_whole(parameter: ManagedParameter, whole: torch.Tensor) -> None:
+    """Let modules see ``whole``: in the original itself, or where one of the two is a ``DTensor`` in its place."""
+    original = parameter.original
+    if not is_dtensor(original) and not is_dtensor(whole):
+        become(original, whole)
+        return
+    shown = nn.Parameter(whole, requires_grad=original.requires_grad)
+    for module, key in parameter.sites:
+        module._parameters[key] = shown
+
+
+def _show_originals(units: Iterable[Unit]) -> None:
+    for unit in units:
+        for parameter in unit.parameters:
+            for module, key in parameter.sites:
+                # A removed parameter stays removed: the next forward raises for it.
+                if key in module._parameters:
+                    module._parameters[key] = parameter.original
+        unit.originals.expose()
 
 
 def _refuse_gradient(parameter: torch.Tensor, name: str, rank: int, _: torch.Tensor) -> None:

@@ -149,6 +149,12 @@ def local_of(placed: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's elements of the gradient of ``parameter``, whether or not that is a ``DTensor``."""
+    gradient = parameter.grad
+    return local_of(gradient) if gradient is not None and is_dtensor(gradient) else gradient
+
+
 def plain_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of this rank's part of ``parameter``, a ``DTensor``, with the user's attributes of it."""
     local = local_of(parameter)

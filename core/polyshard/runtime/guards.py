@@ -197,6 +197,11 @@ class RegistrationGuard:
     def _sites(self) -> dict[tuple[nn.Module, str], ManagedParameter]:
         return {site: each for each in self._managed.values() for site in each.sites}
 
+    def parameters_replaced(self) -> None:
+        """Other objects are the parameters of units now."""
+        for known in ("_managed", "_sites"):
+            self.__dict__.pop(known, None)
+
     def note(self) -> None:
         """Note that something was registered in one of the modules."""
         self._changed = True

@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, ParameterMovedError, StateError, UnsupportedError
-from ..planning.layout import FlatLayout, Piece, product
+from ..planning.layout import FlatLayout, Piece, Slot, product
 from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
 from .gather import view_of
@@ -134,14 +134,7 @@ class Originals(MasterViews):
         self._trained = list(map(_is_trained, self.tensors))
 
     def _shard_of(self, index: int) -> torch.Tensor:
-        slot = self._layout.slots[index]
-        if self._whole:
-            return view_of(self._master, slot.shape, slot.stride, slot.offset)
-        piece = self._pieces.get(index)
-        if piece is None:
-            shape, _ = slot.shown(0)
-            return torch.empty(shape, dtype=self._master.dtype, device=self._master.device)
-        return view_of(self._master, *slot.shown(piece.numel), piece.shard_offset)
+        return part_of_master(self._master, self._layout.slots[index], self._pieces.get(index), whole=self._whole)
 
     def adopt_changes(self) -> bool:
         """Take over the user's changes since the last forward; returns whether any ``requires_grad`` changed.
@@ -240,6 +233,19 @@ class Originals(MasterViews):
         original.data = shard
         for module, key in parameter.sites:
             module._parameters[key] = original
+
+
+def part_of_master(master: torch.Tensor, slot: Slot, piece: Piece | None, *, whole: bool) -> torch.Tensor:
+    """This rank's ``piece`` of the parameter at ``slot``, over the memory of ``master``.
+
+    ``piece``: None where this rank has no element. ``whole``: the master is the whole unit.
+    """
+    if whole:
+        return view_of(master, slot.shape, slot.stride, slot.offset)
+    if piece is None:
+        shape, _ = slot.shown(0)
+        return torch.empty(shape, dtype=master.dtype, device=master.device)
+    return view_of(master, *slot.shown(piece.numel), piece.shard_offset)
 
 
 class FlatMaster:

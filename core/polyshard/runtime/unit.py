@@ -232,6 +232,14 @@ class Unit:
         """The parameters whose ``.grad`` the reduced gradient arrives in."""
         return self.originals.tensors if self.flat is None else (self.flat.parameter,)
 
+    def held_for(self, slot: int) -> tuple[torch.nn.Parameter, ...]:
+        """What the user may hold for the parameter at ``slot``, outside of compute."""
+        return (self.parameters[slot].original,)
+
+    def local_parameters(self) -> Sequence[torch.nn.Parameter]:
+        """Plain parameters over this rank's elements, in whose ``.grad`` gradients arrive from now on."""
+        return self.originals.tensors
+
     def slots_of_receivers(self) -> Iterator[tuple[int | None, torch.nn.Parameter]]:
         """``receivers``, each with its index in the layout; None of a flat one, which stands for all parameters."""
         receivers = self.receivers

@@ -46,6 +46,10 @@ class Request:
     ignored_parameters: Collection[nn.Parameter]
     composes: bool
     """Whether modules inside may be sharded already, and become part of the new root."""
+    make_unit: Callable[..., Unit] = Unit
+    """Makes each of its units: a face has a class of its own."""
+    stays_on_meta: bool = False
+    """Whether parameters and buffers on the meta device stay there until somebody gives them memory."""
 
     @property
     def owned_locally(self) -> frozenset[nn.Parameter]:
@@ -98,14 +102,16 @@ def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[]
     modules, device = plan.modules, plan.device
     undo = remember(modules, device)
     try:
-        masters = materialize(
-            modules,
-            lambda module: groups.of(module.lists, module.divisor),
-            device,
-            plan.request.initializer,
-            _whole_shapes(plan),
-            from_first=plan.request.config.sync_module_states,
-        )
+        masters: Masters = {}
+        if not plan.request.stays_on_meta:
+            masters = materialize(
+                modules,
+                lambda module: groups.of(module.lists, module.divisor),
+                device,
+                plan.request.initializer,
+                _whole_shapes(plan),
+                from_first=plan.request.config.sync_module_states,
+            )
         for each in modules:
             if each.parks:
                 masters[each.name] = _park(
@@ -142,7 +148,7 @@ def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
             made[each.module] = ModuleState(
                 each.name,
                 each.module,
-                _build_units(each, own, ranks, device, _reshard_policy(plan, each)),
+                _build_units(plan, each, own, ranks),
                 input_cast=each.input_cast,
                 output_cast=each.output_cast,
                 full_precision_in_eval=each.full_precision_in_eval,
@@ -284,9 +290,7 @@ def _park(
     return placed
 
 
-def _build_units(
-    module: PlannedModule, masters: list[torch.Tensor], ranks: UnitRanks, device: torch.device, reshard: Reshard
-) -> list[Unit]:
+def _build_units(plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor], ranks: UnitRanks) -> list[Unit]:
     """The units of one module: its parameters become views of ``masters`` (emptied), and let go of what they held."""
     if module.parent is not None:
         for inner in module.modules:
@@ -295,10 +299,11 @@ def _build_units(
     for rnn in recurrent:
         _torch_private.drop_rnn_references(rnn)
     masters.reverse()
+    reshard = _reshard_policy(plan, module) if ranks.owner is not None else Reshard.NEVER
     units = []
     for planned, group in zip(module.units, module.groups, strict=True):
         _replace_dtensors(group, ranks.world.rank)
-        unit = Unit(
+        unit = plan.request.make_unit(
             planned.spec,
             planned.layout,
             group,
@@ -307,7 +312,7 @@ def _build_units(
             planned.dtypes,
             module.plugins.caster,
             module.plugins.offload,
-            reshard=reshard if ranks.owner is not None else Reshard.NEVER,
+            reshard=reshard,
             wire=planned.wire,
             parks=planned.parked,
         )
@@ -317,7 +322,7 @@ def _build_units(
     for rnn in recurrent:
         rnn.__dict__.update(_torch_private.rnn_weights(rnn, rnn._parameters))
     for inner in module.modules:
-        place_buffers(inner, device, module.buffer_dtype)
+        place_buffers(inner, plan.device, module.buffer_dtype, keep_meta=plan.request.stays_on_meta)
     return units
 
 
@@ -335,6 +340,9 @@ def _replace_dtensors(group: Sequence[ManagedParameter], rank: int) -> None:
 
 
 def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, ranks: UnitRanks, device: torch.device) -> torch.Tensor:
+    if any(parameter.original.is_meta for parameter in group):
+        # It stays there until all of the group's parameters have memory.
+        device = torch.device("meta")
     with torch.inference_mode(False), torch.no_grad():
         master = torch.zeros(layout.shard_numel, dtype=group[0].original.dtype, device=device)
         for piece in layout.pieces(ranks.shard_rank):

@@ -430,10 +430,15 @@ def _few(values: torch.Tensor) -> Sequence[float]:
     return [round(value, 4) for value in values[:4].tolist()]
 
 
-def place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move the buffers that ``module`` holds directly to ``device``, floating-point ones also to ``dtype``."""
+def place_buffers(
+    module: nn.Module, device: torch.device, dtype: torch.dtype | None, *, keep_meta: bool = False
+) -> None:
+    """Move the buffers that ``module`` holds directly to ``device``, floating-point ones also to ``dtype``.
+
+    ``keep_meta``: those on the meta device stay there.
+    """
     for key, buffer in module._buffers.items():
-        if buffer is None:
+        if buffer is None or (keep_meta and buffer.is_meta):
             continue
         wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
         if buffer.is_meta:

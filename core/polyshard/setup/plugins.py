@@ -135,7 +135,11 @@ def world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
     parameters = parameters_to_shard(
         request.module, ignored_modules=request.ignored_modules, ignored_parameters=request.ignored_parameters
     )
-    others = list(dict.fromkeys(cast("DTensor", each).device_mesh for each in parameters if is_dtensor(each)))
+    # Those of modules that a face sharded before are of all its dimensions.
+    inside = () if not request.composes else request.module.parameters()
+    skipped = set(request.ignored_parameters)
+    found = (each for each in (*parameters, *inside) if is_dtensor(each) and each not in skipped)
+    others = list(dict.fromkeys(cast("DTensor", each).device_mesh for each in found))
     return world_mesh(mesh, others) if others or request.config.shard is not None else None
 
 

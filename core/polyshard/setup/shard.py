@@ -175,7 +175,9 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     divides = request.config.split_root and shards > 1
     owners = plan_modules(module, chosen, rank=rank, divides=divides, **ignored)
     own = {inner for owner in owners for inner in owner.modules}
-    refuse_uninitializable(owners, {inner: names[inner] for inner in names if inner in own}, request.initializer, rank)
+    if not request.stays_on_meta:
+        inside = {inner: names[inner] for inner in names if inner in own}
+        refuse_uninitializable(owners, inside, request.initializer, rank)
     _refuse_irreducible(owners, plugins.collectives)
     return owners
 

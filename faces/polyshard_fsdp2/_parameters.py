@@ -1,0 +1,441 @@
+"""The unit of a ``fully_shard`` call: its parameters and gradients are ``DTensor`` outside of compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
+from polyshard.extension import (
+    Bindings,
+    Gradients,
+    GradientTarget,
+    ManagedParameter,
+    MasterViews,
+    Root,
+    Shown,
+    Unit,
+    UnitState,
+    is_dtensor,
+    live_roots,
+    part_of_master,
+    replaced_parameters,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from . import _torch_private
+
+_is_trained = attrgetter("requires_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The mesh of one ``fully_shard`` call, and how parameters lie on it."""
+
+    mesh: DeviceMesh
+    """``[shard]``, or ``[replicate, shard]``."""
+
+    def spec_of(self, parameter: ManagedParameter, dim: int, whole: torch.Tensor) -> Any:
+        """The spec of ``parameter``, cut along ``dim``.
+
+        ``whole``: of its shape and strides, those of its local tensor where tensor parallelism cut it before.
+        """
+        part = parameter.part
+        if part is None:
+            placements: tuple[Placement, ...] = (Shard(dim),)
+            mesh, shape, stride = self.mesh, tuple(whole.shape), whole.stride()
+        else:
+            # The dimensions to the right cut first, so where they cut the same dimension these parts are strided.
+            factor = 1
+            for size, each in zip(part.mesh.shape, part.placements, strict=True):
+                factor *= size if each.is_shard(dim) else 1
+            cut = _torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+            placements = (cut, *part.placements)
+            mesh, shape, stride = _torch_private.joined_mesh([self.mesh, part.mesh]), part.shape, part.stride
+        if self.mesh.ndim == 2:
+            placements = (Replicate(), *placements)
+        return _torch_private.spec_of(mesh, placements, shape, stride, whole.dtype)
+
+
+class PlacedUnit(Unit):
+    """The unit of one ``fully_shard`` call.
+
+    Differs from the engine's own in what a user sees of it:
+
+    - Outside of compute modules hold ``DTensor`` parameters over this rank's elements, whose gradients are ``DTensor``.
+      Other modules' forwards see these too.
+    - Where parameters are kept after forward, modules hold the whole ones until backward or ``reshard()``.
+    - Parameters may be on the meta device, and be moved and cast, until the first forward.
+    """
+
+    def __init__(self, *args: Any, placed: Placed, **kwargs: Any) -> None:
+        self.placed = placed
+        #: Whether gradients arrive in the plain parameters.
+        self.is_local = False
+        super().__init__(*args, **kwargs)
+
+    @property
+    def resident(self) -> bool:
+        """Never: what computes is plain at every number of ranks."""
+        return False
+
+    def _make_originals(self) -> MasterViews:
+        return PlacedParameters(self)
+
+    @property
+    def views(self) -> PlacedParameters:
+        """What modules and optimizers hold."""
+        assert isinstance(self.originals, PlacedParameters)
+        return self.originals
+
+    def _make_bindings(self) -> Bindings:
+        return _PlacedBindings(self.parameters, self.leaves, guarded=False)
+
+    def _make_gradients(self) -> Gradients:
+        gradients = PlacedGradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
+        gradients.views = self.views
+        if self.is_local:
+            gradients.set_targets(self.views.local_targets)
+        return gradients
+
+    def held_for(self, slot: int) -> tuple[nn.Parameter, ...]:
+        return self.parameters[slot].original, self.views.locals[slot]
+
+    @property
+    def receivers(self) -> Sequence[nn.Parameter]:
+        if self.flat is not None or not self.is_local:
+            return super().receivers
+        return self.views.locals
+
+    def local_parameters(self) -> Sequence[nn.Parameter]:
+        if not self.is_local:
+            self.refuse_meta("local_parameters()")
+            for parameter in self.parameters:
+                if parameter.original.grad is not None:
+                    raise StateError(
+                        f"'{parameter.names[0]}' has a gradient already, which its plain parameter would not get (rank "
+                        f"{self.ranks.world.rank}). Call local_parameters() before the first backward, or after "
+                        "zero_grad()."
+                    )
+            self.is_local = True
+            self._take_gradient_dtype(self.views.locals)
+            self.gradients.set_targets(self.views.local_targets)
+        return self.views.locals
+
+    def hide(self) -> None:
+        if not self.is_kept_whole:
+            self.conceal()
+
+    @property
+    def is_kept_whole(self) -> bool:
+        """Whether modules hold whole parameters that are there to stay until backward."""
+        return (
+            self.prepared
+            and self.bindings.shown is Shown.VIEWS
+            and self.state is UnitState.UNSHARDED
+            and not self._expired
+        )
+
+    def conceal(self) -> None:
+        """Let modules hold the sharded parameters."""
+        super().hide()
+
+    def reshard(self) -> None:
+        self.conceal()
+        super().reshard()
+
+    def expire(self) -> None:
+        super().expire()
+        if not self.ahead:
+            self.conceal()
+
+    def adopt_changes(self) -> None:
+        self.conceal()
+        self.take_over()
+        self.refuse_meta("A forward")
+        super().adopt_changes()
+
+    def take_over(self) -> None:
+        """Let parameters that were moved, cast, replaced or given memory since then be those of the unit."""
+        if self.views.changed:
+            self.views.take_over()
+            if self.prepared:
+                self.follow_requires_grad()
+
+    def parameters_replaced(self) -> None:
+        """Other objects are the parameters now."""
+        root = self.step
+        assert isinstance(root, Root)
+        live_roots.add(root)
+        if root.registrations is not None:
+            root.registrations.parameters_replaced()
+        if self.prepared:
+            self._bind(self.buffer)
+
+    def refuse_meta(self, call: str) -> None:
+        """Raise if parameters are on the meta device.
+
+        Raises:
+            StateError: naming them.
+        """
+        if self.master.is_meta and self.spec.device.type != "meta":
+            names = [parameter.names[0] for parameter in self.parameters if parameter.original.is_meta]
+            raise StateError(
+                "FSDP parameters should be materialized from meta device before training, but the following were still "
+                f"on meta device: {names}\n{call} needs their values (rank {self.ranks.world.rank}): call "
+                "to_empty(device=...) on the model, and then what initialises it, or load_state_dict(assign=True)."
+            )
+
+    def rehome(self, master: torch.Tensor) -> None:
+        """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on."""
+        if self.gradients.unreduced:
+            raise StateError(
+                f"The parameters of '{self.name}' cannot become {master.dtype} on {master.device} while gradients wait "
+                f"to be reduced (rank {self.ranks.world.rank}). Move or cast the model after a backward that reduces "
+                "them, or after zero_grad()."
+            )
+        self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
+        self.dtypes = self.caster.dtypes(self.spec)
+        self._use_master(self.offload.place(self.spec, master) if self.parks else master)
+
+
+class PlacedParameters(MasterViews):
+    """The parameters of one unit: ``DTensor`` for modules and optimizers, and plain ones over the same memory."""
+
+    def __init__(self, unit: PlacedUnit) -> None:
+        self._unit = unit
+        self._pieces = {piece.slot: piece for piece in unit.pieces}
+        self._views: list[torch.Tensor] = []
+        #: Plain parameters over this rank's elements, ``(rows, ...)``.
+        self.locals: list[nn.Parameter] = []
+        previous = getattr(unit, "originals", None)
+        for index, parameter in enumerate(unit.parameters):
+            view = self._part(index)
+            original = parameter.original
+            if isinstance(previous, PlacedParameters):
+                self.locals.append(previous.locals[index])
+                if not view.is_meta:
+                    view.copy_(_torch_private.local_tensor(original).detach())
+            else:
+                self.locals.append(nn.Parameter(view, requires_grad=original.requires_grad))
+                self._replace(index, parameter, view)
+        self.tensors = [parameter.original for parameter in unit.parameters]
+        self._find_sites()
+        self.expose()
+        self._trained = self.trained
+
+    def _replace(self, index: int, parameter: ManagedParameter, view: torch.Tensor) -> None:
+        """Put a ``DTensor`` over ``view`` into the place of the user's parameter."""
+        unit, before = self._unit, parameter.original
+        slot = unit.layout.slots[index]
+        whole = torch.empty_strided(slot.shape, slot.stride, dtype=view.dtype, device="meta")
+        spec = unit.placed.spec_of(parameter, getattr(slot, "dim", 0), whole)
+        placed = nn.Parameter(_torch_private.dtensor_over(view, spec), requires_grad=before.requires_grad)
+        if parameter.part is None:
+            placed.__dict__.update({key: value for key, value in vars(before).items() if not key.startswith("_")})
+            named = [(before, parameter.names[0])]
+            replaced_parameters.add(named, "a DTensor of this rank's part", f"rank {unit.ranks.world.rank}")
+        parameter.original = placed
+        for module, key in parameter.sites:
+            module._parameters[key] = placed
+
+    @cached_property
+    def _specs(self) -> list[Any]:
+        return [placed._spec for placed in self.tensors]  # type: ignore[attr-defined]
+
+    def _find_sites(self) -> None:
+        sites = [
+            (module._parameters, key, each.original) for each in self._unit.parameters for module, key in each.sites
+        ]
+        self._holders: list[dict[str, Any]] = [holder for holder, _, _ in sites]
+        self._keys = [key for _, key, _ in sites]
+        self._held = [original for _, _, original in sites]
+        self.__dict__.pop("_specs", None)
+
+    def _part(self, index: int) -> torch.Tensor:
+        unit = self._unit
+        return part_of_master(
+            unit.master, unit.layout.slots[index], self._pieces.get(index), whole=unit.ranks.owner is None
+        )
+
+    def placed(self, index: int, local: torch.Tensor) -> DTensor:
+        """The whole of which ``local`` is this rank's part, as the parameter is placed."""
+        return _torch_private.dtensor_over(local, self._specs[index])
+
+    @property
+    def gradient_targets(self) -> list[GradientTarget]:
+        return self._targets(self.tensors)
+
+    @property
+    def local_targets(self) -> list[GradientTarget]:
+        """The plain parameters, as targets of gradients."""
+        return self._targets(self.locals)
+
+    def _targets(self, receivers: Sequence[nn.Parameter]) -> list[GradientTarget]:
+        # Those without elements too: torch's functions for gradients need a DTensor on each rank.
+        start, targets, offsets = self._unit.master.storage_offset(), [], 0
+        for index, (receiver, view) in enumerate(zip(receivers, self._views, strict=True)):
+            offset = int(view.storage_offset() - start) if view.numel() else offsets
+            targets.append(GradientTarget(receiver, offset, tuple(view.shape), view.stride(), index))
+            offsets = offset + view.numel()
+        return sorted(targets, key=lambda target: target.offset)
+
+    @property
+    def trained(self) -> list[bool]:
+        return list(map(_is_trained, self.tensors))
+
+    def expose(self) -> None:
+        with torch.inference_mode(False):
+            self._views = [self._part(index) for index in range(len(self.tensors))]
+            for index, (placed, view) in enumerate(zip(self.tensors, self._views, strict=True)):
+                if self.locals[index].is_meta:
+                    # A meta tensor refuses data of another device.
+                    self.locals[index] = nn.Parameter(view, requires_grad=placed.requires_grad)
+                self.locals[index].data = view
+                _torch_private.use_local_tensor(placed, view)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a parameter lies elsewhere than the unit put it, or another object is in its place."""
+        return not (
+            all(map(is_, map(_torch_private.local_tensor, self.tensors), self._views))
+            and all(map(is_, map(dict.get, self._holders, self._keys), self._held))
+        )
+
+    def take_over(self) -> None:
+        """Take over what was moved, cast, replaced or given memory.
+
+        Raises:
+            ParameterChangedError: a parameter is gone, has another shape, or lies otherwise; or some of one unit have
+                another dtype or device than others.
+            DeviceError: they are on a device that the unit does not compute on.
+        """
+        unit = self._unit
+        replaced = [index for index, each in enumerate(unit.parameters) if self._take_replacement(index, each)]
+        if replaced:
+            self.tensors = [parameter.original for parameter in unit.parameters]
+            self._find_sites()
+            unit.parameters_replaced()
+        found = [_torch_private.local_tensor(placed).detach() for placed in self.tensors]
+        if any(local.is_meta for local in found):
+            return
+        kinds = {(local.dtype, local.device): index for index, local in enumerate(found)}
+        if len(kinds) > 1:
+            raise ParameterChangedError(
+                "Parameters of one unit were moved or cast apart (rank "
+                f"{unit.ranks.world.rank}): "
+                + ", ".join(
+                    f"'{unit.parameters[i].names[0]}' is {dtype} on {device}" for (dtype, device), i in kinds.items()
+                )
+                + ". Move or cast the whole module."
+            )
+        ((dtype, device),) = kinds
+        wanted = torch.device("cpu") if unit.parks else unit.spec.device
+        if device != wanted:
+            names = [(parameter.names[0], device) for parameter in unit.parameters]
+            raise DeviceError(
+                f"Found following parameters on non-{wanted.type.upper()} device: {names} (rank "
+                f"{unit.ranks.world.rank}). Move the module to {wanted}."
+            )
+        with torch.no_grad():
+            if dtype != unit.master.dtype or unit.master.is_meta:
+                unit.rehome(torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device))
+                return
+            for view, local in zip(self._views, found, strict=True):
+                if view.data_ptr() != local.data_ptr():
+                    view.copy_(local)
+            self.expose()
+
+    def _take_replacement(self, index: int, parameter: ManagedParameter) -> bool:
+        """Let what modules hold in the place of ``parameter`` be it; returns whether that is another object."""
+        held = [module._parameters.get(key) for module, key in parameter.sites]
+        others = [each for each in held if each is not parameter.original]
+        if not others:
+            return False
+        rank = self._unit.ranks.world.rank
+        other = others[0]
+        if other is None:
+            raise ParameterChangedError(
+                f"The parameter '{parameter.names[0]}' was removed from its module (rank {rank}). Put it back before "
+                "the next forward; pruning and parametrizations, which remove it, come before sharding."
+            )
+        spec = self._specs[index]
+        if tuple(other.shape) != tuple(spec.shape):
+            raise ParameterChangedError(
+                f"Cannot writeback when the parameter shape changes\nExpects {tuple(spec.shape)} but got "
+                f"{tuple(other.shape)} for '{parameter.names[0]}' (rank {rank}). Keep the whole shape."
+            )
+        if not is_dtensor(other):
+            raise ParameterChangedError(
+                f"'{parameter.names[0]}' was replaced by a plain tensor (rank {rank}), and is a DTensor with "
+                f"{tuple(spec.placements)} on {spec.mesh}. Give a DTensor that lies so: distribute_tensor(value, "
+                "parameter.device_mesh, parameter.placements)."
+            )
+        placed: Any = other
+        if placed.device_mesh != spec.mesh or tuple(placed.placements) != tuple(spec.placements):
+            raise ParameterChangedError(
+                f"'{parameter.names[0]}' was replaced by a DTensor with {placed.placements} on {placed.device_mesh} "
+                f"(rank {rank}), and lies with {tuple(spec.placements)} on {spec.mesh}. Redistribute it."
+            )
+        parameter.original = placed
+        for module, key in parameter.sites:
+            module._parameters[key] = placed
+        return True
+
+    def adopt_changes(self) -> bool:
+        return self.retrained()
+
+    def retrained(self) -> bool:
+        trained = self.trained
+        changed = trained != self._trained
+        if changed:
+            for local, each in zip(self.locals, trained, strict=True):
+                local.requires_grad_(each)
+        self._trained = trained
+        return changed
+
+    def refuse_changes(self, *, held: bool) -> None:
+        """Raise for parameters replaced between forward and backward: autograd has saved the old ones.
+
+        Raises:
+            ParameterMovedError: naming the parameter.
+        """
+        moved = list(map(is_, map(_torch_private.local_tensor, self.tensors), self._views))
+        if all(moved) and not (held and self.changed):
+            return
+        first = next((index for index, same in enumerate(moved) if not same), 0)
+        raise ParameterMovedError(
+            f"Parameters cannot be changed between forward and backward: '{self._unit.parameters[first].names[0]}' was "
+            f"replaced on rank {self._unit.ranks.world.rank}. Replace it before the forward or after the backward."
+        )
+
+
+class PlacedGradients(Gradients):
+    """Gradients that arrive as ``DTensor`` where the parameters are."""
+
+    views: PlacedParameters
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = super()._split(flat)
+        if not is_dtensor(self._owners[0]):
+            return parts
+        placed = self.views.placed
+        return [
+            placed(target.index, part) if target.index is not None else part
+            for target, part in zip(self._targets, parts, strict=True)
+        ]
+
+
+class _PlacedBindings(Bindings):
+    """Lets other modules' forwards see the sharded parameters, as outside of compute."""
+
+    def hide(self, computing: bool) -> None:
+        self.show(Shown.ORIGINALS)
