@@ -152,15 +152,26 @@ def hidden_from_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``function``, which runs as it is, and what it calls, where a caller that is not compiled itself calls it.
+    """``function``, which runs as it is, with all that it calls, where the compiler meets it outside of a graph.
 
-    Between ``nn.Module.compile`` and ``forward`` torch runs hooks as they stand, and compiles each as a graph of its own
-    where nothing forbids it. The public ``torch.compiler.disable`` would forbid it, but imports the compiler, and puts
-    two Python calls around every call of an eager step. This marks the code and costs nothing (torch 2.11 and 2.13).
+    ``nn.Module.compile`` and ``torch.compile(module)`` let hooks run before and behind the graph of ``forward``, and
+    make a graph of each hook as well unless something forbids it. The public ``torch.compiler.disable`` does, but
+    imports the compiler, and puts Python around every call of eager steps; a mark on the code costs these nothing.
+    (torch 2.11 and 2.13)
     """
+    return _marked(function, callees=True)
+
+
+def uncompiled_alone(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``function``, which runs as it is where the compiler meets it outside of a graph; what it calls is compiled."""
+    return _marked(function, callees=False)
+
+
+def _marked(function: Callable[_P, _T], *, callees: bool) -> Callable[_P, _T]:
     frames: Any = torch._C._dynamo.eval_frame
-    skipped = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skipped, skipped))  # type: ignore[attr-defined]
+    action, code = frames._FrameAction, getattr(function, "__code__")  # noqa: B009
+    strategy = frames._FrameExecStrategy(action.SKIP, action.SKIP if callees else action.DEFAULT)
+    frames.set_code_exec_strategy(code, strategy)
     return function
 
 
