@@ -151,6 +151,30 @@ def hidden_from_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return _disable_dynamo(function)
 
 
+def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``function``, which runs as it is, with all that it calls, where the compiler meets it outside of a graph.
+
+    ``nn.Module.compile`` and ``torch.compile(module)`` let hooks run before and behind the graph of ``forward``, and
+    make a graph of each hook as well unless something forbids it. The public ``torch.compiler.disable`` does, but
+    imports the compiler, and puts Python around every call of eager steps; a mark on the code costs these nothing.
+    (torch 2.11 and 2.13)
+    """
+    return _marked(function, callees=True)
+
+
+def uncompiled_alone(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``function``, which runs as it is where the compiler meets it outside of a graph; what it calls is compiled."""
+    return _marked(function, callees=False)
+
+
+def _marked(function: Callable[_P, _T], *, callees: bool) -> Callable[_P, _T]:
+    frames: Any = torch._C._dynamo.eval_frame
+    action, code = frames._FrameAction, getattr(function, "__code__")  # noqa: B009
+    strategy = frames._FrameExecStrategy(action.SKIP, action.SKIP if callees else action.DEFAULT)
+    frames.set_code_exec_strategy(code, strategy)
+    return function
+
+
 def may_compile() -> bool:
     """Whether torch.compile may be at work: its module takes a second to import, and nothing else needs it."""
     return "torch._dynamo" in sys.modules

@@ -9,7 +9,7 @@ a promise to plugins, whose contracts are in ``polyshard.interfaces``.
 
 from __future__ import annotations
 
-from ._torch_private import in_backward, on_gradient
+from ._torch_private import in_backward, on_gradient, uncompiled_alone
 from .events import Events
 from .functions.lookup import live_roots
 from .functions.norms import clip_grad_norm
@@ -95,6 +95,7 @@ __all__ = [
     "root_of",
     "shard_module",
     "streams_for",
+    "uncompiled_alone",
     "unshard_due",
     "view_of",
     "write_back",

@@ -402,6 +402,8 @@ class ShardedModel:
             ParameterChangedError: a parameter was removed, replaced by an unlike one, tied, or came later and trains.
         """
         self._root.adopt_changes(trains=trains, all_modules=all_modules)
+        # Whoever asks between steps may write to masters.
+        self._root.outdate()
 
     def refuse_moved(self) -> None:
         """Raise where modules moved, so that a name is another parameter's now.

@@ -87,7 +87,7 @@ class FlatGradients(Gradients):
 
     def __init__(self, unit: Any) -> None:
         super().__init__(unit, unit.layout, unit.dtypes, unit.originals.gradient_targets, unit.keeper)
-        self.input = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
+        self.input = self.sums = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
         self._unit = unit
         self._training_dtypes = unit.dtypes
         #: ``.grad`` of the parameters from before the first backward under ``no_sync``; None while that shows.

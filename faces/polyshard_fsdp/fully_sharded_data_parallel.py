@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError
-from polyshard.extension import clip_grad_norm
+from polyshard.extension import clip_grad_norm, uncompiled_alone
 from torch import nn
 
 from . import _init_utils, _optim_utils, _state_dict_utils, _unshard_param_utils, api
@@ -145,6 +145,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         """The wrapped module."""
         return self._fsdp_wrapped_module
 
+    @uncompiled_alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with whole parameters."""
         args, kwargs = self._forward.pre_forward(self, args, kwargs)

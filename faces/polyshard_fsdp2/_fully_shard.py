@@ -14,9 +14,8 @@ from polyshard.errors import (
     ConfigError,
     ConfigTypeError,
     ParameterError,
-    StateError,
 )
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, root_of
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -117,7 +116,6 @@ def _shard(
     config = config_for(over, reshard_after_forward, mp_policy, offload_policy)
     shared = _shared(modules) - ignored
     for each in modules:
-        _refuse_unreduced(each)
         named = _unsharded_parameters(each, ignored | shared)
         _refuse_sharded_elsewhere(each, named)
         _refuse_unplaced(named)
@@ -224,14 +222,4 @@ def _refuse_unplaced(named: dict[str, nn.Parameter]) -> None:
             raise ParameterError(
                 f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1. Or pass "
                 "it in ignored_params, or shard the model with polyshard.shard."
-            )
-
-
-def _refuse_unreduced(module: nn.Module) -> None:
-    for name, inner in module.named_modules():
-        module_state = inner.__dict__.get(MODULE_STATE_ATTRIBUTE)
-        if module_state is not None and not root_of(module_state).synchronises:
-            raise StateError(
-                f"set_requires_gradient_sync(False) was called on '{name}' before fully_shard around it. Call it on "
-                "the outermost module."
             )

@@ -166,6 +166,7 @@ class PlacedUnit(Unit):
     def take_over(self) -> None:
         """Let parameters that were moved, cast, replaced or given memory since then be those of the unit."""
         if self.views.changed:
+            self.outdate()
             self.views.take_over()
             if self.prepared:
                 self.follow_requires_grad()

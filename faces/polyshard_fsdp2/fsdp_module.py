@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
-from polyshard.extension import Phase, Unit, root_of, unshard_due
+from polyshard.extension import ModuleState, Phase, Unit, root_of, unshard_due
 from torch import nn
 
 from ._state import State, outermost, state_of, states_in
@@ -99,30 +99,30 @@ class FSDPModule(torch_fsdp.FSDPModule):
                 unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """Give up a forward or backward that raised; gradients that wait are dropped.
+        """Give up a forward or backward that raised, and drop gradients that wait to be reduced.
 
-        The next forward does so by itself.
+        The next forward gives it up by itself, and keeps what earlier backwards left to be reduced.
 
         Raises:
             StateError: this is not the root FSDP module.
         """
-        outermost(_state(self), "reset_iter_state").abandon()
+        root = outermost(_state(self), "reset_iter_state")
+        root.abandon()
+        for unit in root.units:
+            unit.gradients.discard_sums()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backwards reduce gradients, from now on; where not, they wait whole on this rank.
+        """Whether backwards reduce gradients, from now on; where not, they wait whole on this rank, and add up.
 
-        Raises:
-            UnsupportedError: ``recurse`` is False and other modules inside are sharded.
-            StateError: this is not the root FSDP module, or has no memory yet.
+        The first backward after that reduces the sum, whether or not it comes through the module. All ranks set the
+        same.
+
+        Args:
+            requires_gradient_sync: Sets ``set_requires_all_reduce``, too.
+            recurse: Whether to set it for sharded modules inside, too.
         """
-        root = outermost(_state(self), "set_requires_gradient_sync")
-        if not recurse and len(root.module_states) > 1:
-            raise UnsupportedError(
-                f"set_requires_gradient_sync(recurse=False) on a module with {len(root.module_states) - 1} sharded "
-                f"modules inside (rank {root.rank}): the engine reduces all gradients of a model or none. Leave "
-                "recurse out."
-            )
-        root.synchronises = bool(requires_gradient_sync)
+        for module_state in _module_states(self, recurse):
+            module_state.synchronises = module_state.all_reduces = bool(requires_gradient_sync)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are released after forward, from now on.
@@ -166,16 +166,32 @@ class FSDPModule(torch_fsdp.FSDPModule):
         event.wait()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Nothing: each backward waits for its reductions when it ends."""
-        _state(self)
+        """Whether backwards of the whole model end by waiting for reductions, from now on.
+
+        Where not, gradients appear, and hooks behind their accumulation run, at the end of the next backward that is
+        the last, or when an optimizer of ``torch.optim`` is about to step.
+        """
+        for module_state in _module_states(self, True):
+            root_of(module_state).last_backward = bool(is_last_backward)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Nothing: each reduction is over all replicas. The sum over microbatches is the same."""
-        _state(self)
+        """Whether reductions are over replicas, too, from now on; where not, this rank keeps its shard of the sum.
+
+        The first backward after that adds it up over the replicas, whether or not it comes through the module. Nothing
+        on a mesh without replicas. All ranks set the same.
+        """
+        for module_state in _module_states(self, recurse):
+            module_state.all_reduces = bool(requires_all_reduce)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Nothing: parameters are released after each backward."""
-        _state(self)
+        """Whether backwards release parameters, from now on; where not, later forwards use them without a gather.
+
+        They are gathered again where an optimizer of ``torch.optim`` that has parameters of the model stepped meanwhile,
+        or a state was loaded. Values that were written otherwise are not seen, as in FSDP2: call ``reshard()``. All
+        ranks set the same.
+        """
+        for module_state in _module_states(self, recurse):
+            module_state.releases_after_backward = bool(reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[torch_fsdp.FSDPModule]) -> None:
         """Nothing: the engine prefetches by the order that it recorded.
@@ -283,6 +299,14 @@ def _state(module: FSDPModule) -> State:
     if state is None:
         raise StateError(f"This {type(module).__name__} was not given to fully_shard. Call it on one that was.")
     return state
+
+
+def _module_states(module: FSDPModule, recurse: bool) -> Iterator[ModuleState]:
+    """The engine's, of ``module`` and with ``recurse`` of those inside it that are sharded."""
+    _state(module)
+    for state in _states(module, recurse):
+        if state.module_state is not None:
+            yield state.module_state
 
 
 def _states(module: FSDPModule, recurse: bool) -> Iterator[State]:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError
+from ..runtime.root import Root
 from ..runtime.unit import Unit
 from .lookup import LiveRoots, ParameterLocation
 from .norms import make_scales_readable
@@ -76,6 +77,8 @@ class OptimizerCheck:
                 self._refuse_unfilled(optimizer)
             if root is not None and root.active is not None and root.runs_here:
                 self._note_outdated(optimizer)
+            if root is not None and root.awaits_optimizer:
+                self._prepare(optimizer, root)
 
     def _refuse_unfilled(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for a flat parameter that is about to update parameters of which no rank had a gradient.
@@ -104,6 +107,14 @@ class OptimizerCheck:
     def forget(self) -> None:
         """Check all optimizers again: they may hold parameters of a model that was sharded now."""
         self._passed.clear()
+
+    def _prepare(self, optimizer: torch.optim.Optimizer, root: Root) -> None:
+        """Let ``root`` end what its backwards left, where the optimizer has parameters of it."""
+        for group in optimizer.param_groups:
+            # Whether or not they have gradients, or elements on this rank: all ranks decide alike.
+            if any(found is not None and found.root is root for found in self._live.find(group["params"])):
+                root.before_optimizer()
+                return
 
     def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the parameters that forwards have gathered are older than the masters from now on."""

@@ -50,6 +50,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
             "Use the context that is open."
         )
     root.adopt_changes(trains=False)
+    root.outdate()
     root.unsharded = True
     flats: dict[Unit, torch.Tensor] = {}
     refusals = ExitStack()

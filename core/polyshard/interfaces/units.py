@@ -219,6 +219,7 @@ class Layout(ABC):
         """The segments of ``unit``, nearly always one. Each parameter lies in exactly one of them.
 
         Each is cut into slices by itself, and one launch gathers, or reduces, all of them. Each of several costs an
-        operation there; they pay where parameters that must be cut alike would leave much padding in one. Arithmetic alone: the same answer on every rank and for each equal ``unit``. Called a few times for each
-        unit at wrap, with up to thousands of ``shards``, and never in a step.
+        operation there; they pay where parameters that must be cut alike would leave much padding in one. Arithmetic
+        alone: the same answer on every rank and for each equal ``unit``. Called a few times for each unit at wrap, with
+        up to thousands of ``shards``, and never in a step.
         """

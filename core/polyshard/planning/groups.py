@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import torch
@@ -148,6 +148,11 @@ class UnitRanks:
         assert results is not None
         return ThenAllReduce(work, self.replicate, results)
 
+    @property
+    def without_replicas(self) -> Self:
+        """The ranks of a reduction that leaves each replica its own sum."""
+        return replace(self, replicate=None)
+
     @staticmethod
     def _scratch(among: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
         nbytes = among.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
@@ -163,11 +168,16 @@ class ThenAllReduce:
     result: torch.Tensor
     second: Work | None = None
     """Over the replicas; None before it was issued."""
+    waiting: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """Sums of earlier reductions that were not over the replicas, each with the range of ``result`` that it is added
+    to before they add it up."""
 
     def proceed(self) -> Work:
         """Issue the second, behind the first."""
         if self.second is None:
             self.first.wait()
+            for place, earlier in self.waiting:
+                place.add_(earlier)
             work = self.replicate.all_reduce(self.result, op=ReduceOp.MEAN)
             self.second = issued(work, "all_reduce", self.replicate, "")
         return self.second

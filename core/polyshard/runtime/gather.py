@@ -384,7 +384,7 @@ def slices_of(shard: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
 
 
 def by_rank(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
-    """The segments of ``flat``, a whole unit: views ``[world_size, slice]``, or ``[world_size, *piece]`` where staged."""
+    """The segments of ``flat``, a whole unit, as ``[world_size, slice]``, or ``[world_size, *piece]`` where staged."""
     found = [part.view(layout.world_size, part.numel() // layout.world_size) for part in parts_of(flat, layout)]
     for index in layout.staged:
         slot = layout.slots[index]

@@ -45,7 +45,8 @@ class Reducible(Protocol):
 class Gradients:
     """Collects one unit's gradients, contributes them to reductions, and delivers its shard to the optimizer.
 
-    Under ``no_sync`` they are added up in the reduction dtype, and ``.grad`` of the originals stays as it is.
+    Under ``no_sync`` they are added up in the reduction dtype, and ``.grad`` of the originals stays as it is. So it
+    does where a reduction is not over the replicas: this rank keeps its shard of the sum until one is.
     """
 
     def __init__(
@@ -67,6 +68,12 @@ class Gradients:
             # No backend that widens: gradients travel in the dtype in which they accumulate.
             wire = dtypes.reduce
         self.input = ReductionInput(layout, wire, dtypes.reduce, unit.spec.device)
+        #: Where gradients of several backwards are added up before they are reduced.
+        self.sums = self.input
+        # The sum of shards that replicas have not added up, and how many reductions are still to add to it.
+        self._shard: torch.Tensor | None = None
+        self._shards_coming = 0
+        self._shard_missed: frozenset[int] = frozenset()
         #: Parameters without a gradient on this rank in the backward that runs.
         self.missed: frozenset[int] = frozenset()
         #: Those of them that have their ``.grad`` on this rank, and had none before.
@@ -118,7 +125,18 @@ class Gradients:
     def unreduced(self) -> bool:
         """Whether gradients of earlier microbatches wait for a synchronising backward."""
         # The sum of a unit that waits in a bucket is part of that reduction.
-        return self.input.has_sum and self.input.gradients is None
+        return (self.sums.has_sum or self.waits_for_replicas) and self.sums.gradients is None
+
+    @property
+    def waits_for_replicas(self) -> bool:
+        """Whether this rank keeps its shard of a sum that replicas have not added up."""
+        return self._shard is not None or self._shards_coming > 0
+
+    def send_sums_whole(self) -> None:
+        """Let sums of several backwards travel in the dtype in which they add up, instead of rounding them."""
+        if self.input.dtype != self.input.result_dtype:
+            dtype = self.input.result_dtype
+            self.sums = ReductionInput(self._layout, dtype, dtype, self.unit.spec.device)
 
     def computed_at(self, places: Iterable[object]) -> None:
         """Note the places (``CommStreams.here``) at which the next gradients were computed."""
@@ -133,9 +151,9 @@ class Gradients:
         """
         here = reducer.streams.here()
         if not self.input.claimed:
-            if not self.input.free:
+            if self.sums.has_sum or not self.input.free:
                 return None
-            reducer.open(self._contribution(()))
+            reducer.open(self._contribution(self.input, ()))
             self.computed_at((here,))
         return self.input.claim(index, here)
 
@@ -143,7 +161,7 @@ class Gradients:
         """Add ``gradients`` to the sum that waits for a synchronising backward."""
         self.computed_at((streams.here(),))
         with streams.between(self._places):
-            self.input.accumulate(gradients)
+            self.sums.accumulate(gradients)
 
     def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
         """Reduce ``gradients`` and the sum over ranks.
@@ -154,15 +172,40 @@ class Gradients:
 
     def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
         """The unit's contribution to the reduction that follows: ``gradients`` and the sum."""
-        self._note_missed(self.input.missing(gradients))
+        input = self.sums if self.sums.has_sum else self.input
+        missed = input.missing(gradients)
+        if self.waits_for_replicas:
+            missed &= self._shard_missed
+            if self._shards_coming:
+                streams.make_room(0)
+        self._note_missed(missed)
         self.computed_at((streams.here(),))
-        contribution = self._contribution(tuple(self._places))
+        contribution = self._contribution(input, tuple(self._places))
+        self._shard = None
         self._places.clear()
         return contribution
 
-    def _contribution(self, places: Sequence[object]) -> Contribution:
-        unit = self.unit
-        return Contribution(unit.spec, unit.ranks, unit.launch_numel, self.input, places, unit.observers, self._deliver)
+    def contribute_without_replicas(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
+        """As ``contribute``, to a reduction whose result waits on this rank for one that is over the replicas."""
+        input = self.sums if self.sums.has_sum else self.input
+        missed = input.missing(gradients)
+        self._shard_missed = missed & self._shard_missed if self.waits_for_replicas else missed
+        self.computed_at((streams.here(),))
+        contribution = self._contribution(input, tuple(self._places))
+        self._shards_coming += 1
+        self._places.clear()
+        return contribution._replace(ranks=self.unit.ranks.without_replicas, deliver=self._keep_shard, waiting=None)
+
+    def _keep_shard(self, shard: torch.Tensor) -> None:
+        self._shards_coming -= 1
+        if self._shard is None:
+            self._shard = shard
+        else:
+            self._shard.add_(shard)
+
+    def _contribution(self, input: ReductionInput, places: Sequence[object]) -> Contribution:
+        unit, deliver, waiting = self.unit, self._deliver, self._shard
+        return Contribution(unit.spec, unit.ranks, unit.launch_numel, input, places, unit.observers, deliver, waiting)
 
     def _note_missed(self, missed: frozenset[int]) -> None:
         if self.unfilled:
@@ -201,14 +244,27 @@ class Gradients:
         """Release the gradients of a backward that failed."""
         self._forget_missed()
         self._places.clear()
+        self._shards_coming = 0
         self.input.discard()
+        self.sums.discard()
+
+    def discard_sums(self) -> None:
+        """Forget what earlier backwards left to be reduced."""
+        self._shard = None
+        self._shards_coming = 0
+        self.sums.has_sum = False
+
+    def keep_memory(self) -> None:
+        """Leave memory to reductions that read it and may not have ended."""
+        self.input.keep_memory()
+        self.sums.keep_memory()
 
     def drop_unreduced(self) -> None:
         """Forget gradients that the last backward computed and did not reduce."""
         if self.input.claimed:
             # Written in place, and then part of no reduction.
             self.discard()
-        if not self.input.has_sum:
+        if not self.sums.has_sum:
             # A backward that accumulated nowhere.
             self._places.clear()
 

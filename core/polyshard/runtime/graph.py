@@ -59,6 +59,13 @@ def step_obstacle(root: Root) -> str | None:
         return (
             "It was called under no_sync(). Enter no_sync() inside train_step, around the backwards that do not reduce."
         )
+    if not root.last_backward or not all(
+        each.synchronises and each.all_reduces and each.releases_after_backward for each in root.module_states
+    ):
+        return (
+            "A module was set to accumulate gradients, or to keep parameters after backward. Set everything back: a "
+            "recorded step does the same each time."
+        )
     if any(map(_waits, root.units)):
         return (
             "Gradients of earlier backwards under no_sync() wait to be reduced. Let train_step reduce what it computed."

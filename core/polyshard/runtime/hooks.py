@@ -72,6 +72,7 @@ class ForwardHooks:
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self._post_forward_id = module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True).id
 
+    @_torch_private.uncompiled
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -80,6 +81,7 @@ class ForwardHooks:
             return _hidden_pre_forward(self, args, kwargs)
         return self._pre_forward(args, kwargs)
 
+    @_torch_private.uncompiled
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Release the parameters, and watch for a backward where there can be one."""
         if torch.compiler.is_compiling():

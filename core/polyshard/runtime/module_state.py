@@ -93,6 +93,11 @@ class ModuleState:
         self.full_precision_in_eval = full_precision_in_eval
         #: Module states of equal signature can share collectives.
         self.signature = signature
+        self._synchronises = True
+        #: Whether reductions of its gradients are over the replicas, too. The same on all ranks, as the next.
+        self.all_reduces = True
+        #: Whether backwards release its parameters; where not, later forwards use them.
+        self.releases_after_backward = True
         self.own(units)
         #: Forwards of it that run: more than one where it calls itself.
         self.entered = 0
@@ -125,6 +130,18 @@ class ModuleState:
             self.kind = StateKind.NOTHING if self.parent is None else StateKind.MERGED
         else:
             self.kind = StateKind.RESIDENT if all(unit.resident for unit in self.units) else StateKind.SHARDED
+        self.synchronises = self._synchronises
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether its backwards reduce gradients, where the step does. The same on all ranks."""
+        return self._synchronises
+
+    @synchronises.setter
+    def synchronises(self, synchronises: bool) -> None:
+        self._synchronises = synchronises
+        for unit in self.units:
+            unit.synchronises = synchronises
 
     def join(
         self,
@@ -198,7 +215,13 @@ class ModuleState:
         """The outermost forward ended: release units that no backward comes back to."""
         self.entered = 0
         for unit in self.units:
-            if self.awaits_backward and self.reads_in_backward and unit.state is not UnitState.GATHERING:
+            if unit.retained:
+                unit.hide()
+            elif not self.awaits_backward or unit.state is UnitState.GATHERING:
+                unit.reshard()
+            elif not self.releases_after_backward:
+                unit.retain()
+            elif self.reads_in_backward:
                 unit.hide()
             else:
                 unit.reshard()
@@ -251,6 +274,7 @@ class ModuleState:
             self.backward_state = BackwardState.POST_BACKWARD
         self.awaits_backward = False
         joins, self.joins_reduction = self.joins_reduction, False
+        synchronises = step.synchronises and self._synchronises
         reduced: list[tuple[Unit, list[torch.Tensor | None]]] = []
         for unit in self.units:
             if unit.resident:
@@ -263,30 +287,52 @@ class ModuleState:
             )
             # Before the reduction takes its buffers: the two are never alive together. A forward around this backward
             # goes on with the parameters.
-            if keeps:
+            if not self.releases_after_backward:
+                if not self.entered:
+                    unit.retain()
+            elif keeps:
                 unit.keep()
             elif not self.entered:
                 unit.reshard()
             if arrived:
                 step.accumulates = True
-            elif step.synchronises and step.accumulates and unit.gradients.unreduced:
+            elif synchronises and step.accumulates and self._waits(unit):
                 # Earlier microbatches left gradients that nothing else would reduce.
                 pass
             elif not (unit.trainable and joins and step.accumulates) or unit.ranks.alone:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
-            if step.synchronises:
+            if synchronises and (self.all_reduces or _reduces_without_replicas(unit)):
                 reduced.append((unit, gradients))
-                unit.reduced = True
+                unit.reduced |= self.all_reduces or unit.ranks.replicate is None
             else:
                 unit.gradients.keep(gradients, step.streams)
-        if len(reduced) == 1:
+        if not self.all_reduces:
+            self._reduce_without_replicas(reduced)
+        elif len(reduced) == 1:
             unit, gradients = reduced[0]
             unit.gradients.reduce(gradients, step.reducer)
         elif reduced:
             step.reducer.reduce_together(
                 [(unit.gradients.contribute(gradients, step.streams), gradients) for unit, gradients in reduced]
             )
+
+    def _reduce_without_replicas(self, reduced: Sequence[tuple[Unit, list[torch.Tensor | None]]]) -> None:
+        step = self.step
+        assert step is not None
+        contributions = []
+        for unit, gradients in reduced:
+            its = unit.gradients
+            contribute = its.contribute if unit.ranks.replicate is None else its.contribute_without_replicas
+            contributions.append((contribute(gradients, step.streams), gradients))
+        step.reducer.reduce_together(contributions)
+
+    def _waits(self, unit: Unit) -> bool:
+        """Whether gradients of earlier backwards are to be reduced in one that synchronises."""
+        if self.all_reduces or unit.ranks.replicate is None:
+            return unit.gradients.unreduced
+        sums = unit.gradients.sums
+        return sums.has_sum and sums.gradients is None and _reduces_without_replicas(unit)
 
     def late_post_backward(self) -> None:
         """``post_backward`` where no gradient called it: the backward ended, or does not come through here."""
@@ -300,18 +346,23 @@ class ModuleState:
         assert step is not None
         if self.backward_state is BackwardState.PRE_BACKWARD:
             return True
-        reduces = step.synchronises and step.accumulates
+        reduces = step.synchronises and self._synchronises and step.accumulates
+        if not self.all_reduces:
+            return any((reduces and self._waits(unit)) or (unit.trainable and unit.pending) for unit in self.units)
         return any((reduces and unit.gradients.unreduced) or (unit.trainable and unit.pending) for unit in self.units)
 
     def reset(self) -> None:
-        """Back to the state between steps, whatever went wrong."""
+        """Back to the state between steps."""
         self.entered = 0
         self.recomputations.clear()
         self.backward_state = BackwardState.NOT_REACHED
         self.awaits_backward = False
         self.joins_reduction = self.recomputed = False
         for unit in self.units:
-            unit.reshard()
+            if self.releases_after_backward:
+                unit.reshard()
+            else:
+                unit.retain()
 
     def keep_gathered(self, keeps: bool) -> None:
         """Whether gathered parameters keep their memory and values when they are released.
@@ -364,6 +415,11 @@ class ModuleState:
         # Without a step only before the first use of a model that is composed.
         where = f", rank {self.step.rank}" if self.step is not None else ""
         return f"unit '{self.label}'{where}"
+
+
+def _reduces_without_replicas(unit: Unit) -> bool:
+    """Whether anything of its reduction is left without that over the replicas."""
+    return unit.ranks.reduction is not None or unit.ranks.replicate is None
 
 
 def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept: bool = False) -> None:

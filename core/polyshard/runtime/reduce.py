@@ -6,6 +6,7 @@ Which units go in one launch, and when, is planned in ``planning/launches.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from operator import is_
@@ -16,7 +17,7 @@ import torch
 from .. import _torch_private
 from ..interfaces import BufferRole, Observer, UnitSpec, Work
 from ..planning import thresholds
-from ..planning.groups import UnitRanks
+from ..planning.groups import ThenAllReduce, UnitRanks
 from ..planning.launches import Bucket, Buckets, ReduceMode, alike
 from ..planning.layout import FlatLayout, round_up
 from .gather import FlatBuffer, slices_of
@@ -38,6 +39,8 @@ class Contribution(NamedTuple):
     observers: tuple[Observer, ...]
     deliver: Callable[[torch.Tensor], None]
     """Called with the reduced shard (``[shard_numel]``), where operations are ordered behind the reduction."""
+    waiting: torch.Tensor | None = None
+    """The sum of earlier shards that replicas have not added up."""
 
 
 def kind_of(ranks: UnitRanks, input: ReductionInput) -> Hashable:
@@ -74,8 +77,7 @@ class Reducer:
         self._recorder = recorder
         # By the first of its members: backward reaches units in the same order in each step.
         self._merged: dict[ReductionInput, MergedInput] = {}
-        # A reduction delivers its result only in the era in which it was issued.
-        self._era = object()
+        self._era = _Era()
 
     def reduce(self, contribution: Contribution, gradients: list[torch.Tensor | None]) -> None:
         """Reduce ``gradients``, one a parameter or None, now or with those that follow.
@@ -146,8 +148,13 @@ class Reducer:
         contribution.input.attach(contribution.ranks, self.streams.here())
 
     def forget(self) -> None:
-        """Let reductions in flight end without delivering a result."""
-        self._era = object()
+        """Let reductions in flight end without delivering a result, but for those that ``settle`` let stand."""
+        self._era.forgotten = True
+        self._era = _Era()
+
+    def settle(self) -> None:
+        """Deliver the results of what was issued so far, whatever becomes of later backwards."""
+        self._era = _Era()
 
     def discard(self) -> None:
         """Forget what waits, and release the memory of reductions that failed. Called after ``CommStreams.drain``."""
@@ -227,16 +234,24 @@ class Reducer:
         copies = merged.collect()
         return _Launch(members, [merged.flat], [inputs[0].new_result(merged.numel)], copies, merged)
 
-    def _finish(self, launch: _Launch, era: object) -> None:
+    def _finish(self, launch: _Launch, era: _Era) -> None:
         merged, shards = launch.merged, launch.shards or launch.results
         if merged is not None:
             merged.release()
-            shards = shards_in(shards[0], merged.inputs, merged.columns)
+            shards = merged.shards_in(shards[0])
         for each, shard in zip(launch.members, shards, strict=True):
-            if era is self._era:
+            if not era.forgotten:
                 each.deliver(shard)
             for observer in each.observers:
                 observer.reduced(each.spec)
+
+
+@dataclass(eq=False, slots=True)
+class _Era:
+    """The time of a backward's reductions."""
+
+    forgotten: bool = False
+    """Whether the backward failed, so that what it issued delivers nothing."""
 
 
 class _Launch(NamedTuple):
@@ -263,8 +278,16 @@ class _Launch(NamedTuple):
             self.merged.fill(self.copies)
         first = self.members[0]
         if len(self.inputs) == 1:
-            return first.ranks.reduce(self.results[0], self.inputs[0])
-        return first.ranks.reduce_many(list(zip(self.results, self.inputs, strict=True)), self.result)
+            work = first.ranks.reduce(self.results[0], self.inputs[0])
+        else:
+            work = first.ranks.reduce_many(list(zip(self.results, self.inputs, strict=True)), self.result)
+        if isinstance(work, ThenAllReduce):
+            shards = self.shards or self.results
+            if self.merged is not None:
+                shards = self.merged.shards_in(self.results[0])
+            pairs = zip(shards, self.members, strict=True)
+            work.waiting = [(shard, each.waiting) for shard, each in pairs if each.waiting is not None]
+        return work
 
     def retire(self) -> None:
         """Release inputs and gradients, and with this object results: sources of a cast or of a copy to the host."""
@@ -479,6 +502,10 @@ class MergedInput:
         for each in bare:
             each.release()
         self.release()
+
+    def shards_in(self, result: torch.Tensor) -> list[torch.Tensor]:
+        """The shard of each of ``inputs`` in ``result`` (``[numel]``)."""
+        return shards_in(result, self.inputs, self.columns)
 
     @property
     def travels(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Literal, NoReturn, Protocol
 
 import torch
@@ -22,6 +23,8 @@ from .step import Phase, Step
 from .streams import CommStreams
 from .unit import UnitState, refuse_escape
 from .used_parameters import UsedParameters
+
+_reduced = attrgetter("reduced")
 
 
 def _never() -> bool:
@@ -65,6 +68,10 @@ class Root(Step):
         #: Decides which units stay gathered behind forward; None where nothing is left to decide.
         self.budget: Budget | None = None
         self._used_parameters: UsedParameters | None = None
+        #: Whether backwards end with what ``finish_backward`` does. The same on all ranks.
+        self.last_backward = True
+        # Whether one ended without.
+        self._unfinished = False
         #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
         # Whether the backward that was entered last may still end.
@@ -414,7 +421,25 @@ class Root(Step):
             if module_state.lacks_post_backward():
                 module_state.late_post_backward()
         self.reducer.flush()
+        if self.last_backward:
+            self.finish_backward()
+        else:
+            self._unfinished = self.awaits_optimizer = True
+            self.reducer.settle()
+        for module_state in self.module_states:
+            if not module_state.entered:
+                module_state.reset()
+        self._decide_budget()
+        # A forward that differentiates inside itself goes on.
+        self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
+        self.end_audit()
+        if self.events.active:
+            self.events.step_end(self.module_states[0].module)
+
+    def finish_backward(self) -> None:
+        """Wait for reductions, and hand over what they delivered. Every rank calls it."""
         used_parameters = self._counted_parameters()
+        self._unfinished = False
         if used_parameters is not None:
             if self.announce is not None:
                 with self.recorder.during("end of a backward", backward=True):
@@ -430,11 +455,23 @@ class Root(Step):
             if unit.reduced:
                 unit.reduced = False
                 unit.gradients.end_backward()
-        for module_state in self.module_states:
-            if not module_state.entered:
-                module_state.reset()
         self.execution_order.end_backward()
-        if self.budget is not None and self.active is None and self.synchronises and self.accumulates:
+
+    def before_optimizer(self) -> None:
+        """An optimizer is about to step: gradients are to be there, and gathered parameters get old."""
+        self.awaits_optimizer = False
+        if self._unfinished and self.phase is Phase.IDLE:
+            self.finish_backward()
+        self.outdate()
+
+    def outdate(self) -> None:
+        """Masters get other values: gather what backwards left whole for later forwards again at its next use."""
+        for unit in self.units:
+            unit.outdate()
+
+    def _decide_budget(self) -> None:
+        decides = self.last_backward and self.synchronises and self.accumulates
+        if self.budget is not None and self.active is None and decides:
             module_states = self.execution_order.order
             # The outermost module's units are kept whatever the budget, and so are those where forward turns. Keeping
             # an embedding would save no gather.
@@ -447,15 +484,15 @@ class Root(Step):
             ]
             if self.budget.decide(self.units, order, self.collectives):
                 self.budget = None
-        # A forward that differentiates inside itself goes on.
-        self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
-        self.end_audit()
-        if self.events.active:
-            self.events.step_end(self.module_states[0].module)
 
     def _counted_parameters(self) -> UsedParameters | None:
         """Tells parameters that no rank used from those with a zero gradient; None where nothing is reduced."""
-        if not (self.synchronises and self.accumulates):
+        if not ((self.synchronises and self.accumulates) or self._unfinished):
+            return None
+        if not any(map(_reduced, self.units)) and not all(
+            each.synchronises and each.all_reduces for each in self.module_states
+        ):
+            # Nothing was sent.
             return None
         if self._used_parameters is None:
             self._used_parameters = UsedParameters(self.units, self.collectives)
@@ -471,6 +508,7 @@ class Root(Step):
         if self.phase in (Phase.CLOSED, Phase.FAILED):
             self.refuse_ended("A forward")
         self.active = None
+        self._unfinished = False
         self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
         if self.idle_guard is not None:
             self.idle_guard.enter()
@@ -482,6 +520,7 @@ class Root(Step):
         for module_state in self.module_states:
             module_state.reset()
             for unit in module_state.units:
+                unit.reshard()
                 unit.reduced = False
                 unit.discard_gradients()
 

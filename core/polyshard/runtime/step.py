@@ -73,6 +73,8 @@ class Step:
         self.replaced: tuple[str, str] | None = None
         #: False under ``no_sync``.
         self.synchronises = True
+        #: Whether an optimizer's step ends something: reductions that no backward waited for, parameters kept.
+        self.awaits_optimizer = False
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False
         self.check_ranks = check_ranks

@@ -141,6 +141,10 @@ class Unit:
         self.places: list[object] = []
         #: Gathered between steps on request: the next forward uses that gather, and makes no other.
         self.ahead = False
+        #: Whole for later forwards, which make no gather of their own until an optimizer steps. The same on all ranks.
+        self.retained = False
+        #: Whether its module's backwards reduce gradients, where the step does.
+        self.synchronises = True
         #: Whole for this rank's recomputation alone: in the ranks' common order it is released.
         self.kept = False
         self._use_master(master)
@@ -353,7 +357,7 @@ class Unit:
         step = self.step
         if (
             step is None
-            or not (step.synchronises and step.accumulates)
+            or not (step.synchronises and self.synchronises and step.accumulates)
             or self.buffer is not self._training_buffer
             or self.leaves[index].grad is not None
         ):
@@ -364,7 +368,7 @@ class Unit:
         """Keep memory alive that a communication which did not end may still read and write."""
         if self.prepared and self.buffer.attached:
             self.buffer.pin()
-        self.gradients.input.keep_memory()
+        self.gradients.keep_memory()
 
     def discard_gradients(self) -> None:
         """Drop gradients of a backward that failed."""
@@ -458,7 +462,9 @@ class Unit:
         assert self.step is not None
         with self.step.recorder.during("comparison of a gather", (self.spec,), self.step.phase is Phase.BACKWARD):
             own = shard_in(self.buffer.flat, self.layout, self.ranks.shard_rank)
-            audit.compare_gathered(among, self.name, self.buffer.flat, own, sent)
+            # Nothing arrives between segments.
+            whole = torch.cat(self.buffer.parts) if self.layout.segments else self.buffer.flat
+            audit.compare_gathered(among, self.name, whole, own, sent)
 
     def show(self) -> None:
         """Let modules see whole parameters."""
@@ -484,7 +490,7 @@ class Unit:
         self.step.streams.release(self.record)
         self.places.clear()
         self.state = UnitState.SHARDED
-        self._expired = self.kept = False
+        self._expired = self.kept = self.retained = False
         for observer in self.observers:
             observer.reshard(self.spec)
 
@@ -496,9 +502,25 @@ class Unit:
         self.wait()
         self._expired = self.kept = True
 
+    def retain(self) -> None:
+        """Keep the parameters whole for later forwards, until an optimizer steps."""
+        self.hide()
+        if self.permanent or self.state is UnitState.SHARDED:
+            return
+        assert self.step is not None
+        self.retained = self.step.awaits_optimizer = True
+
+    def outdate(self) -> None:
+        """The master gets other values: parameters that are retained are gathered again at their next use."""
+        if self.retained:
+            self.retained = False
+            self._expired = True
+            self.hide()
+
     def expire(self) -> None:
         """A new step begins: parameters that stayed gathered may be older than the master, and are gathered again."""
-        self._expired = self.state is not UnitState.SHARDED and not self.ahead
+        if not (self.ahead or self.retained):
+            self._expired = self.state is not UnitState.SHARDED
         self.ahead = False
         if self.permanent:
             self.places.clear()
