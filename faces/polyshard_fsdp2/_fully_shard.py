@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import polyshard
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._parameters import Placed
-from ._settings import config_for, mesh_for, refuse_placements
+from ._settings import config_for, dims_of, mesh_for
 from ._state import STATE_ATTRIBUTE, Asked, State, state_of
 from .fsdp_module import FSDPModule, class_of
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -78,7 +79,8 @@ def fully_shard(
         module: A module, or a list of modules; parameters that several of a list share are left to the call around.
         mesh: One dimension to shard over, or two: (replicate, shard). All ranks where None.
         reshard_after_forward: Whether parameters are released after forward. None: but for the outermost module's.
-        shard_placement_fn: May answer ``None`` or ``Shard(0)`` for a parameter.
+        shard_placement_fn: May answer ``Shard(n)`` for a parameter, whose dimension ``n`` the ranks divide, where not
+            ``Shard(0)``.
         mp_policy: Dtypes.
         offload_policy: Where shards live between uses.
         ignored_params: Parameters that stay as they are.
@@ -113,16 +115,20 @@ def _shard(
     offload_policy: OffloadPolicy,
     ignored: frozenset[nn.Parameter],
 ) -> None:
-    config = config_for(over, reshard_after_forward, mp_policy, offload_policy)
+    # What is wrong in a setting is found before anything is asked of parameters.
+    settings = partial(config_for, over, reshard_after_forward, mp_policy, offload_policy)
+    settings({})
     shared = _shared(modules) - ignored
+    dims: dict[nn.Module, dict[str, int]] = {}
     for each in modules:
         named = _unsharded_parameters(each, ignored | shared)
         _refuse_sharded_elsewhere(each, named)
         _refuse_unplaced(named)
-        refuse_placements(named.items(), shard_placement_fn)
+        dims[each] = dims_of(named.items(), shard_placement_fn, over.size(over.ndim - 1))
     for each in modules:
         own = frozenset(parameter for parameter in each.parameters() if parameter in shared)
-        state = State(each, Asked(config, ignored | own, Placed(over)), tuple(own))
+        placed = Placed(over, dims[each])
+        state = State(each, Asked(settings(dims[each]), ignored | own, placed), tuple(own))
         state.cut()
         each.__dict__[STATE_ATTRIBUTE] = state
         kind: Any = type(each)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter, is_
@@ -42,13 +42,15 @@ class Placed:
 
     mesh: DeviceMesh
     """``[shard]``, or ``[replicate, shard]``."""
+    dims: Mapping[str, int]
+    """The dimension along which a parameter is cut, by its name in the module, where that is not 0."""
 
-    def spec_of(self, parameter: ManagedParameter, dim: int, whole: torch.Tensor) -> Any:
-        """The spec of ``parameter``, cut along ``dim``.
+    def spec_of(self, parameter: ManagedParameter, whole: torch.Tensor) -> Any:
+        """The spec of ``parameter``, whose names are still those in the module.
 
         ``whole``: of its shape and strides, those of its local tensor where tensor parallelism cut it before.
         """
-        part = parameter.part
+        part, dim = parameter.part, self.dims.get(parameter.names[0], 0)
         if part is None:
             placements: tuple[Placement, ...] = (Shard(dim),)
             mesh, shape, stride = self.mesh, tuple(whole.shape), whole.stride()
@@ -240,7 +242,7 @@ class PlacedParameters(MasterViews):
         unit, before = self._unit, parameter.original
         slot = unit.layout.slots[index]
         whole = torch.empty_strided(slot.shape, slot.stride, dtype=view.dtype, device="meta")
-        spec = unit.placed.spec_of(parameter, getattr(slot, "dim", 0), whole)
+        spec = unit.placed.spec_of(parameter, whole)
         placed = nn.Parameter(_torch_private.dtensor_over(view, spec), requires_grad=before.requires_grad)
         if parameter.part is None:
             placed.__dict__.update({key: value for key, value in vars(before).items() if not key.startswith("_")})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from polyshard.config import PluginChoice, ShardConfig, Strategy
 from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, UnsupportedError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from ._layout import RowsOfEach
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -61,8 +61,9 @@ def config_for(
     reshard_after_forward: bool | int | None,
     mp_policy: object,
     offload_policy: object,
+    dims: Mapping[str, int],
 ) -> ShardConfig:
-    """The engine's settings.
+    """The engine's settings. ``dims``: of ``dims_of``.
 
     Raises:
         ConfigError, ConfigTypeError: an argument is of the wrong type, or a value that it cannot take.
@@ -82,22 +83,29 @@ def config_for(
         reshard_after_forward=releases,
         precision=_precision(mp_policy),
         offload=_offload(offload_policy),
-        layout=RowsOfEach(),
+        layout=RowsOfEach(dims),
         device=_device(mesh),
         # Here modules are units because the program says so, and others are not.
         split_root=False,
     )
 
 
-def refuse_placements(
-    named: Iterable[tuple[str, nn.Parameter]], shard_placement_fn: Callable[[nn.Parameter], object] | None
-) -> None:
-    """Raise for what does not lie, or is not to lie, in memory by rows. ``named``: parameters and their names.
+def dims_of(
+    named: Iterable[tuple[str, nn.Parameter]],
+    shard_placement_fn: Callable[[nn.Parameter], object] | None,
+    ranks: int,
+) -> dict[str, int]:
+    """The dimensions along which parameters are cut over so many ``ranks``, where not along the first.
+
+    ``named``: parameters and their names.
 
     Raises:
-        UnsupportedError: a parameter is not contiguous, or to be sharded otherwise than ``Shard(0)`` over the mesh.
+        UnsupportedError: a parameter is not contiguous, is to be sharded over another mesh, or unevenly along another
+            dimension than the first.
+        ConfigAssertionError: a parameter has no such dimension.
         ConfigTypeError: ``shard_placement_fn`` answered nothing that is known.
     """
+    dims = {}
     for name, parameter in named:
         if not parameter.is_contiguous():
             raise UnsupportedError(
@@ -106,17 +114,33 @@ def refuse_placements(
                 "ignored_params, or shard the model with polyshard.shard."
             )
         placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
-        if placement is None or placement in (Shard(0), Shard(-parameter.ndim)):
+        if placement is None:
             continue
-        if isinstance(placement, Shard) or type(placement).__name__ == "ShardPlacementResult":
+        if type(placement).__name__ == "ShardPlacementResult":
             raise UnsupportedError(
-                f"shard_placement_fn answered {placement} for '{name}', and the engine cuts parameters by rows, all of "
-                "one call over one mesh. Answer Shard(0) or None; for parameters over another mesh call fully_shard "
-                "with that mesh on their module."
+                f"shard_placement_fn answered a mesh of its own for '{name}'. All parameters of one call lie on one "
+                "mesh: call fully_shard with that mesh on their module."
             )
-        raise ConfigTypeError(
-            f"shard_placement_fn answered {placement!r} for '{name}'. Answer None or torch.distributed.tensor.Shard(0)."
-        )
+        if not isinstance(placement, Shard):
+            raise ConfigTypeError(
+                f"shard_placement_fn answered {placement!r} for '{name}'. Answer None or a torch.distributed.tensor.Shard"
+                "."
+            )
+        dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
+        if not 0 <= dim < parameter.ndim:
+            raise ConfigAssertionError(
+                f"Shard dim {dim} is invalid for {parameter.ndim}D tensor: '{name}' has shape {tuple(parameter.shape)}"
+                ". Answer one of its dimensions in shard_placement_fn."
+            )
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if dim and local.shape[dim] % ranks:
+            raise UnsupportedError(
+                f"FSDP does not support uneven sharding on dim {dim}: '{name}' has shape {tuple(local.shape)}, and "
+                f"there are {ranks} ranks. Answer Shard(0), or a dimension that they divide, in shard_placement_fn."
+            )
+        if dim:
+            dims[name] = dim
+    return dims
 
 
 def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | None:

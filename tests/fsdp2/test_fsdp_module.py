@@ -29,7 +29,6 @@ from fsdp2_models import (
 )
 from processes import KeptRanks
 from torch import nn
-from torch.distributed.tensor import Shard
 
 
 def forward_methods(rank: int) -> None:
@@ -165,15 +164,8 @@ def event_behind_the_optimizer(rank: int) -> None:
 
 
 def what_is_not_served_yet(rank: int) -> None:
-    for settings, words in (
-        ({"shard_placement_fn": lambda _: Shard(1)}, "shard_placement_fn"),
-        ({"reshard_after_forward": 2}, "groups of 2 of 4 ranks"),
-    ):
-        with pytest.raises(NotImplementedError, match=words):
-            OURS.fully_shard(make(), mesh=cpu_mesh(), **settings)
-    model: Any = shard_all(OURS, make())
-    with pytest.raises(NotImplementedError, match="recurse=False"):
-        model.set_requires_gradient_sync(True, recurse=False)
+    with pytest.raises(NotImplementedError, match="groups of 2 of 4 ranks"):
+        OURS.fully_shard(make(), mesh=cpu_mesh(), reshard_after_forward=2)
 
 
 #: Bodies, and on how many ranks each runs.

@@ -99,18 +99,22 @@ def test_accumulating_with_parameters_kept(ranks: KeptRanks) -> None:
     ranks.run(2, _accumulates, (), "set_reshard_after_backward")
 
 
-def gradient_sync_is_of_the_whole_model(rank: int) -> None:
-    model: Any = shard_all(OURS, make())
-    model.set_requires_gradient_sync(False)
-    loss_of(model, next(batches(1))).backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(RuntimeError, match="root FSDP module"):
-        model.blocks[0].set_requires_gradient_sync(True)
-    with pytest.raises(NotImplementedError, match="recurse=False"):
-        model.set_requires_gradient_sync(True, recurse=False)
-    model.set_requires_gradient_sync(True)
-    loss_of(model, next(batches(1))).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
+def gradients_that_some_modules_keep(rank: int) -> None:
+    """As a chunked loss does: the head's gradients wait for the last chunk, and all others do not."""
+
+    def run(face: ModuleType) -> Any:
+        model: Any = shard_all(face, make())
+        seen = []
+        for number, batch in enumerate(batches(3)):
+            last = number == 2
+            model.blocks[0].set_requires_gradient_sync(last)
+            model.set_requires_gradient_sync(last, recurse=False)
+            model.blocks[0].set_reshard_after_backward(last, recurse=False)
+            loss_of(model, batch).backward()
+            seen.append(sorted(name for name, each in model.named_parameters() if each.grad is not None))
+        return seen, [each.grad.full_tensor() for each in model.parameters()]
+
+    both(run)
 
 
 def _tied(rank: int, listed: bool) -> None:
@@ -321,7 +325,7 @@ def compiled_blocks(rank: int) -> None:
 BODIES: dict[Callable[[int], object], int] = {
     parity_with_the_unsharded_model: 3,
     replicas_of_shards: 4,
-    gradient_sync_is_of_the_whole_model: 2,
+    gradients_that_some_modules_keep: 2,
     list_of_modules: 2,
     several_roots: 2,
     activation_checkpointing: 2,

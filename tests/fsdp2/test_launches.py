@@ -91,7 +91,7 @@ def launches_of(
     collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
     settings = {"layout": RowsOfEach(), "split_root": False, "batch_nbytes": batch_nbytes, "offload": offload}
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(inside), **settings))
-    assert len(root_of(model).units) == len(list(model.parameters()))
+    assert sum(len(unit.parameters) for unit in root_of(model).units) == len(list(model.parameters()))
     found = []
     for _ in range(steps):
         collectives.calls.clear()
@@ -200,11 +200,11 @@ class Gathered:
         return self
 
     def unshard(self, unit: UnitSpec) -> None:
-        self.now += self.nbytes[unit.parameter_names[0]]
+        self.now += sum(self.nbytes[name] for name in unit.parameter_names)
         self.peak = max(self.peak, self.now)
 
     def reshard(self, unit: UnitSpec) -> None:
-        self.now -= self.nbytes[unit.parameter_names[0]]
+        self.now -= sum(self.nbytes[name] for name in unit.parameter_names)
 
     def unsharded(self, unit: UnitSpec) -> None: ...
     def compute(self, unit: UnitSpec, backward: bool) -> None: ...

@@ -178,7 +178,7 @@ def test_listeners_change_nothing_and_are_told_each_unit(layout: str, tmp_path: 
     names = on_ranks(2, on_rank)[0]
     trace = read_trace(next(tmp_path.glob("*rank-0.json")))
     assert {each.unit for each in trace.spans} == names
-    assert len(names) == (9 if layout == "halves" else 5)
+    assert len(names) == 5
 
 
 @pytest.mark.parametrize("layout", EVERY)
@@ -218,17 +218,16 @@ class Wide(nn.Module):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def test_rows_divide_a_module_by_themselves_where_that_saves_padding() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[int, int, int]:
-        reports = []
+def test_rows_divide_a_unit_into_segments_where_that_saves_padding() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[int, int]:
+        found = []
         for layout in ("rows", "flat"):
             with world.lock:
                 mine = seeded(Wide)
-            reports.append(polyshard.report(polyshard.shard(mine, threaded(world, rank, layout=layout))))
-        return reports[0].units, reports[0].padding, reports[1].padding
+            found.append(polyshard.report(polyshard.shard(mine, threaded(world, rank, layout=layout))).padding)
+        return found[0], found[1]
 
-    units, padding, least = on_ranks(8, on_rank)[0]
-    assert units > 1
+    padding, least = on_ranks(8, on_rank)[0]
     # Of 3654 elements.
     assert least <= padding < 400
     assert_parity(seeded(Wide), square_step, 8, optimizer=adam, settings={"layout": "rows"})
@@ -263,10 +262,9 @@ def test_padding_stays_zero_wherever_it_lies(layout: str) -> None:
             optimizer.zero_grad()
         found = []
         for unit in root_of(mine).units:
-            held = torch.ones(unit.layout.padded_numel, dtype=torch.bool)
-            for slot in unit.layout.slots:
-                held[slot.offset : slot.end] = False
-            spare = held.chunk(unit.layout.world_size)[rank]
+            spare = torch.ones(unit.layout.shard_numel, dtype=torch.bool)
+            for piece in unit.layout.pieces(rank):
+                spare[piece.shard_offset : piece.shard_offset + piece.numel] = False
             found += unit.master[spare].tolist()
         return found
 

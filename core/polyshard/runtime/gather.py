@@ -258,6 +258,9 @@ class FlatBuffer:
         self.owns = [out.narrow(0, rank * size, size) for out, size in zip(outs, sizes, strict=True)]
         #: What gathers fill, one a segment, and this rank's slice of it.
         self.pairs = list(zip(outs, self.owns, strict=True))
+        # Memory without bytes has no slices.
+        for stage in self.stages:
+            stage.release()
         self.gaps = [flat.narrow(0, offset, numel) for offset, numel in layout.gaps()]
         self.address = flat.data_ptr()
         self._storage = flat.untyped_storage()
@@ -360,6 +363,9 @@ class Stage:
         self._part = self.flat.view(self._place.shape)
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
+
+    def release(self) -> None:
+        """Give the memory back; what arrived is lost."""
         self._storage.resize_(0)
 
     def attach(self) -> None:
