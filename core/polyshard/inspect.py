@@ -80,7 +80,8 @@ class ShardedParameter:
     """A parameter of a unit, and the part of it that this rank holds."""
 
     tensor: nn.Parameter
-    """The user's own object: this rank's elements, or the whole parameter where the unit is not sharded."""
+    """This rank's elements, or the whole parameter where the unit is not sharded: the user's own object, unless that
+    is a ``DTensor`` over the same memory."""
     names: tuple[str, ...]
     """Every fully-qualified name; more than one for a shared parameter."""
     slot: Slot
@@ -128,7 +129,7 @@ class ShardedUnit:
         pieces = {piece.slot: piece for piece in unit.pieces}
         return tuple(
             ShardedParameter(
-                each.original, each.names, slot, pieces.get(index), unit.ranks.owner is not None, each.part
+                unit.held_for(index)[-1], each.names, slot, pieces.get(index), unit.ranks.owner is not None, each.part
             )
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )
@@ -383,8 +384,12 @@ class ShardedModel:
         for unit in self._root.units:
             ranks, name = unit.ranks, unit.parameters[0].names[0]
             cut = next((each.names[0] for each in unit.parameters if each.part is not None), None)
+            staged = unit.layout.staged
             if cut is not None:
                 what = f"'{cut}' is a part of a larger tensor"
+            elif staged:
+                index = staged[0]
+                what = f"'{unit.parameters[index].names[0]}' is cut along dimension {unit.layout.slots[index].dim}"
             elif ranks.number < ranks.world.world_size:
                 what = f"'{name}' belongs to {ranks.number} of {ranks.world.world_size} ranks"
             else:

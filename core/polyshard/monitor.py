@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, RankMismatchError, StateError
-from .inspect import ShardedModel, ShardedUnit, WaitingTimes, idle_model
+from .inspect import ShardedModel, ShardedUnit, WaitingTimes, idle_model, is_dtensor, local_of
 from .interfaces import Collectives, ReduceOp
 from .state.exchange import Round, gathering, speaks
 
@@ -93,11 +93,15 @@ _SPREAD, _STEP = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if is_dtensor(tensor) else tensor
+
+
 def _checksums(compared: _Compared, device: torch.device) -> torch.Tensor:
     """One for each parameter, int64: of this rank's piece."""
     with torch.no_grad():
         # As many on each rank, whether or not it holds a piece.
-        found = [_checksum(unit.tensors[slot]).to(device) for unit, slot in compared]
+        found = [_checksum(_local(unit.tensors[slot])).to(device) for unit, slot in compared]
     return torch.stack(found)
 
 

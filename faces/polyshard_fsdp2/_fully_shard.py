@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._parameters import Placed
 from ._settings import config_for, dims_of, mesh_for
 from ._state import STATE_ATTRIBUTE, Asked, State, state_of
+from ._torch_private import note_composed
 from .fsdp_module import FSDPModule, class_of
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -131,6 +132,7 @@ def _shard(
         state = State(each, Asked(settings(dims[each]), ignored | own, placed), tuple(own))
         state.cut()
         each.__dict__[STATE_ATTRIBUTE] = state
+        note_composed(each)
         kind: Any = type(each)
         each.__class__ = class_of(kind)
 

@@ -123,8 +123,8 @@ def dims_of(
             )
         if not isinstance(placement, Shard):
             raise ConfigTypeError(
-                f"shard_placement_fn answered {placement!r} for '{name}'. Answer None or a torch.distributed.tensor.Shard"
-                "."
+                f"shard_placement_fn answered {placement!r} for '{name}'. Answer None or a Shard of "
+                "torch.distributed.tensor."
             )
         dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
         if not 0 <= dim < parameter.ndim:
@@ -156,14 +156,8 @@ def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | N
             f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not "
             f"{reshard_after_forward}. Give True, False or None."
         )
-    if reshard_after_forward in (1, shards):
-        # Kept whole, or released.
-        return reshard_after_forward != 1
-    raise UnsupportedError(
-        f"reshard_after_forward={reshard_after_forward} keeps parameters on groups of {reshard_after_forward} of "
-        f"{shards} ranks after forward, which the engine does not do. Give True to release them, False to keep them, "
-        "or shard over two mesh dimensions (replicate, shard) with as many ranks in the second."
-    )
+    # Whole, or released: parameters stay on no smaller group of ranks.
+    return reshard_after_forward != 1
 
 
 def _precision(policy: object) -> PluginChoice:

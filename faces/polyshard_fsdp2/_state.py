@@ -16,7 +16,6 @@ from polyshard.extension import (
     Reshard,
     Root,
     follow,
-    live_roots,
     root_of,
     shard_module,
 )
@@ -129,8 +128,10 @@ class State:
         self.take_over()
 
     def _refuse_left(self, module: nn.Module, args: object) -> None:
-        for parameter, found in zip(self.left, live_roots.find(self.left), strict=True):
-            if found is None:
+        left = set(self.left)
+        for parameter in module.parameters():
+            # The call around puts another object into its place.
+            if parameter in left:
                 raise UnshardedUseError(
                     f"A parameter of shape {tuple(parameter.shape)} that {type(module).__name__} shares with another "
                     "module of its fully_shard list is not sharded, so its gradient would be this rank's alone. Call "

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -34,6 +37,12 @@ def places() -> list[ModuleType]:
         except ModuleNotFoundError:
             continue
     return found
+
+
+def note_composed(module: nn.Module) -> None:
+    """Let ``replicate`` see that ``module`` is sharded: it looks into the registry of composable functions."""
+    registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
+    registry.setdefault("fully_shard", RegistryItem())
 
 
 def use_local_tensor(placed: torch.Tensor, local: torch.Tensor) -> None:

@@ -19,7 +19,6 @@ from fsdp2_models import (
     beside_torch,
     both,
     copied,
-    cpu_mesh,
     loss_of,
     make,
     same,
@@ -163,9 +162,12 @@ def event_behind_the_optimizer(rank: int) -> None:
     train(model, 1)
 
 
-def what_is_not_served_yet(rank: int) -> None:
-    with pytest.raises(NotImplementedError, match="groups of 2 of 4 ranks"):
-        OURS.fully_shard(make(), mesh=cpu_mesh(), reshard_after_forward=2)
+def parameters_on_some_ranks(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model = shard_all(face, make(), reshard_after_forward=2)
+        return train(model), wholes(model)
+
+    both(run)
 
 
 #: Bodies, and on how many ranks each runs.
@@ -176,7 +178,7 @@ BODIES: dict[Callable[[int], object], int] = {
     what_the_engine_decides_and_what_is_refused: 2,
     one_rank_has_nothing_to_divide: 1,
     event_behind_the_optimizer: 1,
-    what_is_not_served_yet: 4,
+    parameters_on_some_ranks: 4,
 }
 
 

@@ -269,19 +269,6 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
 }
 
 
-#: What fails still, and why.
-WAITING: dict[Callable[[ModuleType], object], str] = {
-    refusals: "Shard(n) is refused in other words",
-    meta_model_in_a_forward: "a unit a parameter: the first is named",
-    meta_model_over_replicas_and_offloaded: "offloading of meta parameters",
-    pieces_along_another_dimension: "Shard(n) is refused",
-}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [pytest.param(body, marks=pytest.mark.xfail(reason=WAITING[body])) if body in WAITING else body for body in BODIES],
-    ids=lambda body: body.__name__,
-)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_beside_torch(ranks: KeptRanks, body: Callable[[ModuleType], object]) -> None:
     ranks.run(BODIES[body], beside_torch, body)

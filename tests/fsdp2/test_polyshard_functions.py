@@ -133,7 +133,6 @@ def train_any(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]
     return told
 
 
-@pytest.mark.xfail(reason="optimizers over DTensors and over local parameters are refused")
 @pytest.mark.parametrize("local", [False, True])
 def test_checkpoints_of_polyshard(ranks: KeptRanks, tmp_path: Path, local: bool) -> None:
     ranks.run(2, _checkpointed, str(tmp_path), local)

@@ -262,7 +262,7 @@ def _kept(face: ModuleType, releases: bool | None) -> Any:
 
 @pytest.mark.parametrize(
     "releases",
-    [None, True, pytest.param(False, marks=pytest.mark.xfail(reason="an embedding is released"))],
+    [None, True],
 )
 def test_parameters_after_a_forward(ranks: KeptRanks, releases: bool | None) -> None:
     ranks.run(2, beside_torch, _kept, releases)

@@ -183,6 +183,11 @@ def placement_of(parameter: torch.Tensor) -> Placement:
         pieces = tuple((rank * size, (rank + 1) * size) for rank in range(layout.world_size))
         return Placement((layout.padded_numel,), (1,), *pieces[shard], unit.name, shard, pieces)
     slot = layout.slots[found.slot]
+    if slot.dim:
+        raise UnsupportedError(
+            f"placement() of '{found.name}' (rank {found.root.rank}), which is cut along dimension {slot.dim}: its "
+            "pieces are no ranges of elements. Ask the DTensor for its placements."
+        )
     pieces = tuple(layout.range_of(found.slot, rank) for rank in range(layout.world_size))
     start, stop = pieces[shard]
     row = product(slot.shape[1:])

@@ -115,9 +115,8 @@ def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[]
             )
         for each in modules:
             if each.parks:
-                masters[each.name] = _park(
-                    each, masters.pop(each.name, None), groups.of(each.lists, each.divisor), device
-                )
+                ranks = groups.of(each.lists, each.divisor)
+                masters[each.name] = _park(plan, each, masters.pop(each.name, None), ranks)
         try_codecs(modules, groups.world)
         refuse_shared_memory(_parked(plan, masters), groups.world.rank)
     except BaseException:
@@ -247,10 +246,10 @@ def _parked(
     for each in plan.modules:
         if each.parks:
             for planned, master in zip(each.units, masters[each.name], strict=True):
-                if planned.parked:
+                if planned.parked and not (plan.request.stays_on_meta and master.is_meta):
                     yield each.plugins.offload, planned.spec, master
     for unit in _sharded_units(plan.request.module):
-        if unit.parks:
+        if unit.parks and not (plan.request.stays_on_meta and unit.master.is_meta):
             yield unit.offload, unit.spec, unit.master
 
 
@@ -272,7 +271,7 @@ def _reshard_policy(plan: ShardPlan, module: PlannedModule) -> Reshard:
 
 
 def _park(
-    module: PlannedModule, masters: list[torch.Tensor] | None, ranks: UnitRanks, device: torch.device
+    plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor] | None, ranks: UnitRanks
 ) -> list[torch.Tensor]:
     """The masters of one module, each where its offload manager has it; the model stays as it is.
 
@@ -286,8 +285,10 @@ def _park(
         masters.reverse()
     placed = []
     for unit, group in zip(module.units, module.groups, strict=True):
-        shard = masters.pop() if masters is not None else _cut(group, unit.layout, ranks, device)
-        placed.append(park(module.plugins.offload, unit, shard, ranks.world.rank) if unit.parked else shard)
+        shard = masters.pop() if masters is not None else _cut(group, unit.layout, ranks, plan.device)
+        if unit.parked and not (plan.request.stays_on_meta and shard.is_meta):
+            shard = park(module.plugins.offload, unit, shard, ranks.world.rank)
+        placed.append(shard)
     return placed
 
 

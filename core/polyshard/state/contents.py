@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import savable_model, state_dicts_of_pieces
+from ..inspect import is_dtensor, local_of, savable_model, state_dicts_of_pieces
 from .sharded import Holding, holdings, of_parameter, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -73,12 +73,16 @@ class Joint:
             start += len(each.param_groups)
 
     def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """What its optimizer has for ``parameter``."""
+        """What its optimizer has for ``parameter``: of a ``DTensor``, this rank's elements."""
         found: Mapping[str, Any] = self._optimizer_of[parameter].state.get(parameter, {})
-        return found
+        if not is_dtensor(parameter):
+            return found
+        return {key: local_of(value) if is_dtensor(value) else value for key, value in found.items()}
 
     def replace_state(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
         """Let its optimizer have ``state`` for ``parameter``; None or nothing in it for none."""
+        if state and is_dtensor(parameter):
+            state = {key: _placed_as(parameter, value) for key, value in state.items()}
         own = self._optimizer_of[parameter].state
         own.pop(parameter, None)
         if state:
@@ -87,6 +91,17 @@ class Joint:
 
 def kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
+
+
+def _placed_as(parameter: nn.Parameter, value: Any) -> Any:
+    """``value`` as a ``DTensor`` where it has this rank's elements of ``parameter``, which is one."""
+    placed: Any = parameter
+    if not isinstance(value, torch.Tensor) or not value.ndim or value.shape != placed.to_local().shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    shape, stride = placed.shape, placed.stride()
+    return DTensor.from_local(value, placed.device_mesh, placed.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _is_plain(value: object) -> bool:
