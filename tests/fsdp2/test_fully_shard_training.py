@@ -110,8 +110,8 @@ def gradients_that_some_modules_keep(rank: int) -> None:
             model.blocks[0].set_requires_gradient_sync(last)
             model.set_requires_gradient_sync(last, recurse=False)
             loss_of(model, batch).backward()
-            seen.append([each.grad is not None for each in model.parameters()])
-        return seen, [each.grad.full_tensor() for each in model.parameters()]
+            seen += [float(each.grad is not None) for each in model.parameters()]
+        return seen, {name: each.grad.full_tensor() for name, each in model.named_parameters()}
 
     both(run)
 
