@@ -186,9 +186,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backwards release parameters, from now on; where not, later forwards use them without a gather.
 
-        They are gathered again where an optimizer of ``torch.optim`` that has parameters of the model stepped meanwhile,
-        or a state was loaded. Values that were written otherwise are not seen, as in FSDP2: call ``reshard()``. All
-        ranks set the same.
+        They are gathered again where an optimizer of ``torch.optim`` with parameters of the model stepped meanwhile, or
+        a state was loaded. Values that were written otherwise are not seen, as in FSDP2: call ``reshard()``. All ranks
+        set the same.
         """
         for module_state in _module_states(self, recurse):
             module_state.releases_after_backward = bool(reshard_after_backward)
