@@ -171,9 +171,6 @@ def what_is_not_served_yet(rank: int) -> None:
     ):
         with pytest.raises(NotImplementedError, match=words):
             OURS.fully_shard(make(), mesh=cpu_mesh(), **settings)
-    model: Any = shard_all(OURS, make())
-    with pytest.raises(NotImplementedError, match="recurse=False"):
-        model.set_requires_gradient_sync(True, recurse=False)
 
 
 #: Bodies, and on how many ranks each runs.

@@ -67,52 +67,6 @@ def replicas_of_shards(rank: int) -> None:
     both(run)
 
 
-def _accumulates(rank: int, mesh_shape: tuple[int, ...], setter: str) -> None:
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make(), cpu_mesh(*mesh_shape))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        told = []
-        for start in (0, 10):
-            for number, words in enumerate(batches(3, seed=start)):
-                last = number == 2
-                model.set_is_last_backward(last)
-                getattr(model, setter)(last)
-                loss = loss_of(model, words)
-                loss.backward()
-                told.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return told, wholes(model)
-
-    both(run)
-
-
-def test_accumulating_without_communication(ranks: KeptRanks) -> None:
-    ranks.run(2, _accumulates, (), "set_requires_gradient_sync")
-
-
-def test_accumulating_without_all_reduce(ranks: KeptRanks) -> None:
-    ranks.run(2, _accumulates, (2, 1), "set_requires_all_reduce")
-
-
-def test_accumulating_with_parameters_kept(ranks: KeptRanks) -> None:
-    ranks.run(2, _accumulates, (), "set_reshard_after_backward")
-
-
-def gradient_sync_is_of_the_whole_model(rank: int) -> None:
-    model: Any = shard_all(OURS, make())
-    model.set_requires_gradient_sync(False)
-    loss_of(model, next(batches(1))).backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(RuntimeError, match="root FSDP module"):
-        model.blocks[0].set_requires_gradient_sync(True)
-    with pytest.raises(NotImplementedError, match="recurse=False"):
-        model.set_requires_gradient_sync(True, recurse=False)
-    model.set_requires_gradient_sync(True)
-    loss_of(model, next(batches(1))).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
-
-
 def _tied(rank: int, listed: bool) -> None:
     def run(face: ModuleType) -> Any:
         model, mesh = make(tied=True), cpu_mesh()
@@ -321,7 +275,6 @@ def compiled_blocks(rank: int) -> None:
 BODIES: dict[Callable[[int], object], int] = {
     parity_with_the_unsharded_model: 3,
     replicas_of_shards: 4,
-    gradient_sync_is_of_the_whole_model: 2,
     list_of_modules: 2,
     several_roots: 2,
     activation_checkpointing: 2,
