@@ -16,13 +16,13 @@ from polyshard.errors import (
     ConfigTypeError,
     ParameterError,
 )
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._parameters import Placed
 from ._settings import config_for, dims_of, mesh_for
-from ._state import STATE_ATTRIBUTE, Asked, State, state_of
+from ._state import STATE_ATTRIBUTE, Asked, State, state_of, states_in
 from ._torch_private import note_composed
 from .fsdp_module import FSDPModule, class_of
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -121,6 +121,9 @@ def _shard(
     settings({})
     shared = _shared(modules) - ignored
     dims: dict[nn.Module, dict[str, int]] = {}
+    for module_state in (state.module_state for each in modules for state in states_in(each)):
+        if module_state is not None and root_of(module_state).awaits_optimizer:
+            root_of(module_state).settle()
     for each in modules:
         named = _unsharded_parameters(each, ignored | shared)
         _refuse_sharded_elsewhere(each, named)

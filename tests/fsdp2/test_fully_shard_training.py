@@ -67,55 +67,6 @@ def replicas_of_shards(rank: int) -> None:
     both(run)
 
 
-def _accumulates(rank: int, mesh_shape: tuple[int, ...], setter: str) -> None:
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make(), cpu_mesh(*mesh_shape))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        told = []
-        for start in (0, 10):
-            for number, words in enumerate(batches(3, seed=start)):
-                last = number == 2
-                model.set_is_last_backward(last)
-                getattr(model, setter)(last)
-                loss = loss_of(model, words)
-                loss.backward()
-                told.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return told, wholes(model)
-
-    both(run)
-
-
-def test_accumulating_without_communication(ranks: KeptRanks) -> None:
-    ranks.run(2, _accumulates, (), "set_requires_gradient_sync")
-
-
-def test_accumulating_without_all_reduce(ranks: KeptRanks) -> None:
-    ranks.run(2, _accumulates, (2, 1), "set_requires_all_reduce")
-
-
-def test_accumulating_with_parameters_kept(ranks: KeptRanks) -> None:
-    ranks.run(2, _accumulates, (), "set_reshard_after_backward")
-
-
-def gradients_that_some_modules_keep(rank: int) -> None:
-    """As a chunked loss does: the head's gradients wait for the last chunk, and all others do not."""
-
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make())
-        seen = []
-        for number, batch in enumerate(batches(3)):
-            last = number == 2
-            model.blocks[0].set_requires_gradient_sync(last)
-            model.set_requires_gradient_sync(last, recurse=False)
-            loss_of(model, batch).backward()
-            seen += [float(each.grad is not None) for each in model.parameters()]
-        return seen, {name: each.grad.full_tensor() for name, each in model.named_parameters()}
-
-    both(run)
-
-
 def _tied(rank: int, listed: bool) -> None:
     def run(face: ModuleType) -> Any:
         model, mesh = make(tied=True), cpu_mesh()
@@ -324,7 +275,6 @@ def compiled_blocks(rank: int) -> None:
 BODIES: dict[Callable[[int], object], int] = {
     parity_with_the_unsharded_model: 3,
     replicas_of_shards: 4,
-    gradients_that_some_modules_keep: 2,
     list_of_modules: 2,
     several_roots: 2,
     activation_checkpointing: 2,

@@ -113,7 +113,7 @@ class OptimizerCheck:
         for group in optimizer.param_groups:
             # Whether or not they have gradients, or elements on this rank: all ranks decide alike.
             if any(found is not None and found.root is root for found in self._live.find(group["params"])):
-                root.before_optimizer()
+                root.settle()
                 return
 
     def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:

@@ -45,8 +45,8 @@ class Reducible(Protocol):
 class Gradients:
     """Collects one unit's gradients, contributes them to reductions, and delivers its shard to the optimizer.
 
-    Under ``no_sync`` they are added up in the reduction dtype, and ``.grad`` of the originals stays as it is. So it
-    does where a reduction is not over the replicas: this rank keeps its shard of the sum until one is.
+    Under ``no_sync`` they are added up in the reduction dtype, and ``.grad`` of the originals stays as it is. It stays
+    so behind a reduction that is not over the replicas, too: this rank keeps its shard of the sum until one is.
     """
 
     def __init__(

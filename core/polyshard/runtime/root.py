@@ -457,8 +457,8 @@ class Root(Step):
                 unit.gradients.end_backward()
         self.execution_order.end_backward()
 
-    def before_optimizer(self) -> None:
-        """An optimizer is about to step: gradients are to be there, and gathered parameters get old."""
+    def settle(self) -> None:
+        """End what backwards left: hand over their gradients, and let parameters that they kept be old."""
         self.awaits_optimizer = False
         if self._unfinished and self.phase is Phase.IDLE:
             self.finish_backward()

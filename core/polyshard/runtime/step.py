@@ -73,7 +73,7 @@ class Step:
         self.replaced: tuple[str, str] | None = None
         #: False under ``no_sync``.
         self.synchronises = True
-        #: Whether an optimizer's step ends something: reductions that no backward waited for, parameters kept.
+        #: Whether backwards left something that ``Root.settle`` ends before an optimizer steps.
         self.awaits_optimizer = False
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False

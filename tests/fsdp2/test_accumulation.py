@@ -1,0 +1,390 @@
+"""Gradients that wait, module by module: numbers beside FSDP2's after each microbatch, in fp64 over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_models import FACES, OURS, Words, as_whole, batches, cpu_mesh, loss_of, make, same, shard_all, wholes
+from processes import KeptRanks
+from torch import nn
+
+EXACT = {"rtol": 0.0, "atol": 1e-12}
+MICROBATCHES = 3
+#: Which modules a setting is for.
+CHOICES: dict[str, Callable[[Any, Callable[..., None]], None]] = {
+    "all": lambda model, call: call(model),
+    "outermost": lambda model, call: call(model, recurse=False),
+    "one_block": lambda model, call: call(model.blocks[1]),
+    "embedding": lambda model, call: call(model.embedding, recurse=False),
+}
+
+
+Held = dict[str, nn.Parameter]
+
+
+def held_in(model: nn.Module) -> Held:
+    """The parameters that an optimizer holds: to be asked before training, as modules hold whole ones meanwhile."""
+    return dict(model.named_parameters())
+
+
+def gradients(held: Held) -> dict[str, torch.Tensor | None]:
+    """Of each parameter, whole; None where there is none."""
+    return {name: None if each.grad is None else as_whole(each.grad).clone() for name, each in held.items()}
+
+
+def alike(run: Callable[[ModuleType], list[Any]]) -> None:
+    """What ``run`` told, at each moment, is the same of FSDP2 and of ours."""
+    theirs, ours = (run(face) for face in FACES)
+    assert len(ours) == len(theirs)
+    for mine, its in zip(ours, theirs, strict=True):
+        same(mine, its, **EXACT)
+
+
+def _accumulates(rank: int, mesh: tuple[int, ...], setters: tuple[str, ...], chosen: str, settings: Any) -> None:
+    def run(face: ModuleType) -> list[Any]:
+        model: Any = shard_all(face, make(), cpu_mesh(*mesh), **settings)
+        held, optimizer = held_in(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        told: list[Any] = []
+        for start in (1, 2):
+            for number, words in enumerate(batches(MICROBATCHES, seed=start)):
+                last = number == MICROBATCHES - 1
+                for setter in setters:
+                    CHOICES[chosen](model, lambda module, s=setter, v=last, **kw: getattr(module, s)(v, **kw))
+                loss = loss_of(model, words)
+                loss.backward()
+                told += [loss.item(), gradients(held)]
+            optimizer.step()
+            # Zeros once: what is delivered then is added to them.
+            optimizer.zero_grad(set_to_none=start == 2)
+        return [*told, wholes(model)]
+
+    alike(run)
+
+
+@pytest.mark.parametrize("releases", [True, False])
+@pytest.mark.parametrize("chosen", CHOICES)
+def test_without_reductions(ranks: KeptRanks, chosen: str, releases: bool) -> None:
+    setters = ("set_requires_gradient_sync", "set_reshard_after_backward")
+    ranks.run(2, _accumulates, (), setters, chosen, {"reshard_after_forward": releases})
+
+
+@pytest.mark.parametrize("chosen", CHOICES)
+@pytest.mark.parametrize("setter", ["set_requires_all_reduce", "set_requires_gradient_sync"])
+def test_over_replicas(ranks: KeptRanks, setter: str, chosen: str) -> None:
+    ranks.run(4, _accumulates, (2, 2), (setter,), chosen, {})
+
+
+def test_over_replicas_of_one_shard(ranks: KeptRanks) -> None:
+    ranks.run(2, _accumulates, (2, 1), ("set_requires_all_reduce",), "all", {})
+
+
+def reductions_then_sums(rank: int) -> None:
+    """Over shards alone, not at all, and over everything: all is in the last sum."""
+
+    def run(face: ModuleType) -> list[Any]:
+        model: Any = shard_all(face, make(), cpu_mesh(2, 2))
+        held = held_in(model)
+        told: list[Any] = []
+        for number, words in enumerate(batches(4)):
+            model.set_requires_gradient_sync(number != 1)
+            model.set_requires_all_reduce(number == 3)
+            loss_of(model, words).backward()
+            told.append(gradients(held))
+        return told
+
+    alike(run)
+
+
+def the_mean_of_sums(rank: int) -> None:
+    sharded: Any = shard_all(OURS, make(), cpu_mesh(2, 2))
+    plain, held = make(), held_in(sharded)
+    sharded.set_is_last_backward(False)
+    for number, words in enumerate(batches(5)):
+        sharded.blocks[0].set_requires_gradient_sync(number == 4)
+        sharded.blocks[1].set_requires_all_reduce(number == 4)
+        sharded.set_is_last_backward(number == 4)
+        loss_of(sharded, words).backward()
+        loss_of(plain, words).backward()
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    same(gradients(held), {name: each.grad for name, each in plain.named_parameters()}, **EXACT)
+
+
+class Headless(nn.Module):
+    """A model whose loss is taken chunk by chunk: its head is called from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        words = make()
+        self.embedding, self.blocks, self.norm = words.embedding, words.blocks, words.norm
+        self.lm_head = words.head
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        hidden: torch.Tensor = self.norm(x)
+        return hidden
+
+
+def _in_chunks(model: Any, words: torch.Tensor, chunks: int) -> float:
+    hidden = model(words)
+    head, parts, total = model.lm_head, hidden.detach().chunk(chunks, dim=1), 0.0
+    grads = []
+    for number, (part, target) in enumerate(zip(parts, words.chunk(chunks, dim=1), strict=True)):
+        last = number == chunks - 1
+        head.set_requires_gradient_sync(last, recurse=False)
+        head.set_reshard_after_backward(last, recurse=False)
+        part.requires_grad_()
+        loss = nn.functional.cross_entropy(head(part).flatten(0, 1), target.flatten(), reduction="sum")
+        loss.backward()
+        total += loss.item()
+        grads.append(part.grad)
+    hidden.backward(torch.cat(grads, dim=1))
+    return total
+
+
+def chunked_loss(rank: int) -> None:
+    def run(face: ModuleType) -> list[Any]:
+        model: Any = Headless()
+        for module in (*model.blocks, model.lm_head, model):
+            face.fully_shard(module, mesh=cpu_mesh())
+        model.lm_head.set_reshard_after_forward(False)
+        held, optimizer = held_in(model), torch.optim.SGD(model.parameters(), lr=0.01)
+        told: list[Any] = []
+        for words in batches(3):
+            told += [_in_chunks(model, words, 5), gradients(held)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*told, wholes(model)]
+
+    alike(run)
+
+
+def _schedule() -> Iterator[tuple[str, int]]:
+    """One forward, one backward: two forwards ahead."""
+    yield from (("forward", 0), ("forward", 1))
+    for number in range(4):
+        yield "backward", number
+        if number < 2:
+            yield "forward", number + 2
+
+
+def _one_forward_one_backward(rank: int, releases: bool) -> None:
+    def run(face: ModuleType) -> list[Any]:
+        model: Any = shard_all(face, make(), reshard_after_forward=releases)
+        held, optimizer = held_in(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        told: list[Any] = []
+        for start in (1, 2):
+            inputs, losses = list(batches(4, seed=start)), dict[int, torch.Tensor]()
+            for action, number in _schedule():
+                if action == "forward":
+                    losses[number] = loss_of(model, inputs[number])
+                    continue
+                last = number == 3
+                model.set_requires_gradient_sync(last)
+                model.set_is_last_backward(last)
+                model.set_reshard_after_backward(last)
+                losses[number].backward()
+                told.append(losses[number].item())
+            told.append(gradients(held))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*told, wholes(model)]
+
+    alike(run)
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_one_forward_one_backward(ranks: KeptRanks, releases: bool) -> None:
+    ranks.run(2, _one_forward_one_backward, releases)
+
+
+def an_optimizer_ends_what_backwards_left(rank: int) -> None:
+    """FSDP2 would train with gradients that are not there, and compute with parameters from before the step."""
+    sharded: Any = shard_all(OURS, make(), reshard_after_forward=False)
+    plain = make()
+    sharded.set_is_last_backward(False)
+    sharded.set_reshard_after_backward(False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, plain)]
+    for words in batches(4):
+        losses = [loss_of(each, words) for each in (sharded, plain)]
+        same(*losses, **EXACT)
+        for loss in losses:
+            loss.backward()
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same(wholes(sharded), dict(plain.state_dict()), **EXACT)
+
+
+def states_that_are_loaded_are_seen(rank: int) -> None:
+    model: Any = shard_all(OURS, make(), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    words = next(batches(1))
+    before = loss_of(model, words)
+    before.backward()
+    model.load_state_dict({name: value * 2 if value.ndim else value for name, value in model.state_dict().items()})
+    whole = make()
+    whole.load_state_dict({name: value * 2 if value.ndim else value for name, value in whole.state_dict().items()})
+    same(loss_of(model, words), loss_of(whole, words), **EXACT)
+
+
+class StoppedError(Exception):
+    """Raised in the middle of a backward."""
+
+
+def _interrupt(model: Any, words: torch.Tensor) -> None:
+    def stop(*_: object) -> None:
+        raise StoppedError
+
+    handle = model.blocks[0].up.register_full_backward_hook(stop)
+    with pytest.raises(StoppedError):
+        loss_of(model, words).backward()
+    handle.remove()
+
+
+def an_exception_in_the_middle(rank: int) -> None:
+    """What earlier backwards left is kept; a restart drops it."""
+    first, second, third = batches(3)
+    model: Any = shard_all(OURS, make(), cpu_mesh(2, 2))
+    plain, held = make(), held_in(model)
+    model.set_requires_all_reduce(False)
+    model.set_is_last_backward(False)
+    model.set_reshard_after_backward(False)
+    loss_of(model, first).backward()
+    _interrupt(model, third)
+    model.set_requires_all_reduce(True)
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    loss_of(model, second).backward()
+    for words in (first, second):
+        loss_of(plain, words).backward()
+    kept = gradients(held)
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        same(kept[name], parameter.grad / 4, **EXACT)
+    model.zero_grad()
+    plain.zero_grad()
+    model.set_requires_gradient_sync(False)
+    loss_of(model, first).backward()
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, second).backward()
+    loss_of(plain, second).backward()
+    restarted = gradients(held)
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        same(restarted[name], parameter.grad / 4, **EXACT)
+
+
+class Skipping(Words):
+    """On one rank of each step the second block's output is not in the loss."""
+
+    skips = False
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embedding(words))
+        unused = self.blocks[1](x)
+        logits: torch.Tensor = self.head(self.norm(x if self.skips else unused))
+        return logits
+
+
+def a_rank_that_skips_a_module(rank: int) -> None:
+    """Its backward is in step with the others', and its zeros are in their sums."""
+    model, plain = Skipping().double(), Skipping().double()
+    plain.load_state_dict(make().state_dict())
+    model.load_state_dict(plain.state_dict())
+    sharded: Any = shard_all(OURS, model, cpu_mesh(2, 2))
+    held = held_in(sharded)
+    for number, words in enumerate(batches(5)):
+        last = number == 4
+        sharded.set_requires_all_reduce(last)
+        sharded.set_is_last_backward(last)
+        sharded.set_reshard_after_backward(last)
+        sharded.blocks[1].set_requires_gradient_sync(number % 2 == 0)
+        for each in (sharded, plain):
+            each.skips = rank == number
+            loss_of(each, words).backward()
+    kept = gradients(held)
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        same(kept[name], parameter.grad / 4, **EXACT)
+
+
+class Passing(Words):
+    """Its second block is there in the first microbatch alone."""
+
+    passes = False
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embedding(words))
+        logits: torch.Tensor = self.head(self.norm(x if self.passes else self.blocks[1](x)))
+        return logits
+
+
+def modules_that_the_last_backward_passes_by(rank: int) -> None:
+    model, plain = Passing().double(), Passing().double()
+    plain.load_state_dict(make().state_dict())
+    model.load_state_dict(plain.state_dict())
+    sharded: Any = shard_all(OURS, model, cpu_mesh(2, 2))
+    held = held_in(sharded)
+    for number, words in enumerate(batches(2)):
+        sharded.set_requires_all_reduce(number == 1)
+        for each in (sharded, plain):
+            each.passes = number == 1
+            loss_of(each, words).backward()
+    found = gradients(held)
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        same(found[name], parameter.grad / 4, **EXACT)
+
+
+def sums_in_the_dtype_of_reductions(rank: int) -> None:
+    """bf16 travels where one backward is reduced; a sum of several is in fp32, and travels so."""
+
+    def run(face: ModuleType) -> list[Any]:
+        policy = face.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model: Any = shard_all(face, make(dtype=torch.float32), mp_policy=policy)
+        held = held_in(model)
+        for number, words in enumerate(batches(8)):
+            model.set_requires_gradient_sync(number == 7)
+            loss_of(model, words).backward()
+        return [gradients(held)]
+
+    theirs, ours = (run(face)[0] for face in FACES)
+    # The order of fp32 additions; bf16 would be 4e-3.
+    same(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+BODIES: dict[Callable[[int], object], int] = {
+    reductions_then_sums: 4,
+    the_mean_of_sums: 4,
+    chunked_loss: 2,
+    an_optimizer_ends_what_backwards_left: 2,
+    states_that_are_loaded_are_seen: 2,
+    an_exception_in_the_middle: 4,
+    a_rank_that_skips_a_module: 4,
+    modules_that_the_last_backward_passes_by: 4,
+    sums_in_the_dtype_of_reductions: 2,
+}
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_on_ranks(ranks: KeptRanks, body: Callable[[int], object]) -> None:
+    ranks.run(BODIES[body], body)
