@@ -157,8 +157,7 @@ def layouts(nbytes: int, world_size: int) -> Iterator[tuple[FlatLayout, bool]]:
         for index, (shape, stride) in enumerate(zip(shapes, strides, strict=True))
     )
     unit = UnitGeometry("block", parameters, world_size, _ITEMSIZE)
-    (arrangement,) = Flat(PluginContext("flat", torch.device("cpu"))).arrange(unit)
-    ours = laid_out(parameters, arrangement, world_size)
+    _, ours = laid_out(unit, Flat(PluginContext("flat", torch.device("cpu"))).arrange(unit))
     yield ours, True
     plain = dataclasses.replace(ours, shard_numel=-(-ours.numel // world_size))
     if plain.shard_numel * _ITEMSIZE % PARAMETER_ALIGNMENT_BYTES:

@@ -76,13 +76,14 @@ def refuse_wrapped(model: nn.Module, rank: int, remedy: str) -> None:
 
 
 def _wrapper_of(module: nn.Module) -> str | None:
-    for wrapper, name in _WRAPPERS:
-        if isinstance(module, wrapper):
-            return name
+    # First: the drop-in's class is one of torch's, too.
     for base in type(module).__mro__:
         package = base.__module__.partition(".")[0]
         if package in _DROP_INS:
             return f"polyshard's drop-in {package}"
+    for wrapper, name in _WRAPPERS:
+        if isinstance(module, wrapper):
+            return name
     return "a drop-in of polyshard's" if inspect.is_sharded(module) and not is_sharded(module) else None
 
 
