@@ -33,18 +33,17 @@ def check(shapes: list[tuple[int, ...]], shards: int, layout: Layout, itemsize: 
     whole = [np.arange(start + 1, stop + 1) for start, stop in itertools.pairwise(ends)]
     back = [np.zeros_like(each) for each in whole]
     seen = np.zeros(int(ends[-1]) + 1, dtype=np.int64)
-    for arrangement in layout.arrange(unit):
-        planned = laid_out(parameters, arrangement, shards)
-        for rank in range(shards):
-            shard = np.zeros(planned.shard_numel, dtype=np.int64)
-            for piece in planned.pieces(rank):
-                source = whole[arrangement.order[piece.slot]]
-                assert not shard[piece.shard_offset : piece.shard_offset + piece.numel].any()
-                shard[piece.shard_offset : piece.shard_offset + piece.numel] = source[piece.start : piece.stop]
-            seen += np.bincount(shard, minlength=len(seen))
-            for piece in planned.pieces(rank):
-                target = back[arrangement.order[piece.slot]]
-                target[piece.start : piece.stop] = shard[piece.shard_offset : piece.shard_offset + piece.numel]
+    order, planned = laid_out(unit, layout.arrange(unit))
+    for rank in range(shards):
+        shard = np.zeros(planned.shard_numel, dtype=np.int64)
+        for piece in planned.pieces(rank):
+            source = whole[order[piece.slot]]
+            assert not shard[piece.shard_offset : piece.shard_offset + piece.numel].any()
+            shard[piece.shard_offset : piece.shard_offset + piece.numel] = source[piece.start : piece.stop]
+        seen += np.bincount(shard, minlength=len(seen))
+        for piece in planned.pieces(rank):
+            target = back[order[piece.slot]]
+            target[piece.start : piece.stop] = shard[piece.shard_offset : piece.shard_offset + piece.numel]
     assert (seen[1:] == 1).all()
     assert all((one == other).all() for one, other in zip(whole, back, strict=True))
 
