@@ -70,11 +70,9 @@ def fully_shard(
 ) -> M | list[M]:
     """Shard what in ``module`` is not sharded yet, in place, over ``mesh``; returns ``module``, now an ``FSDPModule``.
 
-    To be called from the inside out. ``module.parameters()`` are the same objects as before, each now of this rank's
-    rows, ``(rows, ...)``: those that ``Shard(0)`` gives it. ``state_dict()`` has them as ``DTensor``.
-
-    Parameters on the meta device get memory, and are sharded, by ``to_empty``. Until the first forward, what reads a
-    parameter of such a module as its attribute sees all of it, and may initialise it.
+    To be called from the inside out, before an optimizer is made: ``module.parameters()`` are new objects, ``DTensor``
+    over this rank's part of each. Parameters on the meta device stay there until ``to_empty``, or
+    ``load_state_dict(assign=True)``, gives them memory.
 
     Args:
         module: A module, or a list of modules; parameters that several of a list share are left to the call around.

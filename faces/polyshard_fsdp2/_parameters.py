@@ -104,6 +104,11 @@ class PlacedUnit(Unit):
     def _make_gradients(self) -> Gradients:
         gradients = PlacedGradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
         gradients.views = self.views
+        gradients.send_sums_whole()
+        before: Gradients | None = getattr(self, "gradients", None)
+        if before is not None:
+            # What the user set, before parameters had memory or another dtype.
+            gradients.scale = before.scale
         if self.is_local:
             gradients.set_targets(self.views.local_targets)
         return gradients
@@ -175,15 +180,19 @@ class PlacedUnit(Unit):
 
     def parameters_replaced(self) -> None:
         """Other objects are the parameters now."""
-        root = self.step
-        assert isinstance(root, Root)
-        live_roots.add(root)
-        if root.registrations is not None:
-            root.registrations.parameters_replaced()
+        self._be_found()
+        assert isinstance(self.step, Root)
+        if self.step.registrations is not None:
+            self.step.registrations.parameters_replaced()
         if self.prepared:
             self._bind(self.buffer)
         if not self.is_local:
             self.gradients.set_targets(self.views.gradient_targets)
+
+    def _be_found(self) -> None:
+        """Let functions of torch's and ours that are given the parameters find them."""
+        assert isinstance(self.step, Root)
+        live_roots.add(self.step)
 
     def refuse_meta(self, call: str) -> None:
         """Raise if parameters are on the meta device.
@@ -200,7 +209,17 @@ class PlacedUnit(Unit):
             )
 
     def rehome(self, master: torch.Tensor) -> None:
-        """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on."""
+        """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on.
+
+        Raises:
+            StateError: gradients wait to be reduced, or an optimizer holds a flat parameter over the master of before.
+        """
+        if self.flat is not None:
+            raise StateError(
+                f"The parameters of '{self.name}' cannot become {master.dtype} on {master.device} behind "
+                f"polyshard.flat_parameters, which are over what was there before (rank {self.ranks.world.rank}). Move "
+                "or cast the model first."
+            )
         if self.gradients.unreduced:
             raise StateError(
                 f"The parameters of '{self.name}' cannot become {master.dtype} on {master.device} while gradients wait "
@@ -210,6 +229,7 @@ class PlacedUnit(Unit):
         self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
         self.dtypes = self.caster.dtypes(self.spec)
         self._use_master(self.offload.place(self.spec, master) if self.parks else master)
+        self._be_found()
 
 
 class PlacedParameters(MasterViews):

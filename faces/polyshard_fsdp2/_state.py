@@ -77,8 +77,6 @@ class State:
                 )
             )
             root.answers_state_dicts = True
-            for unit in self.units:
-                unit.gradients.send_sums_whole()
             if root.idle_guard is not None:
                 # What computes with DTensors between steps is right, or torch refuses it.
                 root.idle_guard.leave()

@@ -262,13 +262,21 @@ def compiled_blocks(rank: int) -> None:
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
     # The compiler looks at .grad of the tensors that a frame takes in.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    model: Any = make()
-    expected = [loss_of(model, words).item() for words in batches(2)]
-    for block in model.blocks:
-        block.compile(backend="eager")
-    shard_all(OURS, model)
-    same([loss_of(model, words).item() for words in batches(2)], expected)
-    train(model, 1)
+    expected = train(shard_all(OURS, make()))
+    for before in (True, False):
+        torch.compiler.reset()
+        model: Any = make()
+        if not before:
+            shard_all(OURS, model)
+        for block in model.blocks:
+            block.compile(backend="eager", fullgraph=True)
+        if before:
+            shard_all(OURS, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        same(train(model, 1, optimizer), expected[:2])
+        # Later steps, and the second block, go through the code that is there.
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            loss_of(model, next(batches(1))).backward()
 
 
 #: Bodies, and on how many ranks each runs.

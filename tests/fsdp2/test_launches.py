@@ -34,7 +34,7 @@ from polyshard.planning import thresholds
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_fsdp2._layout import RowsOfEach
+from polyshard_fsdp2._settings import RowsOfEach
 from processes import KeptRanks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdp2_models import (
     OURS,
     WIDTH,
+    Words,
     alike,
     as_whole,
     batches,
@@ -29,9 +30,10 @@ from fsdp2_models import (
     train,
     wholes,
 )
+from polyshard.optim import AveragedWeights
 from processes import KeptRanks
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 def _local(rank: int, mesh: tuple[int, ...]) -> None:
@@ -94,6 +96,49 @@ def plain_parameters_of_models_that_change(rank: int) -> None:
     same(loss_of(model, next(batches(1))).item(), before[0])
 
 
+def what_was_set_before_parameters_had_memory(rank: int) -> None:
+    """A factor stays, and plain parameters are found: their norm is that of all ranks' pieces."""
+    whole = dict(make().state_dict())
+    with torch.device("meta"):
+        model = shard_all(OURS, Words().double())
+    model.set_gradient_divide_factor(0.5)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            like = whole[name]
+            value.copy_(
+                distribute_tensor(like, value.device_mesh, value.placements) if isinstance(value, DTensor) else like
+            )
+    other: Any = shard_all(OURS, make())
+    plain = polyshard.local_parameters(model)
+    words = next(batches(1))
+    for each in (model, other):
+        loss_of(each, words).backward()
+    own = set(map(id, model.blocks.parameters())) | set(map(id, model.embedding.parameters()))
+    expected = []
+    for held, placed, theirs in zip(plain, model.parameters(), other.parameters(), strict=True):
+        # Of two ranks a mean is half of the sum, and this sum was divided by a half.
+        factor = 1.0 if id(placed) in own else 4.0
+        expected.append(factor * theirs.grad.full_tensor())
+        same(held.grad, factor * theirs.grad.to_local())
+    norm = torch.stack([each.norm() for each in expected]).norm()
+    same(torch.nn.utils.clip_grad_norm_(plain, 0.1), norm)
+    other.zero_grad()
+    polyshard.flat_parameters(other)
+    with pytest.raises(RuntimeError, match="flat_parameters"):
+        other.float()
+
+
+def averages_refuse_steps(rank: int) -> None:
+    model = shard_all(OURS, make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averages = AveragedWeights(model, decay=0.5)
+    loss_of(model, next(batches(1))).backward()
+    with averages.applied(), pytest.raises(RuntimeError, match="was to update"):
+        optimizer.step()
+    optimizer.step()
+
+
 def whole_parameters_reports_and_placements(rank: int) -> None:
     model = shard_all(OURS, make())
     with polyshard.unsharded(model, writeback=True):
@@ -142,6 +187,8 @@ def test_checkpoints_of_polyshard(ranks: KeptRanks, tmp_path: Path, local: bool)
 BODIES: dict[Callable[[int], object], int] = {
     plain_parameters_of_models_that_change: 2,
     whole_parameters_reports_and_placements: 2,
+    what_was_set_before_parameters_had_memory: 2,
+    averages_refuse_steps: 2,
 }
 
 

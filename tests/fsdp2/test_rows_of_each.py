@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from polyshard.interfaces import Layout, ParameterGeometry, PluginContext, UnitGeometry
-from polyshard_fsdp2._layout import RowsOfEach
+from polyshard_fsdp2._settings import RowsOfEach
 from polyshard_testing import LayoutSuite
 
 

@@ -29,14 +29,14 @@ def train(rank: int, compiles: str, strategy: str) -> tuple[list[torch.Tensor], 
     model: Any = seeded(Net)
     if compiles == "forwards before":
         for block in model.blocks:
-            block.forward = torch.compile(block.forward, backend="eager")
+            block.forward = torch.compile(block.forward, backend="eager", fullgraph=True)
     polyshard.shard(model, config)
     called: nn.Module = model
     if compiles == "around":
         called = torch.compile(model, backend="eager")
     elif compiles == "blocks after":
         for block in model.blocks:
-            block.compile(backend="eager")
+            block.compile(backend="eager", fullgraph=True)
     optimizer = sgd(model)
     losses = []
     for turn in range(TURNS):
@@ -78,7 +78,7 @@ def train_tailed(rank: int, use: str, compiles: str) -> tuple[list[torch.Tensor]
         if compiles == "forward":
             model.forward = torch.compile(model.forward, backend="eager")
         else:
-            model.head.compile(backend="eager")
+            model.head.compile(backend="eager", fullgraph=True)
     optimizer = sgd(model)
     losses = []
     for turn in range(TURNS):

@@ -124,17 +124,17 @@ class OptimizerCheck:
                     found.root.outdated = True
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        found = [
-            [each for each in self._live.find_pieces(group["params"]) if each is not None]
-            for group in optimizer.param_groups
-        ]
-        for each in (each for group in found for each in group):
-            if each.root.replaced is not None:
+        for each in (each for group in optimizer.param_groups for each in self._live.find(group["params"])):
+            if each is not None and each.root.replaced is not None:
                 context, values = each.root.replaced
                 raise StateError(
                     f"{type(optimizer).__name__} was to update '{each.name}' inside of {context} (rank "
                     f"{each.root.rank}), where the model holds its {values}. Leave it first."
                 )
+        found = [
+            [each for each in self._live.find_pieces(group["params"]) if each is not None]
+            for group in optimizer.param_groups
+        ]
         _refuse_dead_hooks(each for group in found for each in group)
         first_look = optimizer not in self._warned
         self._warned.add(optimizer)

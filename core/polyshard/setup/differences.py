@@ -9,7 +9,6 @@ from itertools import zip_longest
 from typing import Any
 
 from ..interfaces import Collectives
-from ..planning.layout import Slot
 from ..planning.plan import ManagedParameter
 from ..planning.units import PlannedModule
 from ..planning.values import VALUES, difference_text, dimension_names
@@ -184,10 +183,6 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
             ]
             rows.append([title, ["slices", *unit.layout.slices], ["places", *places]])
     return rows
-
-
-def _cut_between(slot: Slot) -> str:
-    return f"indices of dimension {slot.dim}" if slot.dim else "rows" if slot.by_rows else "elements"
 
 
 def _parameter(parameter: ManagedParameter) -> list[Any]:
