@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import polyshard
+import polyshard_fsdp2
 import torch
 import torch.distributed as dist
 from measure import output_of, spread, undisturbed
@@ -37,8 +38,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 WIDTH = 16
 PARAMETER_COUNTS = (1, 9, 27)
 DIRECTIONS = ("forward", "backward")
+#: The drop-in, and the same with an optimizer over plain parameters.
+DROP_IN, LOCAL = "drop-in", "drop-in, local_parameters"
 #: Largest accepted polyshard / FSDP2.
-TARGETS = {"forward at 9": 0.32, "backward at 9": 0.34, "slope": 0.1, "wrap": 0.3, "beside TP": 0.5}
+TARGETS = {
+    "forward at 9": 0.32,
+    "backward at 9": 0.34,
+    "slope": 0.1,
+    "wrap": 0.3,
+    "beside TP": 0.5,
+    DROP_IN: 0.8,
+    LOCAL: 0.5,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +133,16 @@ def config(precision: str, classes: Sequence[type[nn.Module]], world_size: int) 
     )
 
 
-def wrap_fsdp2(model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+def wrap_fsdp2(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
     """FSDP2 on every block, then on the root."""
-    for block in model:
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+    wrap_with(fully_shard, model, mesh, precision)
+
+
+def wrap_with(fully_shard: Callable[..., Any], model: nn.Module, mesh: DeviceMesh, policy: object) -> None:
+    """``fully_shard`` of FSDP2, or of the drop-in, on every block, then on the root."""
+    for block in model.children():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def chains(count: int, precision: Precision, mesh: DeviceMesh, settings: Settings) -> dict[str, nn.Module]:
@@ -141,14 +157,19 @@ def chains(count: int, precision: Precision, mesh: DeviceMesh, settings: Setting
     return {"plain": plain, "polyshard": ours, "fsdp2": fsdp2}
 
 
-def step(model: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> tuple[float, float, torch.Tensor]:
-    """Seconds of one forward and of one backward, and the output."""
+def step(
+    model: nn.Module, x: torch.Tensor, gradient: torch.Tensor, cleared: Sequence[nn.Parameter] | None = None
+) -> tuple[float, float, torch.Tensor]:
+    """Seconds of one forward and of one backward, and the output.
+
+    ``cleared``: the parameters that get gradients, where they are not the model's.
+    """
     begin = time.process_time()
     output = model(x)
     forward = time.process_time()
     output.backward(gradient)
     end = time.process_time()
-    for parameter in model.parameters():
+    for parameter in model.parameters() if cleared is None else cleared:
         parameter.grad = None
     return forward - begin, end - forward, output.detach()
 
@@ -196,28 +217,78 @@ def beside_tensor_parallelism(settings: Settings) -> dict[str, Any]:
     meshed = dataclasses.replace(config("none", [ParallelBlock], settings.world_size), mesh=mesh, shard="dp")
     polyshard.shard(ours, meshed)
     wrap_fsdp2(fsdp2, mesh["dp"], MixedPrecisionPolicy())
-    peers: dict[str, nn.Module] = {"plain": plain, "polyshard": ours, "fsdp2": fsdp2}
-    x, gradient = torch.rand(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
-    for model in peers.values():
+    x = torch.rand(WIDTH, WIDTH)
+    return compare({"plain": plain, "polyshard": ours, "fsdp2": fsdp2}, x, torch.ones_like(x), settings)
+
+
+def of_the_drop_in(mesh: DeviceMesh, settings: Settings) -> dict[str, Any]:
+    """Own microseconds a unit of the drop-in, with DTensors and with ``local_parameters``: precision -> count."""
+    found: dict[str, Any] = {}
+    for precision in PRECISIONS:
+        found[precision.name] = {}
+        for count in PARAMETER_COUNTS:
+            peers: dict[str, nn.Module] = {
+                name: nn.Sequential(*(Chain(count) for _ in range(settings.units)))
+                for name in ("plain", DROP_IN, LOCAL, "fsdp2")
+            }
+            peers["plain"].to(precision.plain)
+            for name in (DROP_IN, LOCAL):
+                wrap_with(polyshard_fsdp2.fully_shard, peers[name], mesh, precision.fsdp2)
+            wrap_fsdp2(peers["fsdp2"], mesh, precision.fsdp2)
+            x = torch.rand(WIDTH, WIDTH, dtype=precision.plain) + 0.5
+            found[precision.name][count] = compare(peers, x, torch.ones_like(x), settings)
+    return found
+
+
+def optimizer_steps(mesh: DeviceMesh, settings: Settings) -> dict[str, Any]:
+    """Microseconds of one step of fused AdamW over 64 blocks of nine parameters."""
+    peers = {name: nn.Sequential(*(Chain(9) for _ in range(64))) for name in (DROP_IN, LOCAL, "fsdp2")}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    for name, model in peers.items():
+        wrap_with(fully_shard if name == "fsdp2" else polyshard_fsdp2.fully_shard, model, mesh, MixedPrecisionPolicy())
+        parameters = polyshard.local_parameters(model) if name == LOCAL else list(model.parameters())
+        optimizers[name] = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+        model(torch.ones(WIDTH, WIDTH)).sum().backward()
+    times: dict[str, list[float]] = {name: [] for name in peers}
+    for repeat in range(settings.rounds + 2):
+        for name, optimizer in optimizers.items():
+            with undisturbed():
+                begin = time.process_time()
+                optimizer.step()
+                taken = time.process_time() - begin
+            if repeat > 1:
+                times[name].append(taken * 1e6)
+    return {"parameters": 64 * 9, "us": {name: spread(values) for name, values in times.items()}}
+
+
+def compare(peers: dict[str, nn.Module], x: torch.Tensor, gradient: torch.Tensor, settings: Settings) -> dict[str, Any]:
+    """Own microseconds a unit of each of ``peers`` above "plain", and their ratios to "fsdp2"."""
+    cleared = {name: polyshard.local_parameters(model) for name, model in peers.items() if name == LOCAL}
+    for name, model in peers.items():
         for _ in range(settings.warmup):
-            step(model, x, gradient)
+            step(model, x, gradient, cleared.get(name))
     times: dict[str, dict[str, list[float]]] = {name: {each: [] for each in DIRECTIONS} for name in peers}
     for _ in range(settings.rounds):
         with undisturbed():
             for name, model in peers.items():
-                taken = [step(model, x, gradient)[:2] for _ in range(settings.steps)]
+                taken = [step(model, x, gradient, cleared.get(name))[:2] for _ in range(settings.steps)]
                 for direction, values in zip(DIRECTIONS, zip(*taken, strict=True), strict=True):
                     times[name][direction].append(statistics.median(values) * 1e6 / settings.units)
     own = {
         peer: {
             each: [a - b for a, b in zip(times[peer][each], times["plain"][each], strict=True)] for each in DIRECTIONS
         }
-        for peer in ("polyshard", "fsdp2")
+        for peer in peers
+        if peer != "plain"
     }
     return {
         "plain_us": {each: spread(times["plain"][each]) for each in DIRECTIONS},
         "own_us": {peer: {each: spread(values) for each, values in costs.items()} for peer, costs in own.items()},
-        "ratio": {each: _ratio(own["polyshard"][each], own["fsdp2"][each]) for each in DIRECTIONS},
+        "ratio": {
+            peer: {each: _ratio(own[peer][each], own["fsdp2"][each]) for each in DIRECTIONS}
+            for peer in own
+            if peer != "fsdp2"
+        },
     }
 
 
@@ -384,11 +455,15 @@ def table(report: dict[str, Any]) -> str:
         for operation in ("gather", "reduce"):
             ours, theirs = (result["transport_us"][9][peer][operation] for peer in ("polyshard", "fsdp2"))
             lines.append(f"  fake {operation + ' alone, k=9':17}{ours:12.2f}{theirs:12.2f}")
-    beside = report["tensor_parallel"]
     lines += ["", "beside tensor parallelism over 2 ranks, own µs a unit of 4 DTensor parameters"]
-    for direction in DIRECTIONS:
-        ours, theirs = (beside["own_us"][peer][direction]["median"] for peer in ("polyshard", "fsdp2"))
-        lines.append(_row(direction, ours, theirs, beside["ratio"][direction], TARGETS["beside TP"]))
+    lines += _rows(report["tensor_parallel"], "polyshard", "", TARGETS["beside TP"])
+    for name, of_counts in report["drop_in"].items():
+        for peer in (DROP_IN, LOCAL):
+            lines += ["", f"{peer}, {name}: own µs a unit"]
+            for count, result in of_counts.items():
+                lines += _rows(result, peer, f", k={count}", TARGETS[peer])
+    lines += ["", f"one step of fused AdamW over {report['optimizer']['parameters']} parameters, µs"]
+    lines += [f"  {peer:26}{taken['median']:10.0f}" for peer, taken in report["optimizer"]["us"].items()]
     lines += ["", f"wrap {report['settings']['wrap_units']} units of 9 parameters, ms"]
     lines.append(f"{'':22}{'polyshard':>12}{'FSDP2':>12}{'ratio':>8}  {'q1..q3':14}{'target':>7}")
     wrap = report["wrap"]
@@ -396,6 +471,14 @@ def table(report: dict[str, Any]) -> str:
         ours, theirs = (wrap["ms"][f"{peer} {start}"]["median"] for peer in ("polyshard", "fsdp2"))
         lines.append(_row(start, ours, theirs, wrap["ratio"][start], TARGETS["wrap"] if start == "from meta" else None))
     return "\n".join(lines)
+
+
+def _rows(result: dict[str, Any], peer: str, suffix: str, target: float) -> list[str]:
+    medians = [[result["own_us"][each][direction]["median"] for each in (peer, "fsdp2")] for direction in DIRECTIONS]
+    return [
+        _row(direction + suffix, ours, theirs, result["ratio"][peer][direction], target)
+        for direction, (ours, theirs) in zip(DIRECTIONS, medians, strict=True)
+    ]
 
 
 def _row(label: str, ours: float, theirs: float, ratio: dict[str, float], target: float | None) -> str:
@@ -442,6 +525,9 @@ def main() -> None:
             report["step"][precision.name] = result
         print("beside tensor parallelism", file=sys.stderr)
         report["tensor_parallel"] = beside_tensor_parallelism(settings)
+        print("the drop-in", file=sys.stderr)
+        report["drop_in"] = of_the_drop_in(mesh, settings)
+        report["optimizer"] = optimizer_steps(mesh, settings)
         print("wrapping", file=sys.stderr)
         wrap = wrap_from_meta(mesh, settings)
         report["wrap"] = {
