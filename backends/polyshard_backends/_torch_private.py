@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ from .process_group import torch_op
 
 #: A CUDA stream as (stream id, device index, device type).
 StreamKey = tuple[int, int, int]
+
+#: Copies each tensor of the second list into that of the first, in few launches; it has no public name.
+foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
 
 
 def current_stream(device_index: int) -> StreamKey:

@@ -19,6 +19,7 @@ from polyshard.interfaces import (
     Work,
 )
 
+from . import _torch_private
 from .tensors import REDUCIBLE_DTYPES, check_blocks, check_source, own_group
 
 #: Number of calls that are kept: a few steps of a large model, bounded for long runs.
@@ -129,22 +130,32 @@ class FakeCollectives(Collectives):
         return self._context.device
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        world_size = self._world_size
-        dtype = out.dtype
-        if shard.dtype is not dtype:
-            raise CollectiveError(
-                f"all_gather on rank {self._rank}: out is {dtype} and the shard {shard.dtype}; cast before the call"
-            )
-        n = shard.numel()
-        # The expanded source makes this one kernel for any world size. Where the shard is out's own slice, that slice
-        # is written with the values it holds.
-        out.view(world_size, n).copy_(shard.expand(world_size, n))
-        self.calls.append(FakeCall("all_gather", world_size * n, dtype, (world_size - 1) * n))
-        return _StreamWork() if self._stream_ordered else COMPLETED
+        return self._gather(((out, shard),))
 
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         self.batches.append(len(pairs))
-        return super().all_gather_many(pairs)
+        return self._gather(pairs)
+
+    def _gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        world_size = self._world_size
+        wholes, sources = [], []
+        for out, shard in pairs:
+            dtype = out.dtype
+            if shard.dtype is not dtype:
+                raise CollectiveError(
+                    f"all_gather on rank {self._rank}: out is {dtype} and the shard {shard.dtype}; cast before the call"
+                )
+            n = shard.numel()
+            wholes.append(out.view(world_size, n))
+            sources.append(shard.expand(world_size, n))
+            self.calls.append(FakeCall("all_gather", world_size * n, dtype, (world_size - 1) * n))
+        # The expanded sources make this few kernels for any world size. Where a shard is out's own slice, that slice is
+        # written with the values it holds.
+        if len(wholes) == 1:
+            wholes[0].copy_(sources[0])
+        elif wholes:
+            _torch_private.foreach_copy_(wholes, sources)
+        return _StreamWork() if self._stream_ordered else COMPLETED
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None

@@ -12,6 +12,7 @@ from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -101,6 +102,10 @@ def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) 
 def tensor_hooks(parameter: torch.Tensor) -> int:
     """Number of hooks that ``Tensor.register_hook`` put on ``parameter``."""
     return len(parameter._backward_hooks or ())
+
+
+#: The hooks of ``register_post_accumulate_grad_hook``, or None: asked of many parameters at once.
+hooks_after_accumulation: Callable[[torch.Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
 
 
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Sequence[Callable[[torch.Tensor], Any]]:

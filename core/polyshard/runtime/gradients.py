@@ -271,6 +271,8 @@ class Gradients:
     def end_backward(self) -> None:
         """Run the user's hooks on the originals, into which autograd itself accumulates nothing."""
         self._forget_missed()
+        if not any(map(_torch_private.hooks_after_accumulation, self._owners)):
+            return
         for owner in self._owners:
             if owner.grad is not None:
                 for hook in _torch_private.post_accumulate_grad_hooks(owner):
