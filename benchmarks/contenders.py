@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -296,15 +297,18 @@ def _half_of(site: Site) -> int:
     return site.world_size // 2
 
 
-def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False, hybrid: bool = False) -> Step:
+def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False, hybrid: bool = False, drop_in: bool = False) -> Step:
     """Blocks and root.
 
     ``keep``: nothing is released after forward. ``tuned``: more units, and prefetch by hand. ``hybrid``: sharded over
-    half of the ranks, replicated over the halves.
+    half of the ranks, replicated over the halves. ``drop_in``: polyshard's FSDP2.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+    fully_shard: Callable[..., Any] = importlib.import_module(
+        "polyshard_fsdp2" if drop_in else "torch.distributed.fsdp"
+    ).fully_shard
     shards = _half_of(site) if hybrid else site.world_size
     dimensions = {"replicate": 2, "shard": shards} if hybrid else {"shard": shards}
     mesh = init_device_mesh(site.device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
@@ -332,6 +336,15 @@ def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False, hybrid: bool 
             if site.rank % shards < len(pieces):
                 cast("Any", parameter).to_local().copy_(pieces[site.rank % shards])
     return EagerStep(model, _optimizer(model.parameters()))
+
+
+def _drop_in_local(site: Site) -> Step:
+    """The optimizer is over plain parameters."""
+    import polyshard
+
+    step = _fsdp2(site, drop_in=True)
+    assert isinstance(step, EagerStep)
+    return EagerStep(step.model, _optimizer(polyshard.local_parameters(step.model)))
 
 
 #: What each of polyshard's peers sets beside precision, policy and device.
@@ -406,4 +419,6 @@ _PEERS: dict[str, Callable[[Site], Step]] = {
     "fsdp2-tuned": partial(_fsdp2, tuned=True),
     "fsdp2-keep": partial(_fsdp2, keep=True),
     "fsdp2-hybrid": partial(_fsdp2, hybrid=True),
+    "drop-in": partial(_fsdp2, drop_in=True),
+    "drop-in-local": _drop_in_local,
 }

@@ -73,6 +73,13 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="no operation whose result differs between two runs: another in its place, or an error; slower",
     )
+    parser.add_argument(
+        "--pretend",
+        type=int,
+        default=0,
+        help="one process, without torchrun, as the first of so many ranks whose messages nobody sends: compute, host "
+        "and memory of one GPU; losses mean nothing",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--commit", help="recorded instead of what git says")
     parser.add_argument("--out", type=Path, help="write everything as JSON, after every peer")

@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node 4 benchmarks/peers.py --rounds 3 --out benchmarks/results/peers.json
     torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --train 1000 --every 100 --out train.json
     torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --device cpu --work tiny
+    python benchmarks/peers.py --pretend 8 --peers fsdp2,drop-in,drop-in-local,polyshard --work host,300m,1b
 
 In every round, each peer of a workload is built from the meta device, warmed up, timed and dropped. With ``--by-step``
 all of them are built and warmed up, then take turns step by step, and are dropped together. Ratios are taken within a
@@ -320,7 +321,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     given = parser.parse_args()
     settings = settings_of(parser, given)
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and not given.pretend:
         # Not an error: all benchmarks may be run one after the other, each by itself.
         print("nothing measured: start it with torchrun, see --help", file=sys.stderr)
         return 0
@@ -338,7 +339,7 @@ def main() -> int:
         torch.use_deterministic_algorithms(True)
         # A guard against reading memory that nothing wrote; it writes every new tensor once more.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    ranks = Ranks(given.device, timedelta(seconds=2 * settings.hang_timeout_s))
+    ranks = Ranks(given.device, timedelta(seconds=2 * settings.hang_timeout_s), given.pretend)
     report: dict[str, Any] = {
         "environment": environment(ranks, "peers.py", given.commit),
         "settings": {

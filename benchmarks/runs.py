@@ -74,7 +74,10 @@ def timed(step: Step, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[Take
 
 def environment(ranks: Ranks, script: str, commit: str | None) -> dict[str, Any]:
     """Command, hardware, versions and commit of a run of ``script``, a file of this folder."""
-    launch = f"torchrun --standalone --nproc-per-node {ranks.world_size} benchmarks/{script}"
+    pretends = "RANK" not in os.environ
+    launch = (
+        f"{'python' if pretends else f'torchrun --standalone --nproc-per-node {ranks.world_size}'} benchmarks/{script}"
+    )
     # Where files lay on that machine is of no interest to a reader.
     asked = re.sub(r"(?<![\w.])(/[^/\s,]+)*/", "", " ".join(sys.argv[1:]))
     found: dict[str, Any] = {
