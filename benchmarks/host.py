@@ -414,7 +414,7 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     return spread([mine / other for mine, other in zip(ours, theirs, strict=True)])
 
 
-def environment() -> dict[str, Any]:
+def environment(commit: str | None) -> dict[str, Any]:
     """Versions, processor and commit."""
     cpu = next(
         (line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")),
@@ -422,8 +422,10 @@ def environment() -> dict[str, Any]:
     )
     return {
         "command": " ".join(["python", "benchmarks/host.py", *sys.argv[1:]]),
-        "commit": output_of("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
+        "commit": commit or output_of("git", "rev-parse", "HEAD"),
+        # Whoever names the commit answers for it: the machine may hold a copy without history.
+        "uncommitted_changes": commit is None
+        and bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cpu": cpu,
@@ -491,6 +493,7 @@ def main() -> None:
     """Run, print the table last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--commit", help="recorded instead of what git says")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=6, help="steps of each peer in a round")
     parser.add_argument("--units", type=int, default=16, help="blocks of the model whose steps are timed")
@@ -510,7 +513,7 @@ def main() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=settings.world_size, store=FakeStore())
     report: dict[str, Any] = {
-        "environment": environment(),
+        "environment": environment(given.commit),
         "settings": asdict(settings),
         "targets": TARGETS,
         "step": {},

@@ -16,8 +16,10 @@ from polyshard import CapturedStep, CaptureMode
 from polyshard.errors import CaptureError
 from polyshard.runtime.root import Root
 from polyshard_backends.nccl import NcclCollectives
+from polyshard_fsdp2 import fully_shard
 from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +80,13 @@ def sharded(model: nn.Module, **settings: Any) -> nn.Module:
         return polyshard.shard(model, config)
 
 
+def placed(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cuda", (WORLD_SIZE,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def batch(turn: int) -> torch.Tensor:
     """The whole batch of a turn, on the CPU."""
     generator = torch.Generator().manual_seed(3 + turn)
@@ -121,6 +130,7 @@ class Pair:
         settings: dict[str, Any] | None = None,
         fused: bool = False,
         flat: bool = False,
+        drop_in: bool = False,
         microbatches: int = 1,
         dtype: torch.dtype = torch.float64,
         **options: Any,
@@ -129,8 +139,11 @@ class Pair:
         self.device = on_device(rank)
         torch.manual_seed(0)
         self.plain = Net(**(kind or {})).to(self.device, dtype)
-        self.model = sharded(copy.deepcopy(self.plain), **(settings or {}))
-        parameters = polyshard.flat_parameters(self.model) if flat else self.model.parameters()
+        whole = copy.deepcopy(self.plain)
+        self.model = placed(whole) if drop_in else sharded(whole, **(settings or {}))
+        parameters = self.model.parameters()
+        if flat or drop_in:
+            parameters = (polyshard.flat_parameters if flat else polyshard.local_parameters)(self.model)
         self.optimizer = adamw(parameters, self.device, fused)
         self.expected = adamw(self.plain.parameters(), self.device, fused)
         self.train_step = stepping(self.model, self.optimizer, microbatches)
@@ -195,6 +208,7 @@ def train(rank: int, options: dict[str, Any]) -> tuple[float, float, list[str], 
         {"settings": {"strategy": "full_shard"}, "flat": True, "fused": True},
         {"settings": {"strategy": "shard_grad_op"}, "flat": True},
         {"kind": {"recomputes": True}},
+        {"drop_in": True},
         {"microbatches": 2},
         {"settings": {"collectives": {"name": "nccl", "smallest_mib": 0}}},
         {"settings": {"collectives": SYMMETRIC}},
