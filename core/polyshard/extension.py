@@ -20,7 +20,7 @@ from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_ten
 from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
-from .planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, refuse_unshardable
+from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, refuse_unshardable
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
 from .runtime.gather import FlatBuffer, view_of
 from .runtime.gradients import Gradients
@@ -49,6 +49,7 @@ __all__ = [
     "ForwardHooks",
     "GradientTarget",
     "Gradients",
+    "GroupedModules",
     "ManagedParameter",
     "MasterViews",
     "ModuleState",

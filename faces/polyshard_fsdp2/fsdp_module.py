@@ -272,13 +272,16 @@ class FSDPModule(torch_fsdp.FSDPModule):
         _refuse_communication("set_all_reduce_hook")
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        inside = set(cast("nn.Module", self).modules())
         states = list(states_in(cast("nn.Module", self)))
         for state in states:
             for unit in state.units:
                 unit.reshard()
         applied = cast("Any", super(torch_fsdp.FSDPModule, self))._apply(fn, recurse)
         for state in states:
-            state.take_over()
+            # Where others of its modules may follow, the next forward takes it over.
+            if inside.issuperset(state.modules):
+                state.take_over()
         return applied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

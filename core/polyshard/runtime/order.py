@@ -172,6 +172,13 @@ class ExecutionOrder(Generic[S]):
         self._backward_stale = True
         self._cursor = len(self._left)
 
+    def forget_leaving(self, module_state: S) -> None:
+        """``module_state`` was not released since it was left last, and is left again: that counts, and once."""
+        for position in reversed(range(len(self._left))):
+            if self._left[position] is module_state:
+                del self._left[position]
+                return
+
     def enter_backward(self, module_state: S) -> list[list[S]]:
         """``module_state`` starts its backward; returns the batches to gather now, as ``enter`` does.
 
@@ -234,7 +241,9 @@ class ForwardRecord(Generic[T]):
     """Where one outermost forward entered and left modules with gradients on."""
 
     outermost: object
-    """The module whose forward it is."""
+    """The module state whose forward it is."""
+    module: object = None
+    """The module that was called: one of several where that module state groups them."""
     points: list[Point[T]] = field(default_factory=list)
     """In the order of the forward."""
     followed: bool = False

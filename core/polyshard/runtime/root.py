@@ -165,7 +165,7 @@ class Root(Step):
         self._thread = threading.get_ident()
         self.outdated = False
         self.active = outermost
-        self.forward_record = ForwardRecord(outermost)
+        self.forward_record = ForwardRecord(outermost, module)
         for unit in self.units:
             unit.hide()
         self.begin_gathers()
@@ -405,8 +405,8 @@ class Root(Step):
                 self._apart.clear()
                 self._followed = False
             # Behind those that came before.
-            self._apart.pop(forward_record.outermost, None)
-            self._apart[forward_record.outermost] = forward_record
+            self._apart.pop(forward_record.module, None)
+            self._apart[forward_record.module] = forward_record
 
     def end_backward(self) -> None:
         """All gradients of this backward have been accumulated."""
