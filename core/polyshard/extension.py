@@ -26,7 +26,7 @@ from .runtime.gather import FlatBuffer, view_of
 from .runtime.gradients import Gradients
 from .runtime.hooks import ForwardHooks, output_hook, pass_through_in
 from .runtime.module_state import ModuleState
-from .runtime.order import ExecutionOrder
+from .runtime.order import ExecutionOrder, HintedOrder
 from .runtime.parameters import GradientTarget, MasterViews, Originals, become, part_of_master
 from .runtime.reduce import Copies, Reducer, ReductionInput
 from .runtime.root import Root, root_of
@@ -50,6 +50,7 @@ __all__ = [
     "GradientTarget",
     "Gradients",
     "GroupedModules",
+    "HintedOrder",
     "ManagedParameter",
     "MasterViews",
     "ModuleState",

@@ -12,6 +12,7 @@ from polyshard.errors import StateError, UnsupportedError
 from polyshard.extension import (
     MODULE_STATE_ATTRIBUTE,
     GroupedModules,
+    HintedOrder,
     ModuleState,
     Request,
     Reshard,
@@ -44,6 +45,10 @@ class State:
     asked: Asked
     reshard: bool | None = None
     factor: float | None = None
+    forward_hints: tuple[State, ...] = ()
+    """Whose gathers follow this one's in forward; the recorded order decides where there are none."""
+    backward_hints: tuple[State, ...] = ()
+    """The same in backward."""
 
     @property
     def module_state(self) -> ModuleState | None:
@@ -80,6 +85,7 @@ class State:
                 root.idle_guard.leave()
                 root.idle_guard = None
             follow(root)
+            use_hints(root)
             self._answer_state_dicts()
 
     def apply(self) -> None:
@@ -95,6 +101,11 @@ class State:
                         f"'{unit.name}', which autograd leaves as they are. Divide the loss instead."
                     )
                 unit.gradients.scale = None if self.factor == ranks else ranks / self.factor
+
+    def hint(self) -> None:
+        """Let the model prefetch as was set."""
+        if self.module_state is not None:
+            use_hints(root_of(self.module_state))
 
     def take_over(self) -> None:
         """Let what was done to the parameters from outside be what the units have."""
@@ -146,6 +157,24 @@ def has_something(module: nn.Module, ignored: Collection[nn.Parameter]) -> bool:
     return any(MODULE_STATE_ATTRIBUTE in inner.__dict__ for inner in module.modules()) or any(
         parameter not in skipped for parameter in module.parameters()
     )
+
+
+def use_hints(root: Root) -> None:
+    """Let the modules of ``root`` prefetch what they were told to. Hints of other models' modules are left out."""
+
+    def of_root(hints: Sequence[State]) -> list[ModuleState]:
+        found = [hinted.module_state for hinted in hints]
+        return [each for each in found if each is not None and root_of(each) is root]
+
+    states = {each: state for each in root.module_states if (state := state_of(each.modules[0])) is not None}
+    forward = {each: of_root(state.forward_hints) for each, state in states.items()}
+    # An embedding's backward needs no parameters.
+    backward = {
+        each: [hinted for hinted in of_root(state.backward_hints) if hinted.reads_in_backward]
+        for each, state in states.items()
+    }
+    if any((*forward.values(), *backward.values())) or isinstance(root.execution_order, HintedOrder):
+        root.use_order(HintedOrder(root.execution_order, forward, backward))
 
 
 def outermost(state: State, call: str) -> Root:

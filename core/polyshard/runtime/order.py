@@ -21,7 +21,7 @@ nothing is done early.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -203,6 +203,33 @@ class ExecutionOrder(Generic[S]):
         self._left.clear()
         self._backward_stale = True
         self._cursor = 0
+
+
+class HintedOrder(ExecutionOrder[S]):
+    """An execution order in which some modules say what is gathered behind them, each by a launch of its own.
+
+    Others, and hints of nothing, leave that to what was recorded.
+    """
+
+    def __init__(
+        self, order: ExecutionOrder[S], forward: Mapping[S, Sequence[S]], backward: Mapping[S, Sequence[S]]
+    ) -> None:
+        """``order``: whose records are taken over. ``forward``, ``backward``: the hints of modules."""
+        vars(self).update(vars(order))
+        self._forward = {each: [[hinted] for hinted in hints] for each, hints in forward.items() if hints}
+        self._backward = {each: [[hinted] for hinted in hints] for each, hints in backward.items() if hints}
+
+    @property
+    def ahead(self) -> int:
+        return max([super().ahead, *map(len, self._forward.values()), *map(len, self._backward.values())])
+
+    def enter(self, module_state: S) -> list[list[S]]:
+        recorded = super().enter(module_state)
+        return self._forward.get(module_state, recorded)
+
+    def enter_backward(self, module_state: S) -> list[list[S]]:
+        recorded = super().enter_backward(module_state)
+        return self._backward.get(module_state, recorded)
 
 
 def _turning(module_states: Sequence[S]) -> S | None:
