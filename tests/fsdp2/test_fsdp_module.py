@@ -119,9 +119,11 @@ def _gathers(face: ModuleType, sizes: Sequence[int], step: Callable[[], object])
         if output.numel() in sizes:
             found.append(sizes.index(output.numel()))
 
-    theirs, alone, many = dist.all_gather_into_tensor, GlooCollectives.all_gather, GlooCollectives.all_gather_many
+    # As FSDP2 calls it in torch 2.11, and in 2.13.
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    theirs, alone, many = getattr(dist, name), GlooCollectives.all_gather, GlooCollectives.all_gather_many
 
-    def all_gather_into_tensor(output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def of_theirs(output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         one(output_tensor)
         return theirs(output_tensor, *args, **options)
 
@@ -136,7 +138,7 @@ def _gathers(face: ModuleType, sizes: Sequence[int], step: Callable[[], object])
     patches = (
         [patch.object(GlooCollectives, each.__name__, each) for each in (all_gather, all_gather_many)]
         if face is OURS
-        else [patch.object(dist, "all_gather_into_tensor", all_gather_into_tensor)]
+        else [patch.object(dist, name, of_theirs)]
     )
     with contextlib.ExitStack() as stack:
         for each in patches:
@@ -145,31 +147,42 @@ def _gathers(face: ModuleType, sizes: Sequence[int], step: Callable[[], object])
     return found
 
 
+def _hinted(face: ModuleType) -> None:
+    torch.manual_seed(0)
+    layers = [[nn.Linear(4, 2 * width), nn.Linear(2 * width, 4)] for width in (1, 2, 4, 8, 16, 32)]
+    blocks: Any = [nn.Sequential(*each).double() for each in layers]
+    parts = [blocks[:1], blocks[1:2], blocks[2:3], blocks[3:5], blocks[5:]]
+    sizes = [sum(parameter.numel() for block in part for parameter in block.parameters()) for part in parts]
+    for part in parts:
+        face.fully_shard(part if len(part) > 1 else part[0], mesh=cpu_mesh(), reshard_after_forward=True)
+    # Before the root is there, and behind.
+    blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
+    model: Any = face.fully_shard(nn.Sequential(*blocks), mesh=cpu_mesh())
+    model.set_modules_to_forward_prefetch([blocks[0]])
+    blocks[1].set_modules_to_forward_prefetch([blocks[5]])
+    model.set_modules_to_backward_prefetch([blocks[5]])
+    blocks[5].set_modules_to_backward_prefetch([blocks[2], blocks[4]])
+    blocks[3].set_modules_to_backward_prefetch([blocks[0]])
+    x, losses = torch.ones(2, 4, dtype=torch.float64), []
+
+    def forward() -> None:
+        losses.append(model(x).sum())
+
+    for _ in range(3):
+        # Blocks without hints gather what comes next in the recorded order.
+        assert _gathers(face, sizes, forward) == [0, 2, 1, 4, 3]
+        assert _gathers(face, sizes, losses.pop().backward) == [4, 2, 3, 0, 1]
+    blocks[0].set_modules_to_forward_prefetch([blocks[1]])
+    blocks[1].set_modules_to_forward_prefetch([blocks[3]])
+    assert _gathers(face, sizes, forward) == [0, 1, 3, 2, 4]
+    blocks[1].set_modules_to_forward_prefetch([])
+    # Here what is left is one launch.
+    assert _gathers(face, sizes, forward) == ([0, 1] if face is OURS else [0, 1, 2, 3, 4])
+
+
 def hints_say_what_is_gathered_next(rank: int) -> None:
-    """By blocks that set some, also before the root is there; others gather as the recorded order says."""
-    x = torch.ones(2, 4, dtype=torch.float64)
     for face in FACES:
-        torch.manual_seed(0)
-        layers = [[nn.Linear(4, 2 * width), nn.Linear(2 * width, 4)] for width in (1, 2, 4, 8, 16, 32)]
-        blocks: Any = [nn.Sequential(*each).double() for each in layers]
-        parts = [blocks[:1], blocks[1:2], blocks[2:3], blocks[3:5], blocks[5:]]
-        sizes = [sum(parameter.numel() for block in part for parameter in block.parameters()) for part in parts]
-        for part in parts:
-            face.fully_shard(part if len(part) > 1 else part[0], mesh=cpu_mesh(), reshard_after_forward=True)
-        blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
-        model: Any = face.fully_shard(nn.Sequential(*blocks), mesh=cpu_mesh())
-        model.set_modules_to_forward_prefetch([blocks[0]])
-        blocks[1].set_modules_to_forward_prefetch([blocks[5]])
-        model.set_modules_to_backward_prefetch([blocks[5]])
-        blocks[5].set_modules_to_backward_prefetch([blocks[2], blocks[4]])
-        blocks[3].set_modules_to_backward_prefetch([blocks[0]])
-        for _ in range(3):
-            losses: list[torch.Tensor] = []
-            assert _gathers(face, sizes, lambda: losses.append(model(x).sum())) == [0, 2, 1, 4, 3]  # noqa: B023
-            assert _gathers(face, sizes, losses[0].backward) == [4, 2, 3, 0, 1]
-        blocks[0].set_modules_to_forward_prefetch([])
-        blocks[1].set_modules_to_forward_prefetch([blocks[3]])
-        assert _gathers(face, sizes, lambda: model(x)) == [0, 1, 3, 2, 4]  # noqa: B023
+        _hinted(face)
 
 
 def what_the_engine_decides_and_what_is_refused(rank: int) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from fsdp2_models import (
     OURS,
+    WIDTH,
     Words,
     batches,
     beside_torch,
@@ -176,6 +177,24 @@ def sharded_modules_inside_those_of_a_list(face: ModuleType) -> Any:
     return train(model), seen(model)
 
 
+def a_list_over_several_parents(face: ModuleType) -> Any:
+    """Each of them is sharded by itself, and contains one module of the list."""
+    model: Any = make()
+    face.fully_shard([each.norm for each in model.blocks], mesh=cpu_mesh())
+    for block in model.blocks:
+        face.fully_shard(block, mesh=cpu_mesh())
+    face.fully_shard(model, mesh=cpu_mesh())
+    return train(model), seen(model)
+
+
+def methods_beside_forward(face: ModuleType) -> Any:
+    model = shard_lists(face, make(), reshard_after_forward=True)
+    face.register_fsdp_forward_method(model.blocks[1], "doubled")
+    told = train(model, 1)
+    doubled = copied(model.blocks[1].doubled(torch.ones(2, WIDTH, dtype=torch.float64)))
+    return told, doubled, train(model), wholes(model)
+
+
 def meta_models(face: ModuleType) -> Any:
     with torch.device("meta"):
         model = shard_lists(face, Words().double())
@@ -335,6 +354,8 @@ BESIDE: dict[Callable[[ModuleType], object], int] = {
     any_of_a_list_stands_for_all: 2,
     modules_inside_others_of_a_list: 2,
     sharded_modules_inside_those_of_a_list: 2,
+    a_list_over_several_parents: 2,
+    methods_beside_forward: 2,
     meta_models: 2,
     casts_of_each: 2,
     refusals: 2,
