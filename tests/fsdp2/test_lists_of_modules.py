@@ -67,11 +67,12 @@ def test_training_is_that_of_torch(ranks: KeptRanks, shape: tuple[int, ...], set
 
 
 def averaged(plain: nn.Module) -> None:
-    """Gradients over all ranks."""
+    """Gradients over all ranks, of zeros where a rank has none."""
     for parameter in plain.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 def as_unsharded(
@@ -323,6 +324,55 @@ def an_exception_between_two_of_a_group(rank: int) -> None:
     as_unsharded(model, plain)
 
 
+class Inside(Words):
+    """Differentiates a loss of its own between the norm and the head."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        self.norm(x.detach()).square().mean().backward()
+        normal = self.norm(x)
+        normal.detach().requires_grad_().sum().backward()
+        logits: torch.Tensor = self.head(normal)
+        return logits
+
+
+def backwards_between_two_of_a_group(rank: int) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Inside().double())
+    shard_lists(OURS, models[0], reshard_after_forward=True)
+    as_unsharded(*models)
+
+
+class Heads(nn.Module):
+    """Two of one group, of which each rank's loss uses another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(6, 3)
+
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tanh(self.body(words.double()))
+        return self.first(x), self.second(x)
+
+
+def ranks_that_use_other_modules_of_a_group(rank: int) -> None:
+    def step(model: Any, words: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(words)[dist.get_rank()].square().mean()
+        return loss
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Heads().double())
+    OURS.fully_shard([models[0].first, models[0].second], mesh=cpu_mesh(), reshard_after_forward=True)
+    OURS.fully_shard(models[0], mesh=cpu_mesh())
+    as_unsharded(*models, step)
+
+
 class Headless(Words):
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.embedding(words)
@@ -373,6 +423,8 @@ BODIES: dict[Callable[[int], object], int] = {
     a_module_that_runs_several_times: 2,
     an_exception_between_two_of_a_group: 2,
     a_head_that_is_called_in_chunks: 2,
+    backwards_between_two_of_a_group: 2,
+    ranks_that_use_other_modules_of_a_group: 2,
 }
 
 

@@ -31,15 +31,15 @@ from .unit import refuse_escape
 class GroupedState(ModuleState):
     """The place of several modules in a step."""
 
-    @cached_property
-    def to_run(self) -> set[nn.Module]:
-        """The modules that have not run in this round; empty between rounds."""
-        return set()
-
     #: Whether it was left in this round with gradients on.
     left = False
     #: Whether one that ran in this round may save parameters for backward where none is expected to.
     computes_otherwise = False
+
+    @cached_property
+    def to_run(self) -> set[nn.Module]:
+        """The modules that have not run in this round; empty between rounds."""
+        return set()
 
     def begin_round(self) -> bool:
         """A module is entered; returns whether a round begins."""
