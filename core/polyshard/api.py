@@ -19,6 +19,7 @@ from .functions.torch_functions import follow
 from .functions.whole import state_dicts_of_pieces, unsharded_parameters
 from .planning.plan import MODULE_STATE_ATTRIBUTE
 from .registry import UsedPlugin
+from .runtime.grouped import hooks_of
 from .runtime.hooks import ForwardHooks
 from .runtime.module_state import ModuleState
 from .runtime.root import Root, root_of
@@ -279,7 +280,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         )
     # Its methods may compute with an embedding's weight.
     module_state.reads_in_backward = True
-    setattr(module, name, _computing(ForwardHooks(module_state), module, method))
+    setattr(module, name, _computing(hooks_of(module_state, module), module, method))
 
 
 def close(model: nn.Module) -> None:

@@ -20,13 +20,13 @@ from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_ten
 from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
-from .planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, refuse_unshardable
+from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, refuse_unshardable
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
 from .runtime.gather import FlatBuffer, view_of
 from .runtime.gradients import Gradients
 from .runtime.hooks import ForwardHooks, output_hook, pass_through_in
 from .runtime.module_state import ModuleState
-from .runtime.order import ExecutionOrder
+from .runtime.order import ExecutionOrder, HintedOrder
 from .runtime.parameters import GradientTarget, MasterViews, Originals, become, part_of_master
 from .runtime.reduce import Copies, Reducer, ReductionInput
 from .runtime.root import Root, root_of
@@ -49,6 +49,8 @@ __all__ = [
     "ForwardHooks",
     "GradientTarget",
     "Gradients",
+    "GroupedModules",
+    "HintedOrder",
     "ManagedParameter",
     "MasterViews",
     "ModuleState",

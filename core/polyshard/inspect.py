@@ -28,6 +28,7 @@ from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
 from .runtime import graph
+from .runtime.grouped import GroupedState
 from .runtime.module_state import ModuleState
 from .runtime.root import root_of
 from .runtime.step import Phase
@@ -639,13 +640,14 @@ def sharded_model(module: nn.Module) -> ShardedModel | None:
     Modules that a drop-in sharded are not its own: they form a model at their first forward.
     """
     state = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
-    return ShardedModel(root_of(state)) if type(state) is ModuleState else None
+    if type(state) is ModuleState or isinstance(state, GroupedState):
+        return ShardedModel(root_of(state))
+    return None
 
 
 def units_in(model: nn.Module) -> Iterator[ShardedUnit]:
     """The units of every sharded module in ``model``, in module order."""
-    for module in model.modules():
-        state: ModuleState | None = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+    for state in dict.fromkeys(module.__dict__.get(MODULE_STATE_ATTRIBUTE) for module in model.modules()):
         yield from map(ShardedUnit, () if state is None else state.units)
 
 

@@ -139,7 +139,7 @@ class FSDPForward(ForwardHooks):
 
     def __init__(self, module_state: FSDPModuleState, observed: Sequence[tuple[nn.Module, str]]) -> None:
         """``observed``: parameters whose modules have a ``__setattr__`` of their own, which sees the views."""
-        super().__init__(module_state)
+        super().__init__(module_state, module_state.module)
         self._observed = tuple(observed)
         dtype = module_state.instance.mixed_precision.param_dtype
         self._cast_inputs = None if dtype is None else make_input_cast(dtype)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._parameters import Placed
 from ._settings import config_for, dims_of, mesh_for
-from ._state import STATE_ATTRIBUTE, Asked, State, state_of, states_in
+from ._state import STATE_ATTRIBUTE, Asked, State, state_of, states_in, together
 from ._torch_private import note_composed
 from .fsdp_module import FSDPModule, class_of
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -75,7 +75,8 @@ def fully_shard(
     ``load_state_dict(assign=True)``, gives them memory.
 
     Args:
-        module: A module, or a list of modules; parameters that several of a list share are left to the call around.
+        module: A module, or a list of modules, which are one group: gathered when the first of them runs, released when
+            each has run. Another sharded module contains all of them. Those inside others of the list count with these.
         mesh: One dimension to shard over, or two: (replicate, shard). All ranks where None.
         reshard_after_forward: Whether parameters are released after forward. None: but for the outermost module's.
         shard_placement_fn: May answer ``Shard(n)`` for a parameter, whose dimension ``n`` the ranks divide, where not
@@ -117,21 +118,17 @@ def _shard(
     # What is wrong in a setting is found before anything is asked of parameters.
     settings = partial(config_for, over, reshard_after_forward, mp_policy, offload_policy)
     settings({})
-    shared = _shared(modules) - ignored
-    dims: dict[nn.Module, dict[str, int]] = {}
-    for module_state in (state.module_state for each in modules for state in states_in(each)):
+    module = together(modules)
+    for module_state in (state.module_state for state in states_in(module)):
         if module_state is not None and root_of(module_state).awaits_optimizer:
             root_of(module_state).settle()
+    named = _unsharded_parameters(module, ignored)
+    _refuse_sharded_elsewhere(modules[0], named)
+    _refuse_unplaced(named)
+    dims = dims_of(named.items(), shard_placement_fn, over.size(over.ndim - 1))
+    state = State(tuple(modules), Asked(settings(dims), ignored, Placed(over, dims)))
+    state.cut()
     for each in modules:
-        named = _unsharded_parameters(each, ignored | shared)
-        _refuse_sharded_elsewhere(each, named)
-        _refuse_unplaced(named)
-        dims[each] = dims_of(named.items(), shard_placement_fn, over.size(over.ndim - 1))
-    for each in modules:
-        own = frozenset(parameter for parameter in each.parameters() if parameter in shared)
-        placed = Placed(over, dims[each])
-        state = State(each, Asked(settings(dims[each]), ignored | own, placed), tuple(own))
-        state.cut()
         each.__dict__[STATE_ATTRIBUTE] = state
         note_composed(each)
         kind: Any = type(each)
@@ -186,16 +183,8 @@ def _modules(module: object) -> list[nn.Module]:
         found.append(each)
     if not found:
         raise ConfigError("fully_shard got an empty list. Give a module, or some.")
-    return found
-
-
-def _shared(modules: Sequence[nn.Module]) -> frozenset[nn.Parameter]:
-    """Parameters that several of ``modules`` use."""
-    users: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            users.setdefault(parameter, set()).add(module)
-    return frozenset(parameter for parameter, using in users.items() if len(using) > 1)
+    inside = {inner for each in found for inner in each.modules() if inner is not each}
+    return [each for each in found if each not in inside]
 
 
 def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -206,11 +195,10 @@ def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -
         if MODULE_STATE_ATTRIBUTE in inner.__dict__ or state_of(inner) is not None
         for parameter in inner.parameters()
     }
-    left = {parameter for inner in module.modules() for parameter in getattr(state_of(inner), "left", ())}
     return {
         name: parameter
         for name, parameter in module.named_parameters()
-        if parameter not in ignored and (parameter not in inside or parameter in left)
+        if parameter not in ignored and parameter not in inside
     }
 
 
@@ -220,7 +208,7 @@ def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter])
             raise AlreadyShardedError(
                 f"Parameter '{name}' of this {type(module).__name__} is shared with a module that is sharded already: "
                 f"it is that of unit '{found.unit.name}' (rank {found.root.rank}). Give both modules to fully_shard as "
-                "one list, and call it on the module around them."
+                "one list."
             )
 
 

@@ -1,16 +1,18 @@
-"""What is known of a module that was given to ``fully_shard``."""
+"""What is known of the modules that one call of ``fully_shard`` was given."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from polyshard.config import ShardConfig
-from polyshard.errors import StateError, UnshardedUseError, UnsupportedError
+from polyshard.errors import StateError, UnsupportedError
 from polyshard.extension import (
     MODULE_STATE_ATTRIBUTE,
+    GroupedModules,
+    HintedOrder,
     ModuleState,
     Request,
     Reshard,
@@ -20,7 +22,6 @@ from polyshard.extension import (
     shard_module,
 )
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ._parameters import Placed, PlacedUnit
 
@@ -38,20 +39,21 @@ class Asked:
 
 @dataclass(eq=False)
 class State:
-    """Of one module."""
+    """Of one call."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     asked: Asked
-    left: tuple[nn.Parameter, ...] = ()
-    """Parameters that a list of modules shares, which the call around all of them shards."""
     reshard: bool | None = None
     factor: float | None = None
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    forward_hints: tuple[State, ...] = ()
+    """Whose gathers follow this one's in forward; the recorded order decides where there are none."""
+    backward_hints: tuple[State, ...] = ()
+    """The same in backward."""
 
     @property
     def module_state(self) -> ModuleState | None:
         """Its module state in the engine; None where it has no parameters."""
-        module_state: ModuleState | None = self.module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        module_state: ModuleState | None = self.modules[0].__dict__.get(MODULE_STATE_ATTRIBUTE)
         return module_state
 
     @property
@@ -62,11 +64,12 @@ class State:
         return [unit for unit in units if isinstance(unit, PlacedUnit)]
 
     def cut(self) -> None:
-        """Shard what in the module is not sharded yet."""
-        if has_something(self.module, self.asked.ignored):
+        """Shard what in the modules is not sharded yet."""
+        module = together(self.modules)
+        if has_something(module, self.asked.ignored):
             root = shard_module(
                 Request(
-                    self.module,
+                    module,
                     self.asked.config,
                     None,
                     (),
@@ -82,9 +85,8 @@ class State:
                 root.idle_guard.leave()
                 root.idle_guard = None
             follow(root)
+            use_hints(root)
             self._answer_state_dicts()
-        if self.left:
-            self.hooks.append(self.module.register_forward_pre_hook(self._refuse_left, prepend=True))
 
     def apply(self) -> None:
         """Let the units do what was set."""
@@ -99,6 +101,11 @@ class State:
                         f"'{unit.name}', which autograd leaves as they are. Divide the loss instead."
                     )
                 unit.gradients.scale = None if self.factor == ranks else ranks / self.factor
+
+    def hint(self) -> None:
+        """Let the model prefetch as was set."""
+        if self.module_state is not None:
+            use_hints(root_of(self.module_state))
 
     def take_over(self) -> None:
         """Let what was done to the parameters from outside be what the units have."""
@@ -125,20 +132,6 @@ class State:
     def _after_load(self, *_: Any) -> None:
         self.take_over()
 
-    def _refuse_left(self, module: nn.Module, args: object) -> None:
-        left = set(self.left)
-        for parameter in module.parameters():
-            # The call around puts another object into its place.
-            if parameter in left:
-                raise UnshardedUseError(
-                    f"A parameter of shape {tuple(parameter.shape)} that {type(module).__name__} shares with another "
-                    "module of its fully_shard list is not sharded, so its gradient would be this rank's alone. Call "
-                    "fully_shard on the module around both."
-                )
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-
 
 def state_of(module: nn.Module) -> State | None:
     """What is known of ``module``; None where it was not given to ``fully_shard``."""
@@ -148,10 +141,14 @@ def state_of(module: nn.Module) -> State | None:
 
 def states_in(module: nn.Module) -> Iterator[State]:
     """What is known of ``module`` and of the modules inside it."""
-    for inner in module.modules():
-        state = state_of(inner)
+    for state in dict.fromkeys(map(state_of, module.modules())):
         if state is not None:
             yield state
+
+
+def together(modules: Sequence[nn.Module]) -> nn.Module:
+    """What the engine shards so that ``modules`` are one group."""
+    return modules[0] if len(modules) == 1 else GroupedModules(modules)
 
 
 def has_something(module: nn.Module, ignored: Collection[nn.Parameter]) -> bool:
@@ -160,6 +157,24 @@ def has_something(module: nn.Module, ignored: Collection[nn.Parameter]) -> bool:
     return any(MODULE_STATE_ATTRIBUTE in inner.__dict__ for inner in module.modules()) or any(
         parameter not in skipped for parameter in module.parameters()
     )
+
+
+def use_hints(root: Root) -> None:
+    """Let the modules of ``root`` prefetch what they were told to. Hints of other models' modules are left out."""
+
+    def of_root(hints: Sequence[State]) -> list[ModuleState]:
+        found = [hinted.module_state for hinted in hints]
+        return [each for each in found if each is not None and root_of(each) is root]
+
+    states = {each: state for each in root.module_states if (state := state_of(each.modules[0])) is not None}
+    forward = {each: of_root(state.forward_hints) for each, state in states.items()}
+    # An embedding's backward needs no parameters.
+    backward = {
+        each: [hinted for hinted in of_root(state.backward_hints) if hinted.reads_in_backward]
+        for each, state in states.items()
+    }
+    if any((*forward.values(), *backward.values())) or isinstance(root.execution_order, HintedOrder):
+        root.use_order(HintedOrder(root.execution_order, forward, backward))
 
 
 def outermost(state: State, call: str) -> Root:
@@ -172,7 +187,7 @@ def outermost(state: State, call: str) -> Root:
     if module_state is None or root_of(module_state).module_states[0] is not module_state:
         why = "has nothing sharded" if module_state is None else f"is the inner one '{module_state.name}'"
         raise StateError(
-            f"{call} must be called on the root FSDP module, but this {type(state.module).__name__} {why}. Call it on "
-            "the module that was given to fully_shard last, around all others."
+            f"{call} must be called on the root FSDP module, but this {type(state.modules[0]).__name__} {why}. Call it "
+            "on the module that was given to fully_shard last, around all others."
         )
     return root_of(module_state)

@@ -194,20 +194,27 @@ class FSDPModule(torch_fsdp.FSDPModule):
             module_state.releases_after_backward = bool(reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[torch_fsdp.FSDPModule]) -> None:
-        """Nothing: the engine prefetches by the order that it recorded.
+        """In forwards gather ``modules`` of this model right behind this one, in this order, each by its own launch.
+
+        Nothing for an empty list: there and elsewhere the order that the engine recorded decides. All ranks set the
+        same.
 
         Raises:
             ConfigError: some of ``modules`` are no ``FSDPModule``.
         """
-        _refuse_others(modules)
+        state = _state(self)
+        state.forward_hints = _hinted(modules)
+        state.hint()
 
     def set_modules_to_backward_prefetch(self, modules: list[torch_fsdp.FSDPModule]) -> None:
-        """Nothing, as ``set_modules_to_forward_prefetch``.
+        """As ``set_modules_to_forward_prefetch``, in backwards, where embeddings are left out: they need no weight.
 
         Raises:
             ConfigError: some of ``modules`` are no ``FSDPModule``.
         """
-        _refuse_others(modules)
+        state = _state(self)
+        state.backward_hints = _hinted(modules)
+        state.hint()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Nothing: which operation makes the mean is the collectives'."""
@@ -272,13 +279,16 @@ class FSDPModule(torch_fsdp.FSDPModule):
         _refuse_communication("set_all_reduce_hook")
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        inside = set(cast("nn.Module", self).modules())
         states = list(states_in(cast("nn.Module", self)))
         for state in states:
             for unit in state.units:
                 unit.reshard()
         applied = cast("Any", super(torch_fsdp.FSDPModule, self))._apply(fn, recurse)
         for state in states:
-            state.take_over()
+            # Where others of its modules may follow, the next forward takes it over.
+            if inside.issuperset(state.modules):
+                state.take_over()
         return applied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -316,10 +326,13 @@ def _states(module: FSDPModule, recurse: bool) -> Iterator[State]:
         yield _state(module)
 
 
-def _refuse_others(modules: Iterable[object]) -> None:
+def _hinted(modules: Iterable[object]) -> tuple[State, ...]:
+    found: dict[State, None] = {}
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ConfigError(f"Expects FSDPModule but got {type(module)}: {module}. Give modules that are sharded.")
+        found[_state(module)] = None
+    return tuple(found)
 
 
 def _refuse_communication(call: str) -> NoReturn:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fsdp2_models import (
     beside_torch,
     both,
     copied,
+    cpu_mesh,
     loss_of,
     make,
     same,
@@ -26,6 +28,7 @@ from fsdp2_models import (
     train,
     wholes,
 )
+from polyshard_backends.gloo import GlooCollectives
 from processes import KeptRanks
 from torch import nn
 
@@ -108,6 +111,80 @@ def hints_change_no_number(rank: int) -> None:
     both(run)
 
 
+def _gathers(face: ModuleType, sizes: Sequence[int], step: Callable[[], object]) -> list[int]:
+    """In which order ``step`` gathers, as the places in ``sizes`` of what comes of it."""
+    found: list[int] = []
+
+    def one(output: torch.Tensor) -> None:
+        if output.numel() in sizes:
+            found.append(sizes.index(output.numel()))
+
+    # As FSDP2 calls it in torch 2.11, and in 2.13.
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    theirs, alone, many = getattr(dist, name), GlooCollectives.all_gather, GlooCollectives.all_gather_many
+
+    def of_theirs(output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        one(output_tensor)
+        return theirs(output_tensor, *args, **options)
+
+    def all_gather(self: GlooCollectives, out: torch.Tensor, *args: Any) -> Any:
+        one(out)
+        return alone(self, out, *args)
+
+    def all_gather_many(self: GlooCollectives, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        one(torch.cat([out for out, _ in pairs]))
+        return many(self, pairs)
+
+    patches = (
+        [patch.object(GlooCollectives, each.__name__, each) for each in (all_gather, all_gather_many)]
+        if face is OURS
+        else [patch.object(dist, name, of_theirs)]
+    )
+    with contextlib.ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        step()
+    return found
+
+
+def _hinted(face: ModuleType) -> None:
+    torch.manual_seed(0)
+    layers = [[nn.Linear(4, 2 * width), nn.Linear(2 * width, 4)] for width in (1, 2, 4, 8, 16, 32)]
+    blocks: Any = [nn.Sequential(*each).double() for each in layers]
+    parts = [blocks[:1], blocks[1:2], blocks[2:3], blocks[3:5], blocks[5:]]
+    sizes = [sum(parameter.numel() for block in part for parameter in block.parameters()) for part in parts]
+    for part in parts:
+        face.fully_shard(part if len(part) > 1 else part[0], mesh=cpu_mesh(), reshard_after_forward=True)
+    # Before the root is there, and behind.
+    blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
+    model: Any = face.fully_shard(nn.Sequential(*blocks), mesh=cpu_mesh())
+    model.set_modules_to_forward_prefetch([blocks[0]])
+    blocks[1].set_modules_to_forward_prefetch([blocks[5]])
+    model.set_modules_to_backward_prefetch([blocks[5]])
+    blocks[5].set_modules_to_backward_prefetch([blocks[2], blocks[4]])
+    blocks[3].set_modules_to_backward_prefetch([blocks[0]])
+    x, losses = torch.ones(2, 4, dtype=torch.float64), []
+
+    def forward() -> None:
+        losses.append(model(x).sum())
+
+    for _ in range(3):
+        # Blocks without hints gather what comes next in the recorded order.
+        assert _gathers(face, sizes, forward) == [0, 2, 1, 4, 3]
+        assert _gathers(face, sizes, losses.pop().backward) == [4, 2, 3, 0, 1]
+    blocks[0].set_modules_to_forward_prefetch([blocks[1]])
+    blocks[1].set_modules_to_forward_prefetch([blocks[3]])
+    assert _gathers(face, sizes, forward) == [0, 1, 3, 2, 4]
+    blocks[1].set_modules_to_forward_prefetch([])
+    # Here what is left is one launch.
+    assert _gathers(face, sizes, forward) == ([0, 1] if face is OURS else [0, 1, 2, 3, 4])
+
+
+def hints_say_what_is_gathered_next(rank: int) -> None:
+    for face in FACES:
+        _hinted(face)
+
+
 def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
     model: Any = shard_all(OURS, make())
     words = next(batches(1))
@@ -175,6 +252,7 @@ BODIES: dict[Callable[[int], object], int] = {
     forward_methods: 2,
     recovery_from_an_exception: 2,
     hints_change_no_number: 2,
+    hints_say_what_is_gathered_next: 2,
     what_the_engine_decides_and_what_is_refused: 2,
     one_rank_has_nothing_to_divide: 1,
     event_behind_the_optimizer: 1,

@@ -86,17 +86,6 @@ def test_tied_weights(ranks: KeptRanks, listed: bool) -> None:
     ranks.run(2, _tied, listed)
 
 
-def list_of_modules(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
-        model, mesh = make(), cpu_mesh()
-        face.fully_shard(list(model.blocks), mesh=mesh)
-        face.fully_shard([model.norm, model.head], mesh=mesh)
-        face.fully_shard(model, mesh=mesh)
-        return train(model), wholes(model)
-
-    both(run)
-
-
 def several_roots(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model, mesh = make(), cpu_mesh()
@@ -283,7 +272,6 @@ def compiled_blocks(rank: int) -> None:
 BODIES: dict[Callable[[int], object], int] = {
     parity_with_the_unsharded_model: 3,
     replicas_of_shards: 4,
-    list_of_modules: 2,
     several_roots: 2,
     activation_checkpointing: 2,
     inputs_that_are_not_cast: 2,

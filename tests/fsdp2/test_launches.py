@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import polyshard
+import polyshard_fsdp2._settings
 import pytest
 import torch
-from fsdp2_models import FACES, OURS, Words, batches, loss_of, shard_all
+from fsdp2_models import FACES, OURS, Words, batches, cpu_mesh, loss_of, shard_all
 from parity import Block as OddBlock
 from parity import (
     Net,
@@ -260,12 +262,14 @@ def counting() -> Iterator[Counter[str]]:
             each.stop()
 
 
-def _issued(face: ModuleType) -> tuple[int, int]:
+def _issued(
+    face: ModuleType, shard: Callable[[ModuleType, Any], Any] = shard_all, kind: type[Words] = Words
+) -> tuple[int, int]:
     """Gathers and reductions of a second step."""
     torch.manual_seed(0)
     first, second = batches(2)
     with counting() as counts:
-        model = shard_all(face, Words(blocks=BLOCKS))
+        model = shard(face, kind(blocks=BLOCKS))
         loss_of(model, first).backward()
         counts.clear()
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -287,3 +291,43 @@ def _beside_fsdp2(rank: int) -> None:
 
 def test_fewer_launches_than_fsdp2_issues(ranks: KeptRanks) -> None:
     ranks.run(2, _beside_fsdp2)
+
+
+class Placed(Words):
+    """Has an embedding of places, too."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks=blocks)
+        self.places = nn.Embedding(5, self.embedding.embedding_dim)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words) + self.places(torch.arange(words.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _in_lists(face: ModuleType, model: Words) -> Any:
+    first, second, *others = model.blocks
+    if isinstance(model, Placed):
+        face.fully_shard([model.embedding, model.places], mesh=cpu_mesh())
+    for modules in ([first, second], others, [model.norm, model.head]):
+        face.fully_shard(modules, mesh=cpu_mesh(), reshard_after_forward=True)
+    return face.fully_shard(model, mesh=cpu_mesh())
+
+
+def _lists_beside_fsdp2(rank: int) -> None:
+    # No group leaves room for another one.
+    alone = functools.partial(polyshard.ShardConfig, batch_nbytes=1)
+    with patch.object(polyshard_fsdp2._settings, "ShardConfig", alone):
+        theirs, ours = (_issued(face, _in_lists) for face in FACES)
+        embedded = _issued(OURS, _in_lists, Placed)
+    # Three lists in forward and in backward, the root with the embedding once; each once behind its backward.
+    assert theirs == ours == (2 * 3 + 1, 3 + 1)
+    # A list of embeddings in forward alone.
+    assert embedded == (2 * 3 + 1, 3 + 1)
+
+
+def test_a_list_is_one_launch(ranks: KeptRanks) -> None:
+    ranks.run(2, _lists_beside_fsdp2)

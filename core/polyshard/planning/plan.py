@@ -42,6 +42,15 @@ from .parts import TensorPart, is_dtensor, local_of, plain_parameter
 MODULE_STATE_ATTRIBUTE = "_polyshard_module_state"
 
 
+class GroupedModules(nn.ModuleList):
+    """Modules whose parameters are gathered together. Stands for them while they are sharded, and is in no model."""
+
+
+def modules_called(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules whose forwards gather what ``module`` owns: itself, or those that it groups."""
+    return tuple(module) if isinstance(module, GroupedModules) else (module,)
+
+
 @dataclass(eq=False, slots=True)
 class ManagedParameter:
     """A parameter of the user's model, and every place that refers to it.
@@ -442,8 +451,9 @@ def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
     visit("", root, frozenset())
 
     def names_of(parameter: ManagedParameter) -> tuple[str, ...]:
-        found = sorted((*path, key) for module, key in parameter.sites for path in paths[module])
-        return tuple(f"{path}.{key}" if path else key for _, path, key in found)
+        found = sorted((*path, key) for module, key in parameter.sites for path in paths.get(module, ()))
+        # Of a module that is grouped with one in ``root``, and is outside of it.
+        return tuple(f"{path}.{key}" if path else key for _, path, key in found) or parameter.names
 
     return names_of
 

@@ -27,7 +27,7 @@ from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, parked_of, wire_of
 from .layout import FlatLayout, NamedLayout, dense_stride
 from .meshes import UnitLists
-from .plan import ManagedParameter, ModuleParameters
+from .plan import ManagedParameter, ModuleParameters, modules_called
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +202,14 @@ def reads_in_backward(module: nn.Module) -> bool:
 
     Asked at the wrap, and compared by ranks: what one rank gathers all of them gather.
     """
-    return (
+    return any(
         # Of a subclass too, unless it computes otherwise.
-        type(module).forward is not nn.Embedding.forward
-        or module.max_norm is not None
-        or "forward" in module.__dict__
+        type(each).forward is not nn.Embedding.forward
+        or each.max_norm is not None
+        or "forward" in each.__dict__
         # They may compute with the weight.
-        or bool(module._forward_hooks or module._forward_pre_hooks)
+        or bool(each._forward_hooks or each._forward_pre_hooks)
+        for each in modules_called(module)
     )
 
 

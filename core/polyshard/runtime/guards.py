@@ -58,7 +58,7 @@ class IdleCallGuard:
     def __init__(self, step: Step, module_states: Sequence[ModuleState]) -> None:
         outermost = module_states[0]
         # These gather when they are called.
-        gathering = {module_state.module for module_state in module_states}
+        gathering = {module for module_state in module_states for module in module_state.modules}
         refusals: dict[nn.Module, _Refusal] = {}
         for unit in outermost.units:
             if unit.ranks.owner is None:

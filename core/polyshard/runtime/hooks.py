@@ -53,8 +53,10 @@ _TORCHS = frozenset(nn.Module().__dict__)
 class ForwardHooks:
     """The hooks of one module state's forward."""
 
-    def __init__(self, module_state: ModuleState) -> None:
+    def __init__(self, module_state: ModuleState, module: nn.Module) -> None:
+        """``module``: the one whose forward it is."""
         self.module_state = module_state
+        self.module = module
         # Id of the exception that was being handled when the forward began: another one behind it is the forward's own.
         # The exception itself would keep its frames, and these their tensors.
         self._outer_error = id(None)
@@ -68,7 +70,7 @@ class ForwardHooks:
         """Put the hooks on the module."""
         # First and last in line: the user's own hooks, but for forward hooks added later, see whole parameters. The
         # last one is called on errors too, so that nothing stays gathered.
-        module = self.module_state.module
+        module = self.module
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self._post_forward_id = module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True).id
 
@@ -95,10 +97,13 @@ class ForwardHooks:
             return args, kwargs
         recomputes = _torch_private.in_backward()
         records = torch.is_grad_enabled()
-        if not recomputes:
-            ahead, kept = self._begin(step, records, args, kwargs), False
+        ahead: Sequence[Sequence[ModuleState]] = ()
+        if recomputes:
+            kept = self._begin_recomputation(records)
         else:
-            ahead, kept = [], self._begin_recomputation(records)
+            kept = False
+            if self._begin(step, records, args, kwargs):
+                ahead = module_state.execution_order.enter(module_state)
         show_whole(module_state.units, module_state.governing.training, recomputes=recomputes, kept=kept)
         if not module_state.reads_in_backward:
             module_state.keep_gathered(self._computes_otherwise())
@@ -111,7 +116,7 @@ class ForwardHooks:
 
     def _computes_otherwise(self) -> bool:
         """Whether an embedding's forward may save parameters for backward, since something was put on it."""
-        module = self.module_state.module
+        module = self.module
         return (
             "forward" in module.__dict__
             or type(module).forward is not nn.Embedding.forward
@@ -121,30 +126,28 @@ class ForwardHooks:
             or next(iter(module._forward_hooks), self._post_forward_id) != self._post_forward_id
         )
 
-    def _begin(
-        self, step: Step, records: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[list[ModuleState]]:
-        """Note that the module state is entered; returns the batches to prefetch."""
+    def _begin(self, step: Step, records: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note that the module state is entered; returns whether that is a place in the execution order."""
         module_state = self.module_state
         # In a backward that raised, too: none runs.
         if step.phase is not Phase.FORWARD:
             root = root_of(module_state)
             if root.same_batch is not None:
-                root.compare_batch(module_state.module, args, kwargs)
-            root.begin_forward(module_state, module_state.module)
+                root.compare_batch(self.module, args, kwargs)
+            root.begin_forward(module_state, self.module)
         self._outer_error = id(sys.exception())
         module_state.entered += 1
         if records:
             module_state.enters_first = step.forward_record is not module_state.forward_record
             module_state.forward_record, module_state.post_backward_at = step.forward_record, module_state.entry
         if module_state.kind is StateKind.MERGED:
-            return []
+            return False
         call = running()
         if call is not None and call.region.recorded:
             self._enter_region(call.region, step.forward_record)
         elif records:
             step.forward_record.points.append(module_state.entry)
-        return module_state.execution_order.enter(module_state)
+        return True
 
     def _enter_region(self, region: Region, forward_record: ForwardRecord[ModuleState]) -> None:
         """Note that a checkpoint computes the module state, and will compute it again."""
@@ -317,10 +320,10 @@ class ForwardHooks:
         return output, self.side_outputs.watch(hook) or watched
 
     def _own_modules(self) -> list[nn.Module]:
-        """The module state's module and those inside it that are inside of no other module state's."""
-        staged = {module_state.module for module_state in root_of(self.module_state).module_states}
+        """The module and those inside it that are inside of no other module state's."""
+        staged = {each for module_state in root_of(self.module_state).module_states for each in module_state.modules}
         found: list[nn.Module] = []
-        waiting = [self.module_state.module]
+        waiting = [self.module]
         while waiting:
             module = waiting.pop()
             found.append(module)

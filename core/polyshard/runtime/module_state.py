@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast
 from ..planning.groups import UnitRanks
-from ..planning.plan import ManagedParameter, names_behind
+from ..planning.plan import ManagedParameter, modules_called, names_behind
 from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
 from .step import Step
 from .unit import Unit, UnitState, unshard_due, unshard_together
@@ -80,9 +80,11 @@ class ModuleState:
         """``parent``: the module state that this one was split off, see [Note: split modules]."""
         self.name = name
         self.module = module
+        #: Those that have hooks: ``module``, or those that it groups.
+        self.modules = modules_called(module)
         self.parent = parent
         #: The module whose mode counts, and whose inputs and outputs are cast: the parent's of a split module.
-        self.governing = module if parent is None else parent.module
+        self.governing = self.modules[0] if parent is None else parent.module
         #: Whether its backward gathers. The same on every rank, whatever hooks come later on one of them.
         self.reads_in_backward = reads_in_backward
         self.step: Step | None = None

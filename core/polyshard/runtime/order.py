@@ -21,7 +21,7 @@ nothing is done early.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -172,6 +172,13 @@ class ExecutionOrder(Generic[S]):
         self._backward_stale = True
         self._cursor = len(self._left)
 
+    def forget_leaving(self, module_state: S) -> None:
+        """``module_state`` was not released since it was left last, and is left again: that counts, and once."""
+        for position in reversed(range(len(self._left))):
+            if self._left[position] is module_state:
+                del self._left[position]
+                return
+
     def enter_backward(self, module_state: S) -> list[list[S]]:
         """``module_state`` starts its backward; returns the batches to gather now, as ``enter`` does.
 
@@ -196,6 +203,33 @@ class ExecutionOrder(Generic[S]):
         self._left.clear()
         self._backward_stale = True
         self._cursor = 0
+
+
+class HintedOrder(ExecutionOrder[S]):
+    """An execution order in which some modules say what is gathered behind them, each by a launch of its own.
+
+    Others, and hints of nothing, leave that to what was recorded.
+    """
+
+    def __init__(
+        self, order: ExecutionOrder[S], forward: Mapping[S, Sequence[S]], backward: Mapping[S, Sequence[S]]
+    ) -> None:
+        """``order``: whose records are taken over. ``forward``, ``backward``: the hints of modules."""
+        vars(self).update(vars(order))
+        self._forward = {each: [[hinted] for hinted in hints] for each, hints in forward.items() if hints}
+        self._backward = {each: [[hinted] for hinted in hints] for each, hints in backward.items() if hints}
+
+    @property
+    def ahead(self) -> int:
+        return max([super().ahead, *map(len, self._forward.values()), *map(len, self._backward.values())])
+
+    def enter(self, module_state: S) -> list[list[S]]:
+        recorded = super().enter(module_state)
+        return self._forward.get(module_state, recorded)
+
+    def enter_backward(self, module_state: S) -> list[list[S]]:
+        recorded = super().enter_backward(module_state)
+        return self._backward.get(module_state, recorded)
 
 
 def _turning(module_states: Sequence[S]) -> S | None:
@@ -234,7 +268,9 @@ class ForwardRecord(Generic[T]):
     """Where one outermost forward entered and left modules with gradients on."""
 
     outermost: object
-    """The module whose forward it is."""
+    """The module state whose forward it is."""
+    module: object = None
+    """The module that was called: one of several where that module state groups them."""
     points: list[Point[T]] = field(default_factory=list)
     """In the order of the forward."""
     followed: bool = False

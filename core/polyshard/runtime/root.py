@@ -63,7 +63,6 @@ class Root(Step):
         self.module_states = tuple(module_states)
         #: Every unit, in module order. A merge moves one to another module state, and not in this list.
         self.units = tuple(unit for module_state in self.module_states for unit in module_state.units)
-        self.execution_order = execution_order
         self.events = events
         #: Decides which units stay gathered behind forward; None where nothing is left to decide.
         self.budget: Budget | None = None
@@ -105,9 +104,9 @@ class Root(Step):
         #: What stands above and ends with the model.
         self.attached: EndsWithModel | None = None
         self.recorder.when_failed = self._keep_memory
+        self.use_order(execution_order)
         for module_state in self.module_states:
             module_state.step = self
-            module_state.execution_order = execution_order
             for unit in module_state.units:
                 unit.step = self
         outermost = self.module_states[0]
@@ -120,6 +119,12 @@ class Root(Step):
         self._encoding: tuple[PrecisionCaster, ...] = tuple(
             {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
         )
+
+    def use_order(self, execution_order: ExecutionOrder[ModuleState]) -> None:
+        """Prefetch by ``execution_order`` from now on."""
+        self.execution_order = execution_order
+        for module_state in self.module_states:
+            module_state.execution_order = execution_order
 
     def compare_batch(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Compare the arguments of the outermost forward among the ranks that must see the same, in the first step.
@@ -165,7 +170,7 @@ class Root(Step):
         self._thread = threading.get_ident()
         self.outdated = False
         self.active = outermost
-        self.forward_record = ForwardRecord(outermost)
+        self.forward_record = ForwardRecord(outermost, module)
         for unit in self.units:
             unit.hide()
         self.begin_gathers()
@@ -405,8 +410,8 @@ class Root(Step):
                 self._apart.clear()
                 self._followed = False
             # Behind those that came before.
-            self._apart.pop(forward_record.outermost, None)
-            self._apart[forward_record.outermost] = forward_record
+            self._apart.pop(forward_record.module, None)
+            self._apart[forward_record.module] = forward_record
 
     def end_backward(self) -> None:
         """All gradients of this backward have been accumulated."""

@@ -19,13 +19,13 @@ from ..interfaces import Collectives, OffloadManager, UnitSpec
 from ..planning.answers import refuse_shared_memory
 from ..planning.groups import FormedGroups, ModelRanks, UnitRanks
 from ..planning.layout import FlatLayout
-from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, modules_in, names_in
+from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, modules_in, names_in
 from ..planning.units import PlannedModule
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
 from ..runtime.gather import piece_in, view_of
+from ..runtime.grouped import GroupedState, hooks_of
 from ..runtime.guards import IdleCallGuard, RegistrationGuard, refuse_copies
-from ..runtime.hooks import ForwardHooks
 from ..runtime.module_state import ModuleState, merge_on_use
 from ..runtime.order import ExecutionOrder
 from ..runtime.peers import peers_of
@@ -41,6 +41,7 @@ class Request:
     """What a user asked to shard."""
 
     module: nn.Module
+    """A module, or ``GroupedModules``."""
     config: ShardConfig
     initializer: Initializer | None
     ignored_modules: Collection[nn.Module]
@@ -145,7 +146,7 @@ def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
                     _cut(group, unit.layout, ranks, device) for group, unit in zip(each.groups, each.units, strict=True)
                 ]
             cuts = True
-            made[each.module] = ModuleState(
+            made[each.module] = (GroupedState if isinstance(each.module, GroupedModules) else ModuleState)(
                 each.name,
                 each.module,
                 _build_units(plan, each, own, ranks),
@@ -182,15 +183,16 @@ def close_groups(plan: ShardPlan, groups: FormedGroups) -> None:
 def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, ModuleState]) -> Root:
     """The root of the module states that were ``made``, and of those inside the model that were there before."""
     config, model = plan.request.config, plan.request.module
-    states = []
-    names_of = names_in(model)
+    names: dict[ModuleState, list[str]] = {}
     for name, inner in model.named_modules():
-        if inner in made:
-            states.append(made[inner])
-        elif MODULE_STATE_ATTRIBUTE in inner.__dict__:
-            there: ModuleState = inner.__dict__[MODULE_STATE_ATTRIBUTE]
-            there.join(name, groups.model if there.signature == plan.signature else None, names_of)
-            states.append(there)
+        state: ModuleState | None = made.get(inner) or inner.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        if state is not None:
+            names.setdefault(state, []).append(name)
+    states, names_of, new = list(names), names_in(model), set(made.values())
+    for there in states:
+        if there not in new:
+            ranks = groups.model if there.signature == plan.signature else None
+            there.join(", ".join(names[there]), ranks, names_of)
     # The root takes the module states, and what they own, from the inner roots.
     inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))
     inner_owned = dict.fromkeys(each for inner_root in inner_roots for each in inner_root.owned)
@@ -217,9 +219,10 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
         meter = CudaMemory(plan.device) if plan.device.type == "cuda" else planned
         root.budget = Budget(config.memory_budget, meter)
     root.owned = (*inner_owned, *_groups(plan, groups))
-    for module, state in made.items():
-        ForwardHooks(state).attach()
-        module.__dict__[MODULE_STATE_ATTRIBUTE] = state
+    for module_state in made.values():
+        for module in module_state.modules:
+            hooks_of(module_state, module).attach()
+            module.__dict__[MODULE_STATE_ATTRIBUTE] = module_state
     refuse_copies(unit for state in made.values() for unit in state.units)
     root.idle_guard = IdleCallGuard(root, states)
     known = [each.registrations for each in inner_roots if each.registrations is not None]
@@ -234,9 +237,9 @@ def _groups(plan: ShardPlan, groups: FormedGroups) -> tuple[Collectives, ...]:
 
 def _sharded_units(model: nn.Module) -> Iterator[Unit]:
     """The units of modules inside ``model`` that were sharded before."""
-    for inner in model.modules():
-        if MODULE_STATE_ATTRIBUTE in inner.__dict__:
-            yield from inner.__dict__[MODULE_STATE_ATTRIBUTE].units
+    for state in dict.fromkeys(inner.__dict__.get(MODULE_STATE_ATTRIBUTE) for inner in model.modules()):
+        if state is not None:
+            yield from state.units
 
 
 def _parked(

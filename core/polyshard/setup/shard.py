@@ -27,6 +27,7 @@ from ..planning.meshes import UnitLists, refuse_overlap
 from ..planning.plan import (
     MODULE_STATE_ATTRIBUTE,
     ModuleParameters,
+    modules_called,
     parameters_to_shard,
     plan_modules,
     refuse_sharded,
@@ -154,7 +155,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
         "ignored_parameters": request.ignored_parameters,
     }
     refuse_broken(module, "shard()")
-    if not request.composes or MODULE_STATE_ATTRIBUTE in module.__dict__:
+    if not request.composes or any(MODULE_STATE_ATTRIBUTE in each.__dict__ for each in modules_called(module)):
         refuse_sharded(module, rank)
     _refuse_pieces(module, parameters_to_shard(module, **ignored), rank)
     refuse_unshardable(module, rank=rank, **ignored)
@@ -274,7 +275,7 @@ def _refuse_overlaps(owner: ModuleParameters, lists: UnitLists, ranks: ModelRank
 def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
     found = [registry.used(each) for each in plugins.used]
     found += [registry.used(own, each.name) for each in plan.modules for own in each.plugins.overrides.values()]
-    plan.request.module.__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
+    modules_called(plan.request.module)[0].__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
 
 
 def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
@@ -307,7 +308,7 @@ def _refuse_pieces(module: nn.Module, named: Mapping[nn.Parameter, str], rank: i
     for name, found in zip(named.values(), live_roots.find(list(named)), strict=True):
         if found is None or found.slot is None:
             continue
-        holder = found.root.module_states[0].module
+        holder = found.root.module_states[0].modules[0]
         if holder in inside:
             # ``plan_modules`` refuses it.
             continue
