@@ -111,7 +111,7 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
             ({"shard": wrong}, "dimensions of a mesh are a name or several different ones, not ")
             for wrong in ("", [], ["dp", "dp"], [1], 3, ["dp", ""], {"dp": 1})
         ),
-        ({"reshard_after_forward": "yes"}, "reshard_after_forward must be .* or a number of ranks, 1 or more, not 'yes'"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward must be .* of ranks, 1 or more, not 'yes'"),
         ({"reshard_after_forward": 0}, "reshard_after_forward must be .* 1 or more, not 0"),
         (
             {"reshard_after_forward": "auto", "strategy": "shard_grad_op"},
