@@ -443,12 +443,16 @@ class ShardedModel:
         """Order compute on the current stream after every gather and reduction that was issued."""
         self._root.streams.drain()
 
-    def gathers_per_step(self, unit: ShardedUnit) -> int:
-        """How often a forward and a backward gather ``unit``: twice where it is released in between."""
-        if unit.shard is None or unit._unit.permanent:
-            return 0
+    def gathers_of(self, unit: ShardedUnit) -> tuple[int, ...]:
+        """Among how many ranks a forward and a backward gather ``unit``: twice where it is released in between."""
+        inner = unit._unit
+        if unit.shard is None or inner.permanent:
+            return ()
         # The backward of the outermost module follows its forward at once.
-        return 2 if unit._unit.releases(unit._unit in self._root.module_states[0].units) else 1
+        if not inner.releases(inner in self._root.module_states[0].units):
+            return (unit.shard.world_size,)
+        among = inner.neighbours if inner.reshard_policy is Reshard.PARTLY else None
+        return unit.shard.world_size, (among or unit.shard).world_size
 
     def record_streams(self, recorder: StreamRecorder) -> None:
         """Run communication where it is issued from now on, and report to ``recorder`` the streams of a device."""

@@ -159,6 +159,10 @@ class PlacedUnit(Unit):
         self.conceal()
         super().reshard()
 
+    def reshard_post_forward(self) -> None:
+        self.conceal()
+        super().reshard_post_forward()
+
     def expire(self) -> None:
         super().expire()
         if not self.ahead:

@@ -177,7 +177,7 @@ def dims_of(
     return dims
 
 
-def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | None:
+def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | int | None:
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if not isinstance(reshard_after_forward, int):
@@ -190,8 +190,7 @@ def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | N
             f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not "
             f"{reshard_after_forward}. Give True, False or None."
         )
-    # Whole, or released: parameters stay on no smaller group of ranks.
-    return reshard_after_forward != 1
+    return reshard_after_forward
 
 
 def _precision(policy: object) -> PluginChoice:

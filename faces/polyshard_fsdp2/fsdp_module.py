@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
-from polyshard.extension import ModuleState, Phase, Unit, root_of, unshard_due
+from polyshard.extension import ModuleState, Phase, Unit, UnitState, root_of, unshard_due
 from torch import nn
 
 from ._state import State, outermost, state_of, states_in
@@ -79,6 +79,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
             for unit in units:
                 if rests and not unit.ahead:
                     unit.adopt_changes()
+                    if unit.state is UnitState.SHARDED_POST_FORWARD:
+                        # The next forward may use what is gathered now, behind an optimizer's step.
+                        unit.reshard()
                 if not unit.prepared:
                     unit.prepare()
                 unit.choose_buffer(module_state.governing.training)

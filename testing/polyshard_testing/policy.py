@@ -118,7 +118,7 @@ class PolicySuite(LocalPluginSuite):
             for overrides in self.make().plan(root, context).values():
                 assert isinstance(overrides, Mapping), f"overrides are {overrides!r}"
                 assert set(overrides) <= set(UNIT_OVERRIDES), f"{sorted(set(overrides) - set(UNIT_OVERRIDES))}"
-                assert isinstance(overrides.get("reshard_after_forward"), bool | None)
+                assert isinstance(overrides.get("reshard_after_forward"), int | None)
                 for setting, group in _GROUPS.items():
                     if setting in overrides:
                         registry.resolve(group, overrides[setting]).check_options()

@@ -111,7 +111,8 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
             ({"shard": wrong}, "dimensions of a mesh are a name or several different ones, not ")
             for wrong in ("", [], ["dp", "dp"], [1], 3, ["dp", ""], {"dp": 1})
         ),
-        ({"reshard_after_forward": "yes"}, "reshard_after_forward must be True, False, None or 'auto', not 'yes'"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward must be .* of ranks, 1 or more, not 'yes'"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward must be .* 1 or more, not 0"),
         (
             {"reshard_after_forward": "auto", "strategy": "shard_grad_op"},
             r"reshard_after_forward='auto' needs .*\(full_shard, hybrid_shard\), but strategy is 'shard_grad_op'",
@@ -342,6 +343,7 @@ def test_mapping_names_its_source() -> None:
         ),
         ({"POLYSHARD_RESHARD_AFTER_FORWARD": "False"}, {"reshard_after_forward": False}),
         ({"POLYSHARD_RESHARD_AFTER_FORWARD": "none"}, {"reshard_after_forward": None}),
+        ({"POLYSHARD_RESHARD_AFTER_FORWARD": "8"}, {"reshard_after_forward": 8}),
         (
             {"POLYSHARD_RESHARD_AFTER_FORWARD": "auto", "POLYSHARD_MEMORY_BUDGET": "70 GiB"},
             {"reshard_after_forward": "auto", "memory_budget": 70 * 2**30},

@@ -31,6 +31,7 @@ from fsdp2_models import (
 from polyshard_backends.gloo import GlooCollectives
 from processes import KeptRanks
 from torch import nn
+from torch.distributed.tensor import Shard
 
 
 def forward_methods(rank: int) -> None:
@@ -241,10 +242,49 @@ def event_behind_the_optimizer(rank: int) -> None:
 
 def parameters_on_some_ranks(rank: int) -> None:
     def run(face: ModuleType) -> Any:
-        model = shard_all(face, make(), reshard_after_forward=2)
-        return train(model), wholes(model)
+        model: Any = shard_all(face, make(), reshard_after_forward=2)
+        told = train(model)
+        # Gathered by hand behind a forward, for its backward.
+        loss = loss_of(model, next(batches(1)))
+        shapes = {tuple(each.device_mesh.shape) for each in model.blocks[1].parameters()}
+        # What is kept is not shown.
+        assert shapes == ({(4,)} if face is OURS else {(2, 2)})
+        model.blocks[1].unshard()
+        same(as_whole(model.blocks[1].up.weight).shape, (4 * WIDTH + 1, WIDTH))
+        loss.backward()
+        model.zero_grad()
+        assert {tuple(each.device_mesh.shape) for each in model.blocks[1].parameters()} == {(4,)}
+        told += train(model, 1)
+        # What is written behind a forward is in what is gathered next.
+        loss_of(model, next(batches(1)))
+        if face is not OURS:
+            # What it shows is no part of the parameters.
+            model.blocks[0].reshard()
+        with torch.no_grad():
+            for each in model.blocks[0].parameters():
+                each.mul_(1.25)
+        model.blocks[0].unshard()
+        loss = loss_of(model, next(batches(1)))
+        loss.backward()
+        model.zero_grad()
+        told += [loss.item(), *train(model, 1)]
+        model.set_reshard_after_forward(False)
+        told += train(model, 1)
+        model.set_reshard_after_forward(True)
+        return told + train(model, 1), wholes(model)
 
     both(run)
+
+    def by_columns(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.shape[1:] == (WIDTH,) else None
+
+    def run_columns(face: ModuleType) -> Any:
+        # FSDP2 fails with a number there.
+        settings = {"shard_placement_fn": by_columns, "reshard_after_forward": 2 if face is OURS else True}
+        model = shard_all(face, make(), **settings)
+        return train(model), wholes(model)
+
+    both(run_columns)
 
 
 #: Bodies, and on how many ranks each runs.

@@ -243,6 +243,7 @@ def counting() -> Iterator[Counter[str]]:
         def call(self: GlooCollectives, *args: Any, **options: Any) -> Any:
             if not inside:
                 counts[name] += 1
+                counts[f"gathers among {self.world_size}"] += name in ("all_gather", "all_gather_many")
             inside.append(name)
             try:
                 return method(self, *args, **options)
@@ -331,3 +332,23 @@ def _lists_beside_fsdp2(rank: int) -> None:
 
 def test_a_list_is_one_launch(ranks: KeptRanks) -> None:
     ranks.run(2, _lists_beside_fsdp2)
+
+
+def _among_neighbours(rank: int) -> None:
+    torch.manual_seed(0)
+    first, second = batches(2)
+    with counting() as counts:
+        model = shard_all(OURS, Words(blocks=BLOCKS), reshard_after_forward=2)
+        loss_of(model, first).backward()
+        counts.clear()
+        loss = loss_of(model, second)
+        # The root, and the rest.
+        assert (counts["gathers among 4"], counts["gathers among 2"]) == (2, 0)
+        loss.backward()
+        # The same, less the embedding: what each call formed is one group.
+        assert (counts["gathers among 4"], counts["gathers among 2"]) == (2, 2)
+        assert counts["reduce_scatter"] + counts["reduce_scatter_many"] == 1
+
+
+def test_groups_of_neighbours_share_launches(ranks: KeptRanks) -> None:
+    ranks.run(4, _among_neighbours)

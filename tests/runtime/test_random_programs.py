@@ -321,10 +321,13 @@ def check(program: Program, folder: Path) -> None:
         for index, values in enumerate(seen):
             compare(program, values, wanted[index][rank], f"step {index}, rank {rank}")
     if errors:
-        hybrid = any("shard_size" in settings for settings in (program.settings, *program.others))
+        groups = any(
+            "shard_size" in settings or type(settings["reshard_after_forward"]) is int
+            for settings in (program.settings, *program.others)
+        )
         # Ranks that wait for each other in a circle of groups do not meet in any.
-        told = (RankMismatchError, CollectiveTimeoutError) if hybrid else (RankMismatchError,)
-        assert errors[0] in told
+        told = (RankMismatchError, CollectiveTimeoutError) if groups else (RankMismatchError,)
+        assert errors[0] in told, errors
         assert errors == [errors[0]] * program.world_size
         assert program.mixed
         return

@@ -159,11 +159,17 @@ def test_gradients_of_several_streams_are_reduced_by_one_launch(
 
 
 @pytest.mark.parametrize("limit", [0, 2 * 1024])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(
+    ("strategy", "releases"),
+    [("full_shard", None), ("full_shard", 2), ("shard_grad_op", None), ("no_shard", None)],
+)
 @pytest.mark.parametrize(("first", "second"), [("main", "side"), ("side", "main")])
-def test_two_streams_use_one_unit(device: PretendedDevice, strategy: str, first: str, second: str, limit: int) -> None:
+def test_two_streams_use_one_unit(
+    device: PretendedDevice, strategy: str, releases: int | None, first: str, second: str, limit: int
+) -> None:
     calls = on(first, 3, 4, 0) + on(second, 0) + on(first, 1) + on(second, 1, 2, 0)
-    train(device, sharded(device, factors(device, 5), strategy=strategy, batch_nbytes=limit)[0], calls)
+    settings = {"strategy": strategy, "reshard_after_forward": releases, "batch_nbytes": limit}
+    train(device, sharded(device, factors(device, 5), **settings)[0], calls)
 
 
 @pytest.mark.parametrize("limit", [0, 2 * 1024, 4 * 1024])

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -398,6 +399,11 @@ def _close(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], what: st
 
 def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
     """Most bytes of tensor memory alive at once during ``function``, beyond those that were alive before."""
+    return max(live_bytes(function, folder))
+
+
+def live_bytes(function: Callable[[], Any], folder: Path) -> list[int]:
+    """Bytes of tensor memory beyond those alive before, behind each allocation and release of ``function``."""
     # What earlier tests left in reference cycles must not be freed, and subtracted, in the middle.
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -406,8 +412,5 @@ def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
     trace = folder / "trace.json"
     profile.export_chrome_trace(str(trace))
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak
+    changes = (event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"]))
+    return list(accumulate(changes, initial=0))

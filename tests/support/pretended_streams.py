@@ -215,6 +215,10 @@ class Gathering(FakeCollectives):
             self.device_of_streams.read(memory)
         return super().reduce_scatter(out, full, op=op, scratch=scratch)
 
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> Gathering:
+        part = super().partition(rank_lists)
+        return Gathering(self._context, part.rank, part.world_size)
+
 
 class Multiply(torch.autograd.Function):
     """``x`` times the sum of ``weight``, on the stream that is current."""

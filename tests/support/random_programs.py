@@ -293,6 +293,8 @@ def _settings(drawn: random.Random, world_size: int) -> dict[str, Any]:
     }
     if settings["strategy"].startswith("hybrid"):
         settings["shard_size"] = drawn.choice((1, 2) if world_size == 2 else (2, 4))
+    if settings["reshard_after_forward"] is True and settings.get("shard_size", world_size) == 4:
+        settings["reshard_after_forward"] = 2
     return settings
 
 

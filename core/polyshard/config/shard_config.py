@@ -165,9 +165,11 @@ class ShardConfig:
     """The dimensions of ``mesh`` over which a hybrid strategy replicates shards. Read as a tuple or None."""
     shard_size: int | None = None
     """Ranks in each group of a hybrid strategy; None for the ranks of one host. Not together with ``mesh``."""
-    reshard_after_forward: bool | Literal["auto"] | None = None
-    """Whether units release their parameters after forward. None: as ``strategy`` says. ``"auto"``: as many are kept as
-    fit ``memory_budget``, decided after the first optimizer step. No effect on ``NO_SHARD``."""
+    reshard_after_forward: bool | int | Literal["auto"] | None = None
+    """Whether units release their parameters after forward. None: as ``strategy`` says. A number ``n`` that divides the
+    number of shards: each rank keeps ``1/n``, which ``n`` neighbours gather for backward; 1 is False. ``"auto"``: as
+    many units are kept as fit ``memory_budget``, decided after the first optimizer step. No effect on ``NO_SHARD``.
+    """
     memory_budget: _Normalised[int | None, str] = _Normalised(_memory_budget_of, None)
     """Bytes of device memory that tensors of this process may take at once, for ``reshard_after_forward="auto"``: a
     number, or text such as ``"70 GiB"``. None: what the device has, less a tenth. Read as an int or None."""
@@ -222,8 +224,11 @@ class ShardConfig:
 
     def _check_reshard(self) -> None:
         releases = self.reshard_after_forward
-        if not isinstance(releases, bool | None) and releases != "auto":
-            raise ConfigError(f"reshard_after_forward must be True, False, None or 'auto', not {releases!r}.")
+        if not isinstance(releases, bool | None) and releases != "auto" and not (_is_int(releases) and releases > 0):
+            raise ConfigError(
+                "reshard_after_forward must be True, False, None, 'auto' or a number of ranks, 1 or more, not "
+                f"{releases!r}."
+            )
         if releases == "auto" and not self.strategy.reshards_after_forward:
             able = ", ".join(strategy.value for strategy in Strategy if strategy.reshards_after_forward)
             raise ConfigError(

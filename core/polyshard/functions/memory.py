@@ -28,7 +28,8 @@ class MemoryReport:
     gradient_nbytes: int
     """Gradient shards, from a backward to the next ``zero_grad``."""
     gathered_nbytes: int
-    """Gather buffers alive at once at most: units that are kept, the one that computes, and prefetched batches."""
+    """Gather buffers alive at once at most: units that are kept, the one that computes, and prefetched batches. Under
+    ``reshard_after_forward=n`` also the parts that are kept of the others."""
     reduction_nbytes: int
     """Inputs of the reductions in flight. Of small units that travel together their gradients instead, which are held
     until then, and one bucket's inputs twice: as the units lay them out, and as they travel."""
@@ -82,7 +83,9 @@ def memory_report(root: Root) -> MemoryReport:
         padding=sum(u.layout.padded_numel for u in units) - parameters,
         master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
-        gathered_nbytes=sum(u.gathered_nbytes for u in kept) + _prefetched_nbytes(released, root),
+        gathered_nbytes=sum(u.gathered_nbytes for u in kept)
+        + sum(u.post_forward_nbytes for u in units)
+        + _prefetched_nbytes(released, root),
         reduction_nbytes=_reduced_nbytes(root),
         kept=tuple(u.name for u in kept),
         parked=tuple(u.name for u in units if u.parks),

@@ -118,10 +118,15 @@ class OptimizerCheck:
 
     def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the parameters that forwards have gathered are older than the masters from now on."""
+        gathered: set[Root] = set()
         for group in optimizer.param_groups:
             for found in self._live.find(group["params"]):
                 if found is not None and found.root.runs_here and not found.unit.permanent:
-                    found.root.outdated = True
+                    gathered.add(found.root)
+        for root in gathered:
+            root.outdated = True
+            # Whichever of its units the optimizer has on this rank.
+            root.outdate()
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
         for each in (each for group in optimizer.param_groups for each in self._live.find(group["params"])):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from ..runtime.gather import GatherRecord
+from ..runtime.gather import FlatBuffer, GatherRecord, PostForwardShard
 from ..runtime.streams import HostStreams, Reduction
 
 
@@ -48,7 +48,7 @@ class RecordedStreams(HostStreams):
     def __init__(self, streams: StreamRecorder) -> None:
         super().__init__()
         self._streams = streams
-        self._arriving: dict[GatherRecord, int] = {}
+        self._arriving: dict[FlatBuffer, int] = {}
         # The last use of gathered memory since the gather stream was ordered behind compute.
         self._released: int | None = None
 
@@ -63,10 +63,10 @@ class RecordedStreams(HostStreams):
         with self._streams.on(Stream.GATHER):
             super().gather(records)
         event = self._streams.signal(Stream.GATHER)
-        self._arriving.update(dict.fromkeys(records, event))
+        self._arriving.update(dict.fromkeys((record.buffer for record in records), event))
 
     def arrive(self, record: GatherRecord) -> None:
-        event = self._arriving.pop(record, None)
+        event = self._arriving.pop(record.buffer, None)
         if event is not None:
             self._streams.wait(Stream.COMPUTE, event)
         super().arrive(record)
@@ -74,6 +74,11 @@ class RecordedStreams(HostStreams):
     def release(self, record: GatherRecord) -> None:
         super().release(record)
         self._released = self._streams.signal(Stream.COMPUTE)
+
+    def keep(self, record: GatherRecord, part: PostForwardShard) -> None:
+        self._order(Stream.COMPUTE, Stream.GATHER)
+        with self._streams.on(Stream.GATHER):
+            super().keep(record, part)
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         self._order(Stream.COMPUTE, Stream.REDUCE)

@@ -294,11 +294,32 @@ def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tup
     return rows, [list(column) for column in zip(*rows, strict=True)]
 
 
+def post_forward_size(releases: object, shards: int, module: str, rank: int) -> int | None:
+    """How many ranks gather units of ``module`` for backward where ``reshard_after_forward`` is ``releases``.
+
+    None for all that share their ``shards``, or none.
+
+    Raises:
+        ConfigError: a number that does not divide that of shards.
+    """
+    if isinstance(releases, bool) or not isinstance(releases, int) or shards == 1:
+        return None
+    if shards % releases:
+        raise ConfigError(
+            f"reshard_after_forward={releases} for '{module or '(root)'}' (rank {rank}) is the number of ranks that "
+            f"keep it whole together, and does not divide the {shards} that share its shards. Give a divisor of "
+            f"{shards}, True, False or None."
+        )
+    return releases if 1 < releases < shards else None
+
+
 class FormedGroups:
     """The communicators of a model's units, one for each set of ranks. All ranks make them, in one order."""
 
-    def __init__(self, ranks: ModelRanks, units: Iterable[tuple[UnitLists, float | None]], world: Collectives) -> None:
-        """``units``: the ranks of the units of each module, and their divisor."""
+    def __init__(
+        self, ranks: ModelRanks, units: Iterable[tuple[UnitLists, float | None, int | None]], world: Collectives
+    ) -> None:
+        """``units``: the ranks of the units of each module, their divisor, and how many gather them for backward."""
         self.world = world
         self._lists = ranks.lists
         #: Those that were made here, in order; not ``world``.
@@ -307,8 +328,9 @@ class FormedGroups:
         self._ranks: dict[tuple[int, float | None], UnitRanks] = {}
         #: The ranks of units without a mesh of their own.
         self.model = self.of(ranks.lists, None)
-        for lists, divisor in units:
+        for lists, divisor, size in units:
             self.of(lists, divisor)
+            self.neighbours(lists, size)
         #: Ranks that get the same samples as this one, and have other parts of the model; None where there are none.
         self.batch = self._group(ranks.batch_lists)
 
@@ -328,6 +350,10 @@ class FormedGroups:
             found = next((each for each in self._ranks.values() if each == found), found)
             self._ranks[id(lists), divisor] = found
         return found
+
+    def neighbours(self, lists: UnitLists, size: int | None) -> Collectives | None:
+        """The ``size`` ranks, of those that share shards of a unit, that this one is among; None for no such group."""
+        return None if size is None else self._group(lists.neighbours(size))
 
     def _group(self, rank_lists: Groups) -> Collectives | None:
         """This rank's group of ``rank_lists``; None for a group of one."""

@@ -103,6 +103,10 @@ class UnitLists:
         own = next(group for group in self.shard if rank in group)
         return tuple(sorted({each for group in self.replicate if set(own) & set(group) for each in group}))
 
+    def neighbours(self, size: int) -> Groups:
+        """The ranks of ``shard`` in groups of ``size``, one behind the other."""
+        return [each[start : start + size] for each in self.shard for start in range(0, len(each), size)]
+
     def whole(self) -> UnitLists:
         """The same ranks, where each of them holds the whole unit."""
         return UnitLists(

@@ -511,10 +511,10 @@ def _checked(chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int) -> dic
                 f"A unit has: {', '.join(UNIT_OVERRIDES)}."
             )
         releases = overrides.get("reshard_after_forward")
-        if releases is not None and not isinstance(releases, bool):
+        if releases is not None and (not isinstance(releases, int) or releases < 1) and releases is not False:
             raise ConfigError(
                 f"A wrap policy overrides reshard_after_forward for '{names[module]}' by {releases!r} (rank {rank}). "
-                "Give True, False or None."
+                "Give True, False, None, or the number of ranks that keep it whole together."
             )
         refuse_wrong_overrides(overrides, f"'{names[module]}' (rank {rank})")
     return dict(chosen)

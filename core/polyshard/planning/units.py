@@ -68,6 +68,8 @@ class PlannedModule(ModuleParameters):
     full_precision_in_eval: bool
     reads_in_backward: bool
     """Whether its units are gathered in backward."""
+    post_forward_size: int | None = None
+    """How many ranks gather its units for backward, each from the part that it kept; None for all that share them."""
     scope: tuple[int, ...] | None = None
     """The ranks of the model that have the same plain parameters, those of its units' own groups; None for all."""
 
@@ -104,6 +106,7 @@ def plan_units(
     *,
     is_root: bool,
     rank: int,
+    post_forward_size: int | None,
 ) -> PlannedModule:
     """Lay out the units of ``planned`` over the ranks of ``lists``, and ask plugins everything there is to ask.
 
@@ -117,6 +120,7 @@ def plan_units(
         travelled: Bytes in which an element of a dtype travelled in the modules planned before; updated.
         is_root: Whether it is the outermost module, or split off that.
         rank: Of this process, for messages.
+        post_forward_size: How many ranks gather its units for backward, if that does; None for all that share them.
 
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.
@@ -153,6 +157,7 @@ def plan_units(
         buffer_dtype = dtypes_of(caster, first, rank).buffer
     # A split module's inputs and outputs stay inside the module around it.
     casts = planned.parent is None
+    reads = reads_in_backward(planned.module)
     return PlannedModule(
         name=planned.name,
         module=planned.module,
@@ -169,7 +174,8 @@ def plan_units(
         input_cast=callable_or_none(caster, "input_cast", first, rank) if casts else None,
         output_cast=callable_or_none(caster, "output_cast", first, rank) if casts else None,
         full_precision_in_eval=full_precision_in_eval_of(caster, first, rank),
-        reads_in_backward=reads_in_backward(planned.module),
+        reads_in_backward=reads,
+        post_forward_size=post_forward_size if reads else None,
         scope=None if planned.overrides.get("mesh") is None else lists.of(rank),
     )
 

@@ -120,6 +120,11 @@ class Checkpointed:
             self.region.complete = True
 
 
+def may_have_backward() -> bool:
+    """Whether a backward may come back to what this thread computes. The same on all ranks, whatever their outputs."""
+    return torch.is_grad_enabled() or (_running.call is not None and _running.call.region.recorded)
+
+
 def running() -> Checkpointed | None:
     """The innermost checkpointed call that this thread runs; None for none."""
     return _running.call

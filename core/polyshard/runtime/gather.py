@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -38,9 +38,10 @@ class GatherRecord:
 
     spec: UnitSpec
     group: Collectives | None
-    """The ranks that share the unit; None where nothing is sent."""
+    """The ranks that share the unit, or neighbours among them; None where nothing is sent."""
     source: torch.Tensor
-    """This rank's shard (``[shard_numel]``, master dtype), where ``offload`` has it if it is parked."""
+    """This rank's shard (``[shard_numel]``, master dtype), where ``offload`` has it if it is parked. Where ``group`` is
+    of neighbours, its ``PostForwardShard``."""
     buffer: FlatBuffer
     """The whole unit is gathered here (``[padded_numel]``, compute dtype)."""
     allocator: Collectives
@@ -54,7 +55,11 @@ class GatherRecord:
     places: list[object]
     """Where the unit was used since its gather, as ``CommStreams.here`` says. The unit's own list."""
     slices: Sequence[torch.Tensor]
-    """The slices of ``source``, one for each of ``buffer.owns``."""
+    """The slices of ``source``, one for each of ``owns``."""
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """What the gather fills, one a segment of ``buffer``, and this rank's slice of it."""
+    owns: list[torch.Tensor]
+    """These slices."""
 
     @property
     def allocation(self) -> AbstractContextManager[Any]:
@@ -106,7 +111,7 @@ def _start_one(record: GatherRecord) -> Work:
     if record.wire is not None and group is not None:
         encoded = _EncodedGather(group, [record])
         return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, record.spec.label))
-    own = buffer.owns[0]
+    own = record.owns[0]
     if record.offload is not None:
         record.offload.fetch(record.spec, record.source, own)
     else:
@@ -128,13 +133,13 @@ def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
         stage.attach()
     if here:
         # The cast is the copy-in, as for one, in one launch.
-        owns = [own for record in here for own in record.buffer.owns]
+        owns = [own for record in here for own in record.owns]
         _torch_private.foreach_copy_(owns, [each for record in here for each in record.slices])
     if len(here) < len(plain):
         for record in plain:
             if record.offload is not None:
                 _fetch(record, record.offload)
-    pairs = [pair for record in plain for pair in record.buffer.pairs]
+    pairs = [pair for record in plain for pair in record.pairs]
     if len(plain) == len(records):
         gather = issued(group.all_gather_many(pairs), "all_gather_many", group, "")
     else:
@@ -144,7 +149,7 @@ def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
 
 
 def _fetch(record: GatherRecord, offload: OffloadManager) -> None:
-    owns = record.buffer.owns
+    owns = record.owns
     if not record.buffer.layout.segments:
         offload.fetch(record.spec, record.source, owns[0])
         return
@@ -233,7 +238,14 @@ class FlatBuffer:
     """
 
     def __init__(
-        self, flat: torch.Tensor, layout: FlatLayout, *, resizable: bool, rank: int = 0, reduces: bool = False
+        self,
+        flat: torch.Tensor,
+        layout: FlatLayout,
+        *,
+        resizable: bool,
+        rank: int = 0,
+        reduces: bool = False,
+        neighbours: Collectives | None = None,
     ) -> None:
         self.flat = flat
         self.layout = layout
@@ -258,6 +270,8 @@ class FlatBuffer:
         self.owns = [out.narrow(0, rank * size, size) for out, size in zip(outs, sizes, strict=True)]
         #: What gathers fill, one a segment, and this rank's slice of it.
         self.pairs = list(zip(outs, self.owns, strict=True))
+        #: What this rank keeps of it for a gather among ``neighbours``; None where that is nothing.
+        self.post_forward = None if neighbours is None else PostForwardShard(flat, layout, outs, neighbours)
         # Memory without bytes has no slices.
         for stage in self.stages:
             stage.release()
@@ -273,13 +287,23 @@ class FlatBuffer:
 
     @classmethod
     def allocate(
-        cls, layout: FlatLayout, dtype: torch.dtype, device: torch.device, *, rank: int = 0, leaves: bool = False
+        cls,
+        layout: FlatLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        leaves: bool = False,
+        neighbours: Collectives | None = None,
     ) -> FlatBuffer:
-        """A buffer that starts released. ``leaves``: it is gathered, and its views collect gradients; else reduced."""
+        """A buffer that starts released. ``leaves``: it is gathered, and its views collect gradients; else reduced.
+
+        ``neighbours``: ranks among which a part of it, kept behind a forward, is gathered for backward.
+        """
         # Built inside an inference pass, views would refuse autograd for the rest of their life.
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
-            buffer = cls(flat, layout, resizable=True, rank=rank, reduces=not leaves)
+            buffer = cls(flat, layout, resizable=True, rank=rank, reduces=not leaves, neighbours=neighbours)
             buffer.release()
             if leaves:
                 buffer.make_leaves()
@@ -375,6 +399,47 @@ class Stage:
     def empty(self) -> None:
         """Copy what arrived to the parameter, and give the memory back, on the stream that took it."""
         self._place.copy_(self._part)
+        self._storage.resize_(0)
+
+
+class PostForwardShard:
+    """The part of a gather buffer that this rank keeps between forward and backward, in memory of its own.
+
+    Of each segment, rank ``j`` of ``n`` neighbours keeps the ``j``-th of ``n`` equal parts. These are slices of several
+    ranks, one behind the other, so that a gather among the neighbours fills the segment as one among all ranks does.
+    """
+
+    def __init__(
+        self, flat: torch.Tensor, layout: FlatLayout, outs: Sequence[torch.Tensor], neighbours: Collectives
+    ) -> None:
+        """``outs``: what gathers fill, one a segment of ``flat``."""
+        number, rank = neighbours.world_size, neighbours.rank
+        kept = layout.world_size // number
+        sizes = [out.numel() // number for out in outs]
+        self.owns = [out.narrow(0, rank * size, size) for out, size in zip(outs, sizes, strict=True)]
+        #: What a gather among the neighbours fills, one a segment, and this rank's part of it.
+        self.pairs = list(zip(outs, self.owns, strict=True))
+        self.memory = torch.empty(kept * layout.shard_numel, dtype=flat.dtype, device=flat.device)
+        #: What is kept of each segment.
+        self.slices = parts_of(self.memory, replace(layout, world_size=kept))
+        self._parts, self._places = list(self.owns), list(self.slices)
+        for index in layout.staged:
+            slot = layout.slots[index]
+            whole = _ranks_first(view_of(flat, slot.shape, slot.stride, slot.offset), slot, layout)
+            part = self._parts[slot.segment] = whole.narrow(0, rank * kept, kept)
+            self._places[slot.segment] = self.slices[slot.segment].view(part.shape)
+        self._storage = self.memory.untyped_storage()
+        #: Bytes while they are kept.
+        self.nbytes = self._storage.nbytes()
+        self.release()
+
+    def fill(self) -> None:
+        """Take memory from the current stream's pool, and copy the part of the buffer there."""
+        self._storage.resize_(self.nbytes)
+        _torch_private.foreach_copy_(self._places, self._parts)
+
+    def release(self) -> None:
+        """Give the memory back."""
         self._storage.resize_(0)
 
 

@@ -34,12 +34,12 @@ from torch import nn
 from .. import _torch_private
 from ..errors import StateError, UnshardedUseError
 from ..nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
-from .activation_checkpoint import Checkpointed, Region, running
+from .activation_checkpoint import Checkpointed, Region, may_have_backward, running
 from .module_state import ModuleState, StateKind, show_whole, unshard_ahead
 from .order import BackwardAction, ForwardRecord, Point
 from .root import root_of
 from .step import Phase, Step
-from .unit import refuse_escape
+from .unit import Reshard, refuse_escape
 
 T = TypeVar("T")
 Hook = Callable[..., None]
@@ -261,7 +261,10 @@ class ForwardHooks:
                     # No hook of an outer module will see this error and clean up.
                     root_of(module_state).abandon()
                 raise
-            unit.reshard()
+            if unit.reshard_policy is Reshard.PARTLY and may_have_backward():
+                unit.reshard_post_forward()
+            else:
+                unit.reshard()
 
     def _end_record(self, step: Step) -> None:
         module_state = self.module_state

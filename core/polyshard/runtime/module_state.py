@@ -15,9 +15,10 @@ from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast
 from ..planning.groups import UnitRanks
 from ..planning.plan import ManagedParameter, modules_called, names_behind
+from .activation_checkpoint import may_have_backward
 from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
 from .step import Step
-from .unit import Unit, UnitState, unshard_due, unshard_together
+from .unit import Reshard, Unit, UnitState, unshard_due, unshard_together
 
 
 class StateKind(enum.Enum):
@@ -208,16 +209,20 @@ class ModuleState:
     def reshard(self, turns: bool) -> None:
         """Release units behind a forward, as their policies say. ``turns``: the backward is expected at once."""
         for unit in self.units:
-            if unit.releases(turns):
-                unit.reshard()
-            else:
+            if not unit.releases(turns):
                 unit.hide()
+            elif unit.reshard_policy is Reshard.PARTLY and may_have_backward():
+                unit.reshard_post_forward()
+            else:
+                unit.reshard()
 
     def end_forward(self) -> None:
         """The outermost forward ended: release units that no backward comes back to."""
         self.entered = 0
         for unit in self.units:
-            if unit.retained:
+            if unit.retained or unit.state is UnitState.SHARDED_POST_FORWARD:
+                # Whether a part is kept may not depend on this rank's outputs, as ``awaits_backward`` does: others
+                # gather from their parts.
                 unit.hide()
             elif not self.awaits_backward or unit.state is UnitState.GATHERING:
                 unit.reshard()

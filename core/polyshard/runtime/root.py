@@ -607,4 +607,5 @@ class Root(Step):
     @property
     def gathered(self) -> tuple[str, ...]:
         """Names of the units whose parameters are gathered, or on their way."""
-        return tuple(u.name for u in self.units if not u.permanent and u.state is not UnitState.SHARDED)
+        there = (UnitState.GATHERING, UnitState.UNSHARDED)
+        return tuple(u.name for u in self.units if not u.permanent and u.state in there)

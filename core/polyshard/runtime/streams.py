@@ -47,7 +47,7 @@ from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
 from ..interfaces import Collectives, Work
 from ..planning.groups import ThenAllReduce
-from .gather import GatherRecord, end_gather, start_gathers
+from .gather import FlatBuffer, GatherRecord, PostForwardShard, end_gather, start_gathers
 from .recorder import Issued, Recorder
 
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -117,6 +117,10 @@ class CommStreams(ABC):
         """Give the gather buffer's memory back (rule 1)."""
 
     @abstractmethod
+    def keep(self, record: GatherRecord, part: PostForwardShard) -> None:
+        """Fill ``part`` from the gather buffer behind its last use, and give the buffer's memory back (rule 1)."""
+
+    @abstractmethod
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         """Run ``reduction``, whose input was given memory at the places ``taken_at``, apart from the present one."""
 
@@ -162,28 +166,33 @@ class HostStreams(CommStreams):
 
     def __init__(self) -> None:
         super().__init__()
-        self._gathers: dict[GatherRecord, _Batch] = {}
+        self._gathers: dict[FlatBuffer, _Batch] = {}
 
     def gather(self, records: Sequence[GatherRecord]) -> None:
         for record in records:
             record.buffer.attach()
         batch = _Batch(records, start_gathers(records), self._last)
         for record in records:
-            self._gathers[record] = batch
+            self._gathers[record.buffer] = batch
 
     def arrive(self, record: GatherRecord) -> None:
-        batch = self._gathers.get(record)
+        batch = self._gathers.get(record.buffer)
         if batch is None:
             return
-        waiting = [other for other in batch.records if self._gathers.get(other) is batch]
+        waiting = [other for other in batch.records if self._gathers.get(other.buffer) is batch]
         for other in waiting:
-            del self._gathers[other]
+            del self._gathers[other.buffer]
         self._end(batch.works, batch.issued)
         for other in waiting:
             end_gather(other)
 
     def release(self, record: GatherRecord) -> None:
         self.arrive(record)
+        record.buffer.release()
+
+    def keep(self, record: GatherRecord, part: PostForwardShard) -> None:
+        self.arrive(record)
+        part.fill()
         record.buffer.release()
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
@@ -281,8 +290,8 @@ class CudaStreams(CommStreams):
         self._reduce_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # The last use of each unit. An event may be recorded again while waits on its last recording are still
         # queued, so one event a unit is enough.
-        self._used: dict[GatherRecord, torch.cuda.Event] = {}
-        self._arriving: dict[GatherRecord, _Arrival] = {}
+        self._used: dict[FlatBuffer, torch.cuda.Event] = {}
+        self._arriving: dict[FlatBuffer, _Arrival] = {}
         # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
         self._released: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._filled = _event()
@@ -330,10 +339,10 @@ class CudaStreams(CommStreams):
         arrival = _Arrival(event, len(records))
         for record in records:
             self._expect_no_more(record)
-            self._arriving[record] = arrival
+            self._arriving[record.buffer] = arrival
 
     def arrive(self, record: GatherRecord) -> None:
-        arrival = self._arriving.get(record)
+        arrival = self._arriving.get(record.buffer)
         if arrival is None:
             return
         current = self._current()
@@ -354,7 +363,7 @@ class CudaStreams(CommStreams):
             self._current().wait_stream(self._gather_stream)
 
     def _expect_no_more(self, record: GatherRecord) -> None:
-        arrival = self._arriving.pop(record, None)
+        arrival = self._arriving.pop(record.buffer, None)
         if arrival is not None:
             arrival.missing -= 1
             if not arrival.missing:
@@ -364,13 +373,28 @@ class CudaStreams(CommStreams):
     def release(self, record: GatherRecord) -> None:
         self._expect_no_more(record)
         current = self._current()
-        event = self._used.get(record)
+        event = self._used.get(record.buffer)
         if event is None:
-            event = self._used[record] = _event()
+            event = self._used[record.buffer] = _event()
         event.record(current)
         self._released[current.cuda_stream] = current, event
         for stream in _others(record.places, current):
             self._released[stream.cuda_stream] = stream, stream.record_event()
+        record.buffer.release()
+
+    def keep(self, record: GatherRecord, part: PostForwardShard) -> None:
+        self._expect_no_more(record)
+        # Beside compute, and both memories are of one stream's pool: the next gather reads the one and may take the
+        # other, without a word to compute.
+        stream, current = self._gather_stream, self._current()
+        self._gathers = True
+        for place in (current, *_others(record.places, current)):
+            stream.wait_stream(place)
+        torch.cuda.set_stream(stream)
+        try:
+            part.fill()
+        finally:
+            torch.cuda.set_stream(current)
         record.buffer.release()
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:

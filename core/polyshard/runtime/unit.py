@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CollectiveError, StateError, UnshardedUseError
 from ..interfaces import (
+    Collectives,
     Observer,
     OffloadManager,
     PrecisionCaster,
@@ -38,15 +39,18 @@ _gradient_of = attrgetter("grad")
 class UnitState(enum.Enum):
     """Where a unit's whole parameters are.
 
-    ==========  ===========  =======================================
-    from        to           by
-    ==========  ===========  =======================================
-    SHARDED     GATHERING    ``unshard``
-    GATHERING   UNSHARDED    ``wait``
-    GATHERING   SHARDED      ``reshard`` (a prefetch nobody used)
-    UNSHARDED   GATHERING    ``unshard`` after ``expire``
-    UNSHARDED   SHARDED      ``reshard``
-    ==========  ===========  =======================================
+    ====================  ====================  =====================================================
+    from                  to                    by
+    ====================  ====================  =====================================================
+    SHARDED               GATHERING             ``unshard``
+    GATHERING             UNSHARDED             ``wait``
+    GATHERING             SHARDED               ``reshard`` (a prefetch nobody used)
+    UNSHARDED             GATHERING             ``unshard`` after ``expire``
+    UNSHARDED             SHARDED               ``reshard``
+    UNSHARDED             SHARDED_POST_FORWARD  ``reshard_post_forward``
+    SHARDED_POST_FORWARD  GATHERING             ``unshard``, among neighbours
+    SHARDED_POST_FORWARD  SHARDED               ``reshard``, ``outdate``; ``expire``: no backward came
+    ====================  ====================  =====================================================
     """
 
     SHARDED = "sharded"
@@ -55,6 +59,11 @@ class UnitState(enum.Enum):
     """On their way; compute must wait before it reads them."""
     UNSHARDED = "unsharded"
     """In the gather buffer, and compute is ordered after the gather."""
+    SHARDED_POST_FORWARD = "sharded post-forward"
+    """Nowhere, as in SHARDED, but this rank keeps a part of the gather buffer, from which a backward gathers them."""
+
+
+_RELEASED = (UnitState.SHARDED, UnitState.SHARDED_POST_FORWARD)
 
 
 class Reshard(enum.Enum):
@@ -65,6 +74,8 @@ class Reshard(enum.Enum):
     UNLESS_TURNING = "unless_turning"
     """Released, but for modules whose backward follows their forward at once: the outermost one, and the last one to
     run if it was split off the outermost one, or that one has no parameters of its own."""
+    PARTLY = "partly"
+    """Released but for a part, where a backward may follow: for that it is gathered among neighbours alone."""
     NEVER = "never"
     """Kept until the end of its backward."""
 
@@ -99,8 +110,24 @@ class Unit:
         reshard: Reshard,
         parks: bool,
         wire: WireSpec | None = None,
+        neighbours: Collectives | None = None,
     ) -> None:
-        """``master``: where it lives, parked already if ``parks``. ``wire``: None to travel as it computes."""
+        """Make what a unit knows before its first forward.
+
+        Args:
+            spec: What plugins know of it.
+            layout: Where its parameters lie.
+            parameters: In the layout's order.
+            ranks: Who has its parts.
+            master: Where it lives, parked already if ``parks``.
+            dtypes: In which it computes and travels.
+            caster: What casts it.
+            offload: What parks it.
+            reshard: Whether it is released after forward.
+            parks: Whether ``offload`` keeps the master and the gradient.
+            wire: How it travels where ``caster`` encodes it; None to travel as it computes.
+            neighbours: Ranks among which it is gathered for backward under ``Reshard.PARTLY``; None under no other.
+        """
         self.spec = spec
         self.layout = layout
         self.parameters = tuple(parameters)
@@ -109,6 +136,7 @@ class Unit:
         self.caster = caster
         self.offload = offload
         self.reshard_policy = reshard
+        self.neighbours = neighbours
         self.observers: tuple[Observer, ...] = ()
         self.step: Step | None = None
         self.trainable = any(parameter.original.requires_grad for parameter in parameters)
@@ -127,8 +155,11 @@ class Unit:
         #: How the unit travels where its caster encodes it; None for as it computes.
         self.wire = wire
         self.buffer: FlatBuffer
-        #: What gathers know of the unit; made anew whenever something in it changes.
+        #: What the next gather knows of the unit, or the last one did; made anew whenever something in it changes.
         self.record: GatherRecord
+        # Of gathers from the shards of all ranks, and from what neighbours keep behind a forward.
+        self._shard_record: GatherRecord
+        self._post_forward_record: GatherRecord
         self.leaves: list[torch.Tensor] = []
         self._no_gradients: list[None] = []
         self.bindings: Bindings
@@ -254,6 +285,13 @@ class Unit:
         """Bytes of the gather buffer while it has memory; 0 where the master serves compute."""
         return 0 if self.permanent else self.layout.padded_numel * self.dtypes.compute.itemsize
 
+    @property
+    def post_forward_nbytes(self) -> int:
+        """Bytes that this rank keeps of the gather buffer between forward and backward."""
+        if self.reshard_policy is not Reshard.PARTLY or self.neighbours is None:
+            return 0
+        return self.gathered_nbytes // self.neighbours.world_size
+
     def prepare(self) -> None:
         """Make the gather buffer and its views: before the first forward, not while the model is being cut."""
         self._training_buffer = self._make_buffer(self.dtypes.compute)
@@ -268,17 +306,18 @@ class Unit:
         gather = self.ranks.gather
         if gather is not None and gather.capabilities.fixed_addresses:
             return FlatBuffer.lease(self.layout, dtype, gather)
-        return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=self.ranks.shard_rank, leaves=True)
+        rank, neighbours = self.ranks.shard_rank, self.neighbours
+        return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=rank, leaves=True, neighbours=neighbours)
 
     def _renew_record(self) -> None:
         """Let gathers know of a change. Before ``prepare`` there is nothing to gather."""
         if self._training_buffer is not None:
-            gather = self.ranks.gather
-            self.record = GatherRecord(
+            gather, buffer = self.ranks.gather, self.buffer
+            self.record = self._shard_record = GatherRecord(
                 self.spec,
                 gather,
                 self.master,
-                self.buffer,
+                buffer,
                 gather or self.ranks.world,
                 self.keeper,
                 self.caster,
@@ -286,7 +325,24 @@ class Unit:
                 self.observers,
                 self.places,
                 slices_of(self.master, self.layout),
+                buffer.pairs,
+                buffer.owns,
             )
+            part = buffer.post_forward
+            if part is not None:
+                # What is kept computes as it is: there is nothing to cast, to decode or to fetch.
+                self._post_forward_record = dataclasses.replace(
+                    self.record,
+                    group=self.neighbours,
+                    source=part.memory,
+                    offload=None,
+                    wire=None,
+                    slices=part.slices,
+                    pairs=part.pairs,
+                    owns=part.owns,
+                )
+                if self.state is UnitState.SHARDED_POST_FORWARD:
+                    self.record = self._post_forward_record
 
     def _bind(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
@@ -310,6 +366,11 @@ class Unit:
         """Communicate over ``ranks`` from now on, whose sizes are those of the ranks before."""
         self.ranks = ranks
         self.__dict__.pop("copies", None)
+        self._renew_record()
+
+    def use_neighbours(self, neighbours: Collectives) -> None:
+        """Gather for backward among ``neighbours``, the same ranks as before, from now on."""
+        self.neighbours = neighbours
         self._renew_record()
 
     def join(
@@ -414,20 +475,23 @@ class Unit:
             self._bind(wanted)
 
     @property
-    def gathered(self) -> tuple[int, torch.dtype]:
-        """What ranks compare of a gather: elements and dtype of its result, bytes where the unit is encoded.
+    def gathered(self) -> tuple[str, int, torch.dtype]:
+        """What ranks compare of a gather: its name, elements and dtype of its result, bytes where the unit is encoded.
 
         Where other ranks have other parts of the unit: the elements by which launches are planned.
         """
+        if self.state is UnitState.SHARDED_POST_FORWARD and self.neighbours is not None:
+            return f"all_gather among {self.neighbours.world_size} ranks", self.launch_numel, self.buffer.dtype
         if self.wire is None:
-            return self.launch_numel, self.buffer.dtype
+            return "all_gather", self.launch_numel, self.buffer.dtype
         whole = self.ranks.number == self.ranks.world.world_size
-        return self.wire.nbytes_per_rank * self.ranks.shard_size if whole else self.launch_numel, torch.uint8
+        numel = self.wire.nbytes_per_rank * self.ranks.shard_size if whole else self.launch_numel
+        return "all_gather", numel, torch.uint8
 
     @property
     def due(self) -> bool:
         """Whether the parameters are to be gathered: neither there, nor on their way."""
-        return not self.permanent and (self.state is UnitState.SHARDED or self._expired)
+        return not self.permanent and (self.state in _RELEASED or self._expired)
 
     def unshard(self) -> None:
         """Issue the gather, unless the parameters are there or on their way."""
@@ -481,10 +545,13 @@ class Unit:
         return self.leaves[index]
 
     def reshard(self) -> None:
-        """Release the gather buffer."""
+        """Release the gather buffer, and what is kept of it behind a forward."""
         self.hide()
         self.ahead = False
         if self.permanent or self.state is UnitState.SHARDED:
+            return
+        if self.state is UnitState.SHARDED_POST_FORWARD:
+            self._drop_post_forward()
             return
         assert self.step is not None
         self.step.streams.release(self.record)
@@ -494,9 +561,34 @@ class Unit:
         for observer in self.observers:
             observer.reshard(self.spec)
 
+    def reshard_post_forward(self) -> None:
+        """Release the gather buffer, but for the part of it that the next gather is made from, among neighbours."""
+        part = self.buffer.post_forward
+        if part is None or self.state in _RELEASED:
+            self.reshard()
+            return
+        self.hide()
+        self.ahead = False
+        assert self.step is not None
+        self.step.streams.keep(self.record, part)
+        self.places.clear()
+        self.record = self._post_forward_record
+        self.state = UnitState.SHARDED_POST_FORWARD
+        self._expired = self.kept = self.retained = False
+        for observer in self.observers:
+            observer.reshard(self.spec)
+
+    def _drop_post_forward(self) -> None:
+        assert self.buffer.post_forward is not None
+        self.buffer.post_forward.release()
+        self.record = self._shard_record
+        self.state = UnitState.SHARDED
+
     def keep(self) -> None:
         """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
         self.hide()
+        if self.state is UnitState.SHARDED_POST_FORWARD:
+            self._drop_post_forward()
         if self.permanent or self.state is UnitState.SHARDED:
             return
         self.wait()
@@ -505,21 +597,28 @@ class Unit:
     def retain(self) -> None:
         """Keep the parameters whole for later forwards, until an optimizer steps."""
         self.hide()
+        if self.state is UnitState.SHARDED_POST_FORWARD:
+            self._drop_post_forward()
         if self.permanent or self.state is UnitState.SHARDED:
             return
         assert self.step is not None
         self.retained = self.step.awaits_optimizer = True
 
     def outdate(self) -> None:
-        """The master gets other values: parameters that are retained are gathered again at their next use."""
+        """The master gets other values: parameters that are retained, or kept in part, are gathered again at their next
+        use."""
         if self.retained:
             self.retained = False
             self._expired = True
             self.hide()
+        elif self.state is UnitState.SHARDED_POST_FORWARD:
+            self._drop_post_forward()
 
     def expire(self) -> None:
         """A new step begins: parameters that stayed gathered may be older than the master, and are gathered again."""
         if not (self.ahead or self.retained):
+            if self.state is UnitState.SHARDED_POST_FORWARD:
+                self._drop_post_forward()
             self._expired = self.state is not UnitState.SHARDED
         self.ahead = False
         if self.permanent:
@@ -528,7 +627,8 @@ class Unit:
 
     def releases(self, turns: bool) -> bool:
         """Whether the unit is released after a forward; ``turns``: its backward is expected to follow at once."""
-        return self.reshard_policy is Reshard.ALWAYS or (self.reshard_policy is Reshard.UNLESS_TURNING and not turns)
+        policy = self.reshard_policy
+        return policy is Reshard.ALWAYS or policy is Reshard.PARTLY or (policy is Reshard.UNLESS_TURNING and not turns)
 
     def adopt_changes(self) -> None:
         """Take over changes that the user made to the originals since the last forward.
@@ -557,12 +657,15 @@ class Unit:
 
     def give_up_gather(self) -> None:
         """Release the memory of a gather that could not be issued."""
-        if self.state is UnitState.SHARDED:
+        if self.state in _RELEASED:
             self.buffer.release()
-        else:
+        if self.state is not UnitState.SHARDED:
             self.reshard()
 
     def _issued(self) -> None:
+        if self.state is UnitState.SHARDED_POST_FORWARD:
+            # Read where its memory returns to, on the stream that gathers.
+            self._drop_post_forward()
         self.state = UnitState.GATHERING
         self.places.clear()
         self._expired = self.kept = False
@@ -587,11 +690,11 @@ def unshard_together(units: Sequence[Unit]) -> None:
         if step.audit is not None:
             for unit in units:
                 if unit.ranks.spread == 1:
-                    step.streams.meet(step.audit.agree, unit.ranks.world, unit.name, "all_gather", *unit.gathered)
+                    step.streams.meet(step.audit.agree, unit.ranks.world, unit.name, *unit.gathered)
         if step.announce is not None:
             # Among those that gather: replicas may evaluate apart.
-            for same in alike(units, [id(unit.ranks.gather) for unit in units]) if len(units) > 1 else (units,):
-                among = same[0].ranks.gather
+            for same in alike(units, [id(unit.record.group) for unit in units]) if len(units) > 1 else (units,):
+                among = same[0].record.group
                 if among is not None:
                     step.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in same))
         step.streams.gather([unit.record for unit in units])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +149,7 @@ def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
             made[each.module] = (GroupedState if isinstance(each.module, GroupedModules) else ModuleState)(
                 each.name,
                 each.module,
-                _build_units(plan, each, own, ranks),
+                _build_units(plan, each, own, ranks, groups.neighbours(each.lists, each.post_forward_size)),
                 input_cast=each.input_cast,
                 output_cast=each.output_cast,
                 full_precision_in_eval=each.full_precision_in_eval,
@@ -193,6 +193,7 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
         if there not in new:
             ranks = groups.model if there.signature == plan.signature else None
             there.join(", ".join(names[there]), ranks, names_of)
+    _share_neighbours(state for state in states if state.signature == plan.signature)
     # The root takes the module states, and what they own, from the inner roots.
     inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))
     inner_owned = dict.fromkeys(each for inner_root in inner_roots for each in inner_root.owned)
@@ -228,6 +229,14 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
     known = [each.registrations for each in inner_roots if each.registrations is not None]
     root.registrations = RegistrationGuard(root, states, plan.request.ignored_modules, known)
     return root
+
+
+def _share_neighbours(states: Iterable[ModuleState]) -> None:
+    """Let units that equal ranks gather for backward share launches, whichever calls made their groups."""
+    shared: dict[int, Collectives] = {}
+    for unit in (unit for state in states for unit in state.units):
+        if unit.neighbours is not None:
+            unit.use_neighbours(shared.setdefault(unit.neighbours.world_size, unit.neighbours))
 
 
 def _groups(plan: ShardPlan, groups: FormedGroups) -> tuple[Collectives, ...]:
@@ -266,9 +275,14 @@ def _whole_shapes(plan: ShardPlan) -> dict[nn.Parameter, tuple[int, ...]]:
 
 
 def _reshard_policy(plan: ShardPlan, module: PlannedModule) -> Reshard:
+    if module.post_forward_size is not None:
+        return Reshard.PARTLY
     override = module.overrides.get("reshard_after_forward", plan.request.config.reshard_after_forward)
     if isinstance(override, bool):
         return Reshard.ALWAYS if override else Reshard.NEVER
+    if isinstance(override, int):
+        # What a group of one keeps is whole.
+        return Reshard.NEVER if override == 1 else Reshard.ALWAYS
     # "auto", too, begins as the strategy says.
     return Reshard.UNLESS_TURNING if plan.ranks.strategy.reshards_after_forward else Reshard.NEVER
 
@@ -295,7 +309,13 @@ def _park(
     return placed
 
 
-def _build_units(plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor], ranks: UnitRanks) -> list[Unit]:
+def _build_units(
+    plan: ShardPlan,
+    module: PlannedModule,
+    masters: list[torch.Tensor],
+    ranks: UnitRanks,
+    neighbours: Collectives | None,
+) -> list[Unit]:
     """The units of one module: its parameters become views of ``masters`` (emptied), and let go of what they held."""
     if module.parent is not None:
         for inner in module.modules:
@@ -320,6 +340,7 @@ def _build_units(plan: ShardPlan, module: PlannedModule, masters: list[torch.Ten
             reshard=reshard,
             wire=planned.wire,
             parks=planned.parked,
+            neighbours=neighbours,
         )
         unit.launch_numel = planned.launch_numel
         unit.watch(planned.observers)

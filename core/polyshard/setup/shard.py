@@ -21,7 +21,7 @@ from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMisma
 from ..functions.lookup import live_roots
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
-from ..planning.groups import FormedGroups, ModelRanks
+from ..planning.groups import FormedGroups, ModelRanks, post_forward_size
 from ..planning.layout import NamedLayout
 from ..planning.meshes import UnitLists, refuse_overlap
 from ..planning.plan import (
@@ -80,7 +80,7 @@ def shard_module(request: Request) -> Root:
     with ExitStack() as unfinished:
         with ExitStack() as undo:
             with agreement.phase():
-                units = [(each.lists, each.divisor) for each in plan.modules]
+                units = [(each.lists, each.divisor, each.post_forward_size) for each in plan.modules]
                 groups = FormedGroups(plan.ranks, units, plugins.collectives)
                 if request.config.check_ranks:
                     # All ranks fail alike then, and so close alike.
@@ -209,6 +209,14 @@ def _plan_units(
         lists, divisor = ranks.of_unit(owner.overrides, owner.name)
         _refuse_overlaps(owner, lists, ranks)
         is_root = owner.governing is request.module
+        releases = owner.overrides.get("reshard_after_forward", request.config.reshard_after_forward)
+        size = post_forward_size(releases, len(lists.shard[0]), owner.name, rank)
+        if size is not None and plugins.collectives.capabilities.fixed_addresses:
+            raise ConfigError(
+                f"reshard_after_forward={releases} for '{owner.name or '(root)'}' (rank {rank}) would keep a part "
+                "beside a gather buffer that these collectives never give back. Give True or False, or other "
+                "collectives."
+            )
         planned.append(
             plan_units(
                 owner,
@@ -220,6 +228,7 @@ def _plan_units(
                 travelled,
                 is_root=is_root,
                 rank=rank,
+                post_forward_size=size,
             )
         )
     return decide_parking(planned, rank)

@@ -294,7 +294,7 @@ def _carried(model: ShardedModel, unit: ShardedUnit, operation: Operation) -> li
     """Whole bytes and ranks of each collective of ``operation`` that ``unit`` takes part in."""
     shard, replicate = unit.shard, unit.replicate
     if operation is Operation.ALL_GATHER:
-        found = [] if shard is None else [(unit.gathered_nbytes, shard.world_size)] * model.gathers_per_step(unit)
+        found = [(unit.gathered_nbytes, ranks) for ranks in model.gathers_of(unit)]
     elif operation is Operation.REDUCE_SCATTER:
         found = [] if shard is None else [(unit.reduction_nbytes, shard.world_size)]
     else:
