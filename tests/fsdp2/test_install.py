@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_models import Block, batches, cpu_mesh, loss_of, make, same, wholes
+from fsdp2_models import Block, batches, cpu_mesh, forget_trainers, loss_of, make, same, wholes
 from processes import KeptRanks
 from torch import nn
 
@@ -38,13 +38,6 @@ def _program(name: str) -> ModuleType:
     return module
 
 
-def _forget_trainers() -> None:
-    """As in a process that has imported none yet: tests of theirs may have, before the ranks were forked."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("transformers", "accelerate", "lightning", "peft"):
-            del sys.modules[name]
-
-
 def _steps(model: nn.Module) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     told = []
@@ -61,7 +54,7 @@ def _wraps(rank: int) -> None:
     import polyshard_fsdp
     import torch.distributed.fsdp as theirs
 
-    _forget_trainers()
+    forget_trainers()
 
     own = theirs.FullyShardedDataParallel
     with polyshard_fsdp.install():
@@ -96,7 +89,7 @@ def _shards(rank: int) -> None:
     import polyshard_fsdp2
     import torch.distributed.fsdp as theirs
 
-    _forget_trainers()
+    forget_trainers()
 
     own = theirs.fully_shard
     reference = _program("of_torch").shard(make(), cpu_mesh())
@@ -123,7 +116,7 @@ def test_fully_shard_in_torchs_place(ranks: KeptRanks) -> None:
 def _accelerated(rank: int, folder: str) -> None:
     # Accelerate's own import, and what it says of torch's settings that it passes.
     warnings.simplefilter("ignore")
-    _forget_trainers()
+    forget_trainers()
     # It asks the launcher's variables whether there are several processes.
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 2)):

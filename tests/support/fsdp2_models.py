@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -270,3 +271,10 @@ def seen(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> di
         ]
         for name, parameter in model.named_parameters()
     }
+
+
+def forget_trainers() -> None:
+    """As in a process that has imported none yet: tests of theirs may have, before the ranks were forked."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("transformers", "accelerate", "lightning", "peft"):
+            del sys.modules[name]
