@@ -133,7 +133,7 @@ def _shard(
         state = State(each, Asked(settings(dims[each]), ignored | own, placed), tuple(own))
         state.cut()
         each.__dict__[STATE_ATTRIBUTE] = state
-        note_composed(each)
+        note_composed(each, state)
         kind: Any = type(each)
         each.__class__ = class_of(kind)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,18 +14,18 @@ from parity import seed_all
 from processes import KeptRanks
 
 
-def _unedited(rank: int, program: Callable[..., Any], folder: str, *args: Any) -> None:
-    """``program(folder, ...)`` finds the same over torch's ``fully_shard`` and over ours in its place."""
+def _unedited(rank: int, program: Callable[..., Any], *args: Any) -> None:
+    """``program(...)`` finds the same over torch's ``fully_shard`` and over ours in its place."""
     import polyshard_fsdp2
 
     # Of torch's compiler, of its random numbers over DTensors, and of its FSDP2.
     warnings.simplefilter("ignore")
     forget_trainers()
     found = []
-    for number, context in enumerate((nullcontext, polyshard_fsdp2.install)):
+    for context in (nullcontext, polyshard_fsdp2.install):
         seed_all(0)
         with context():
-            found.append(copied(program(os.path.join(folder, str(number)), *args)))
+            found.append(copied(program(*args)))
     alike(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
@@ -41,4 +40,9 @@ def _unedited(rank: int, program: Callable[..., Any], folder: str, *args: Any) -
     ids=["llama_tensor_parallel", "llama_replicated", "mixture"],
 )
 def test_torchtitan(ranks: KeptRanks, tmp_path: Any, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    ranks.run(4, _unedited, program, str(tmp_path), *args)
+    ranks.run(4, _unedited, program, str(tmp_path / "checkpoint"), *args)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["1f1b", "interleaved"])
+def test_pipelines(ranks: KeptRanks, interleaved: bool) -> None:
+    ranks.run(4, _unedited, titan.pipeline, interleaved)

@@ -114,8 +114,14 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``head=False`` in forward leaves out the head, which a loss in chunks calls by itself."""
+    """``head=False`` in forward leaves out the head, which a loss in chunks calls by itself.
 
+    A stage of a pipeline has None for what others have.
+    """
+
+    embeddings: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    output: nn.Linear | None
     rotation: torch.Tensor
 
     def __init__(self, mixture: bool = False, blocks: int = 2) -> None:
@@ -127,11 +133,11 @@ class Decoder(nn.Module):
         self.register_buffer("rotation", torch.empty(LENGTH, WIDTH // HEADS), persistent=False)
 
     def forward(self, words: torch.Tensor, head: bool = True) -> torch.Tensor:
-        x = self.embeddings(words)
+        x = self.embeddings(words) if self.embeddings is not None else words
         for block in self.layers.values():
             x = block(x, self.rotation)
-        x = self.norm(x)
-        return self.output(x) if head else x
+        x = self.norm(x) if self.norm is not None else x
+        return self.output(x) if head and self.output is not None else x
 
     def init_weights(self) -> None:
         turns = torch.arange(LENGTH).double().unsqueeze(-1)
@@ -143,9 +149,9 @@ class Decoder(nn.Module):
                 nn.init.trunc_normal_(parameter, std=0.2)
 
 
-def _decoder(mixture: bool = False) -> Decoder:
+def _decoder(mixture: bool = False, blocks: int = 2) -> Decoder:
     with torch.device("meta"):
-        return Decoder(mixture).double()
+        return Decoder(mixture, blocks).double()
 
 
 def _start(model: Decoder) -> torch.optim.Optimizer:
@@ -277,7 +283,8 @@ def llama(folder: str, sizes: dict[str, int], backend: str) -> Any:
     fully_shard(model.embeddings, **over, reshard_after_forward=True)
     for block in model.layers.values():
         fully_shard(block, **over, reshard_after_forward=True)
-    fully_shard([model.norm, model.output], **over, reshard_after_forward=False)
+    last: Any = [model.norm, model.output]
+    fully_shard(last, **over, reshard_after_forward=False)
     fully_shard(model, **over)
     data_rank = dist.get_rank() // sizes.get("tensor", 1)
     with loss_parallel() if "tensor" in sizes else nullcontext():
@@ -371,3 +378,53 @@ def mixture(folder: str, expert_ranks: int) -> Any:
         following.set_modules_to_backward_prefetch([block, block.feed.experts])
     assert all(isinstance(block, FSDPModule) for block in blocks)
     return _Chunks(model, _start(model), dist.get_rank()).train(folder)
+
+
+def _stage(number: int, stages: int) -> Decoder:
+    """Some blocks; the first has the embeddings, too, and the last the head."""
+    model = _decoder(blocks=4)
+    each = len(model.layers) // stages
+    for name in list(model.layers):
+        if int(name) // each != number:
+            del model.layers[name]
+    if number > 0:
+        model.embeddings = None
+    if number < stages - 1:
+        model.norm = model.output = None
+    return model
+
+
+def pipeline(interleaved: bool) -> Any:
+    """Two ranks of a pipeline, with one stage each or two, every one of which two ranks shard."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
+    place, stages = mesh["pp"].get_local_rank(), 4 if interleaved else 2
+    models = [_stage(number, stages) for number in range(place, stages, 2)]
+    for model in models:
+        for block in model.layers.values():
+            fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
+        fully_shard(model, mesh=mesh["shard"], reshard_after_forward=False)
+    optimizers = [_start(model) for model in models]
+    made = [
+        PipelineStage(model, number, stages, torch.device("cpu"), group=mesh["pp"].get_group())
+        for number, model in zip(range(place, stages, 2), models, strict=True)
+    ]
+    schedule: Any
+    if interleaved:
+        schedule = ScheduleInterleaved1F1B(made, 4, loss_fn=_cross_entropy)
+    else:
+        schedule = Schedule1F1B(made[0], 4, loss_fn=_cross_entropy)
+    batches = _batches(mesh["shard"].get_local_rank())
+    told = []
+    for _ in range(3):
+        words = torch.cat([next(batches) for _ in range(2)])
+        losses: list[torch.Tensor] = []
+        schedule.step(*([words] if place == 0 else []), target=words if place else None, losses=losses)
+        told += [loss.item() for loss in losses]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            told.append(_clip([list(model.parameters())]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return told, [{name: each.full_tensor() for name, each in model.named_parameters()} for model in models]
