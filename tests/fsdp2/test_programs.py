@@ -5,13 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import titan
+import torch
+import torch.distributed as dist
 from fsdp2_models import alike, copied, forget_trainers
 from parity import seed_all
 from processes import KeptRanks
+from safetensors.torch import load_file
 
 
 def _unedited(rank: int, program: Callable[..., Any], *args: Any) -> None:
@@ -20,9 +24,9 @@ def _unedited(rank: int, program: Callable[..., Any], *args: Any) -> None:
 
     # Of torch's compiler, of its random numbers over DTensors, and of its FSDP2.
     warnings.simplefilter("ignore")
-    forget_trainers()
     found = []
     for context in (nullcontext, polyshard_fsdp2.install):
+        forget_trainers()
         seed_all(0)
         with context():
             found.append(copied(program(*args)))
@@ -39,10 +43,62 @@ def _unedited(rank: int, program: Callable[..., Any], *args: Any) -> None:
     ],
     ids=["llama_tensor_parallel", "llama_replicated", "mixture"],
 )
-def test_torchtitan(ranks: KeptRanks, tmp_path: Any, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def test_torchtitan(ranks: KeptRanks, tmp_path: Path, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
     ranks.run(4, _unedited, program, str(tmp_path / "checkpoint"), *args)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["1f1b", "interleaved"])
 def test_pipelines(ranks: KeptRanks, interleaved: bool) -> None:
     ranks.run(4, _unedited, titan.pipeline, interleaved)
+
+
+def _hub_models(folder: Path) -> None:
+    """Weights of two small models, written by Transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "dtype": "float64",
+    }
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes)).double().save_pretrained(folder / "llama")
+    experts = MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    MixtralForCausalLM(experts).double().save_pretrained(folder / "mixtral")
+
+
+def _by_plan(folder: str, saved: str) -> Any:
+    """Transformers shards while it loads: beside tensor parallelism, and with experts on ranks of their own."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    told = []
+    for name, sizes in (
+        ("llama", DistributedConfig(fsdp_size=2, tp_size=2)),
+        ("mixtral", DistributedConfig(fsdp_size=4, ep_size=2)),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", distributed_config=sizes)
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        random = torch.Generator().manual_seed(dist.get_rank() // (sizes.tp_size or 1))
+        for _ in range(3):
+            words = torch.randint(0, 32, (2, 6), generator=random)
+            loss = model(words, labels=words).loss
+            loss.backward()
+            told += [loss.item(), titan.clip(list(model.parameters()))]
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(f"{saved}/{name}")
+        dist.barrier()
+        told.append(load_file(f"{saved}/{name}/model.safetensors"))
+    return told
+
+
+def test_transformers_own_plan(ranks: KeptRanks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    _hub_models(tmp_path)
+    ranks.run(4, _unedited, _by_plan, str(tmp_path), str(tmp_path / "saved"))

@@ -172,14 +172,17 @@ def _cross_entropy(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, 1), words.roll(-1, 1).flatten())
 
 
-def _clip(groups: list[list[nn.Parameter]]) -> float:
-    """Clip all gradients to a tenth; returns their norm. ``groups``: the parameters of each mesh."""
+def clip(parameters: list[nn.Parameter]) -> float:
+    """Clip all gradients to a tenth; returns their norm. Torch's function takes those of one mesh."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     norms = []
-    for group in groups:
+    for group in groups.values():
         norm: Any = torch.nn.utils.get_total_norm([each.grad for each in group if each.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = torch.linalg.vector_norm(torch.stack(norms))
-    for group in groups:
+    for group in groups.values():
         torch.nn.utils.clip_grads_with_norm_(group, 0.1, total)
     return total.item()
 
@@ -189,11 +192,6 @@ class _Trainer:
 
     def __init__(self, model: Decoder, optimizer: torch.optim.Optimizer, data_rank: int) -> None:
         self.model, self.optimizer, self._batches = model, optimizer, _batches(data_rank)
-        groups: dict[DeviceMesh, list[nn.Parameter]] = {}
-        for parameter in model.parameters():
-            assert isinstance(parameter, DTensor)
-            groups.setdefault(parameter.device_mesh, []).append(parameter)
-        self._groups = list(groups.values())
 
     def backward(self, words: torch.Tensor) -> float:
         loss = _cross_entropy(self.model(words), words)
@@ -203,7 +201,7 @@ class _Trainer:
     def step(self) -> list[float]:
         self.optimizer.zero_grad()
         loss = self.backward(next(self._batches))
-        norm = _clip(self._groups)
+        norm = clip(list(self.model.parameters()))
         self.optimizer.step()
         return [loss, norm]
 
@@ -424,7 +422,7 @@ def pipeline(interleaved: bool) -> Any:
         schedule.step(*([words] if place == 0 else []), target=words if place else None, losses=losses)
         told += [loss.item() for loss in losses]
         for model, optimizer in zip(models, optimizers, strict=True):
-            told.append(_clip([list(model.parameters())]))
+            told.append(clip(list(model.parameters())))
             optimizer.step()
             optimizer.zero_grad()
     return told, [{name: each.full_tensor() for name, each in model.named_parameters()} for model in models]
