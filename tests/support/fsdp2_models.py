@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +19,7 @@ from parity import seed_all
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
 #: ``FSDP2_FACE=torch.distributed.fsdp`` runs the tests over torch twice: what fails then is wrong in the test.
@@ -207,6 +209,14 @@ class Mlp(nn.Module):
         return x + hidden
 
 
+#: For ``Mlps``.
+TENSOR_PARALLEL: dict[str, ParallelStyle] = {
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
 class Mlps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -230,9 +240,7 @@ def parallel(face: ModuleType, *shape: int, seed: int = 0, **settings: Any) -> M
     sizes = {name: size for name, size in zip(names, shape, strict=False) if size}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if "tensor" in sizes:
-        head = ColwiseParallel(output_layouts=Replicate())
-        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(), "head": head}
-        parallelize_module(model, mesh["tensor"], plan)
+        parallelize_module(model, mesh["tensor"], TENSOR_PARALLEL)
     over = mesh[tuple(name for name in sizes if name != "tensor")]
     for module in (*model.blocks, model):
         face.fully_shard(module, mesh=over, **settings)
@@ -242,7 +250,7 @@ def parallel(face: ModuleType, *shape: int, seed: int = 0, **settings: Any) -> M
 def inputs(model: nn.Module, steps: int = 1) -> Iterator[torch.Tensor]:
     """For ``parallel``: another one on each rank, but for those of one tensor parallel group."""
     mesh = next(iter(model.state_dict().values())).device_mesh
-    tensor = mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1
+    tensor = math.prod(mesh[name].size() for name in ("tensor", "tp") if name in (mesh.mesh_dim_names or ()))
     random = torch.Generator().manual_seed(dist.get_rank() // tensor)
     for _ in range(steps):
         yield torch.randn(3, 12, generator=random, dtype=torch.float64)
@@ -278,3 +286,18 @@ def forget_trainers() -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] in ("transformers", "accelerate", "lightning", "peft"):
             del sys.modules[name]
+
+
+def unedited(rank: int, program: Callable[..., Any], *args: Any) -> None:
+    """``program(...)`` finds the same over torch's ``fully_shard`` and over ours in its place."""
+    import polyshard_fsdp2
+
+    # Of torch's compiler, of its random numbers over DTensors, and of its FSDP2.
+    warnings.simplefilter("ignore")
+    found = []
+    for context in (nullcontext, polyshard_fsdp2.install):
+        forget_trainers()
+        seed_all(0)
+        with context():
+            found.append(copied(program(*args)))
+    alike(found[1], found[0], rtol=1e-12, atol=1e-12)
