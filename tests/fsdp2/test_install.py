@@ -248,6 +248,7 @@ def _over_a_mesh(folder: str) -> Any:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import FSDPModule
 
     # Accelerate 1.15 imports it, and Transformers 5.23 has none. For parameters that are no DTensors, of which none are
     # here.
@@ -273,6 +274,7 @@ def _over_a_mesh(folder: str) -> Any:
             optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
             prepared: Any
             prepared, optimizer = accelerator.prepare(model, optimizer)
+            assert isinstance(prepared, FSDPModule)
             told += _steps_of(accelerator, prepared, optimizer, inputs, square_of)
             accelerator.save_state(f"{folder}/{config.tp_size}")
             after = _steps_of(accelerator, prepared, optimizer, inputs, square_of)

@@ -29,9 +29,9 @@ def test_torchtitan(ranks: KeptRanks, tmp_path: Path, program: Callable[..., Any
     ranks.run(4, unedited, program, str(tmp_path / "checkpoint"), *args)
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["1f1b", "interleaved"])
-def test_pipelines(ranks: KeptRanks, interleaved: bool) -> None:
-    ranks.run(4, unedited, titan.pipeline, interleaved)
+@pytest.mark.parametrize(("schedule", "each"), [("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2)])
+def test_pipelines(ranks: KeptRanks, schedule: str, each: int) -> None:
+    ranks.run(4, unedited, titan.pipeline, schedule, each)
 
 
 def _hub_models(folder: Path) -> None:
@@ -55,6 +55,7 @@ def _hub_models(folder: Path) -> None:
 
 def _by_plan(folder: str, saved: str) -> Any:
     """Transformers shards while it loads: beside tensor parallelism, and with experts on ranks of their own."""
+    from torch.distributed.fsdp import FSDPModule
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -67,6 +68,7 @@ def _by_plan(folder: str, saved: str) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             f"{folder}/{name}", distributed_config=sizes, experts_implementation="eager"
         )
+        assert isinstance(model, FSDPModule)
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         random = torch.Generator().manual_seed(dist.get_rank() // (sizes.tp_size or 1))

@@ -263,7 +263,7 @@ def llama(folder: str, sizes: dict[str, int], backend: str) -> Any:
 
     ``sizes``: of the mesh, by the names ``replicate``, ``shard``, ``tensor``. ``backend``: of the compiler.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = _decoder()
@@ -284,6 +284,7 @@ def llama(folder: str, sizes: dict[str, int], backend: str) -> Any:
     last: Any = [model.norm, model.output]
     fully_shard(last, **over, reshard_after_forward=False)
     fully_shard(model, **over)
+    assert isinstance(model, FSDPModule)
     data_rank = dist.get_rank() // sizes.get("tensor", 1)
     with loss_parallel() if "tensor" in sizes else nullcontext():
         return _Trainer(model, _start(model), data_rank).train(folder)
@@ -392,28 +393,30 @@ def _stage(number: int, stages: int) -> Decoder:
     return model
 
 
-def pipeline(interleaved: bool) -> Any:
-    """Two ranks of a pipeline, with one stage each or two, every one of which two ranks shard."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+def pipeline(name: str, each: int) -> Any:
+    """Two ranks of a pipeline, with so many stages each, every one of which two ranks shard.
+
+    ``name``: of the schedule.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
-    place, stages = mesh["pp"].get_local_rank(), 4 if interleaved else 2
+    place, stages = mesh["pp"].get_local_rank(), 2 * each
     models = [_stage(number, stages) for number in range(place, stages, 2)]
     for model in models:
         for block in model.layers.values():
             fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
         fully_shard(model, mesh=mesh["shard"], reshard_after_forward=False)
+    assert all(isinstance(model, FSDPModule) for model in models)
     optimizers = [_start(model) for model in models]
     made = [
         PipelineStage(model, number, stages, torch.device("cpu"), group=mesh["pp"].get_group())
         for number, model in zip(range(place, stages, 2), models, strict=True)
     ]
-    schedule: Any
-    if interleaved:
-        schedule = ScheduleInterleaved1F1B(made, 4, loss_fn=_cross_entropy)
-    else:
-        schedule = Schedule1F1B(made[0], 4, loss_fn=_cross_entropy)
+    kind: Any = get_schedule_class(name)
+    schedule = kind(made if each > 1 else made[0], 4, loss_fn=_cross_entropy)
     batches = _batches(mesh["shard"].get_local_rank())
     told = []
     for _ in range(3):
