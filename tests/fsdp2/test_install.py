@@ -6,6 +6,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,6 @@ from fsdp2_models import (
     as_whole,
     batches,
     cpu_mesh,
-    forget_trainers,
     inputs,
     loss_of,
     make,
@@ -26,6 +26,7 @@ from fsdp2_models import (
     square_of,
     unedited,
     wholes,
+    without_trainers,
 )
 from processes import KeptRanks
 from torch import nn
@@ -67,11 +68,10 @@ def _steps(model: nn.Module) -> list[float]:
     return told
 
 
+@without_trainers()
 def _wraps(rank: int) -> None:
     import polyshard_fsdp
     import torch.distributed.fsdp as theirs
-
-    forget_trainers()
 
     own = theirs.FullyShardedDataParallel
     with polyshard_fsdp.install():
@@ -102,11 +102,10 @@ def test_the_wrapper_in_torchs_place(ranks: KeptRanks) -> None:
     ranks.run(2, _wraps)
 
 
+@without_trainers()
 def _shards(rank: int) -> None:
     import polyshard_fsdp2
     import torch.distributed.fsdp as theirs
-
-    forget_trainers()
 
     own = theirs.fully_shard
     reference = _program("of_torch").shard(make(), cpu_mesh())
@@ -130,10 +129,10 @@ def test_fully_shard_in_torchs_place(ranks: KeptRanks) -> None:
     ranks.run(2, _shards)
 
 
+@without_trainers()
 def _accelerated(rank: int, folder: str) -> None:
     # Accelerate's own import, and what it says of torch's settings that it passes.
     warnings.simplefilter("ignore")
-    forget_trainers()
     # It asks the launcher's variables whether there are several processes.
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 2)):
@@ -234,14 +233,14 @@ def test_accelerate(ranks: KeptRanks, tmp_path: Any) -> None:
     ranks.run(2, _accelerated, str(tmp_path))
 
 
-def _with_parallelisms(rank: int, folder: str) -> None:
+def _with_parallelisms(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", rank), ("WORLD_SIZE", 4), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 4)):
             patch.setenv(name, str(value))
         unedited(rank, _over_a_mesh, folder)
 
 
-def _over_a_mesh(folder: str) -> Any:
+def _over_a_mesh(folder: Path) -> Any:
     """FSDP beside tensor parallelism, and over replicas."""
     import transformers.integrations.tensor_parallel
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -287,6 +286,6 @@ def _over_a_mesh(folder: str) -> Any:
     return told
 
 
-def test_accelerate_over_a_mesh(ranks: KeptRanks, tmp_path: Any) -> None:
+def test_accelerate_over_a_mesh(ranks: KeptRanks, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    ranks.run(4, _with_parallelisms, str(tmp_path))
+    ranks.run(4, _with_parallelisms, tmp_path)

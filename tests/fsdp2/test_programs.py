@@ -26,7 +26,7 @@ from safetensors.torch import load_file
     ids=["llama_tensor_parallel", "llama_replicated", "mixture"],
 )
 def test_torchtitan(ranks: KeptRanks, tmp_path: Path, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    ranks.run(4, unedited, program, str(tmp_path / "checkpoint"), *args)
+    ranks.run(4, unedited, program, tmp_path, *args)
 
 
 @pytest.mark.parametrize(("schedule", "each"), [("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2)])
@@ -53,7 +53,7 @@ def _hub_models(folder: Path) -> None:
     MixtralForCausalLM(experts).double().save_pretrained(folder / "mixtral")
 
 
-def _by_plan(folder: str, saved: str) -> Any:
+def _by_plan(folder: str, saved: Path) -> Any:
     """Transformers shards while it loads: beside tensor parallelism, and with experts on ranks of their own."""
     from torch.distributed.fsdp import FSDPModule
     from transformers import AutoModelForCausalLM
@@ -88,4 +88,4 @@ def _by_plan(folder: str, saved: str) -> Any:
 def test_transformers_own_plan(ranks: KeptRanks, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     _hub_models(tmp_path)
-    ranks.run(4, unedited, _by_plan, str(tmp_path), str(tmp_path / "saved"))
+    ranks.run(4, unedited, _by_plan, str(tmp_path), tmp_path)

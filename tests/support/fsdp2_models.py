@@ -8,7 +8,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -281,23 +282,37 @@ def seen(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> di
     }
 
 
-def forget_trainers() -> None:
+@contextmanager
+def without_trainers() -> Iterator[None]:
     """As in a process that has imported none yet: tests of theirs may have, before the ranks were forked."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("transformers", "accelerate", "lightning", "peft"):
-            del sys.modules[name]
+    before = _take_trainers()
+    try:
+        yield
+    finally:
+        # They hold what stood in torch's place.
+        _take_trainers()
+        sys.modules.update(before)
+
+
+def _take_trainers() -> dict[str, ModuleType]:
+    trainers = ("transformers", "accelerate", "lightning", "peft")
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in trainers}
 
 
 def unedited(rank: int, program: Callable[..., Any], *args: Any) -> None:
-    """``program(...)`` finds the same over torch's ``fully_shard`` and over ours in its place."""
+    """``program(*args)`` finds the same over torch's ``fully_shard`` and over ours in its place.
+
+    A ``Path`` among the arguments is where it writes to: a folder for each.
+    """
     import polyshard_fsdp2
+
+    def found(name: str) -> Any:
+        seed_all(0)
+        return copied(program(*(each / name if isinstance(each, Path) else each for each in args)))
 
     # Of torch's compiler, of its random numbers over DTensors, and of its FSDP2.
     warnings.simplefilter("ignore")
-    found = []
-    for context in (nullcontext, polyshard_fsdp2.install):
-        forget_trainers()
-        seed_all(0)
-        with context():
-            found.append(copied(program(*args)))
-    alike(found[1], found[0], rtol=1e-12, atol=1e-12)
+    theirs = found("theirs")
+    with without_trainers(), polyshard_fsdp2.install():
+        ours = found("ours")
+    alike(ours, theirs, rtol=1e-12, atol=1e-12)

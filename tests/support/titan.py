@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,10 +213,10 @@ class _Trainer:
             **get_optimizer_state_dict(self.model, self.optimizer, options=flat),
         }
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: Path) -> None:
         dcp.save(self.states(), checkpoint_id=folder)
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: Path) -> None:
         states = self.states()
         dcp.load(states, checkpoint_id=folder)
         names = get_model_state_dict(self.model)
@@ -223,7 +224,7 @@ class _Trainer:
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
         set_optimizer_state_dict(self.model, self.optimizer, states, options=flat)
 
-    def train(self, folder: str) -> Any:
+    def train(self, folder: Path) -> Any:
         """Three steps, a checkpoint, one more, and another behind the checkpoint's load."""
         told = [self.step() for _ in range(3)]
         before = {name: value.clone() for name, value in self.states().items() if isinstance(value, torch.Tensor)}
@@ -258,7 +259,7 @@ def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, plan)
 
 
-def llama(folder: str, sizes: dict[str, int], backend: str) -> Any:
+def llama(folder: Path, sizes: dict[str, int], backend: str) -> Any:
     """Tensor, sequence and loss parallel, recomputed, compiled and sharded, over replicas or not.
 
     ``sizes``: of the mesh, by the names ``replicate``, ``shard``, ``tensor``. ``backend``: of the compiler.
@@ -266,7 +267,7 @@ def llama(folder: str, sizes: dict[str, int], backend: str) -> Any:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    model = _decoder()
+    model = _decoder(blocks=1)
     if "tensor" in sizes:
         _tensor_parallel(model, mesh["tensor"])
     for name, block in model.layers.items():
@@ -347,7 +348,7 @@ class _Chunks(_Trainer):
         return sum(losses)
 
 
-def mixture(folder: str, expert_ranks: int) -> Any:
+def mixture(folder: Path, expert_ranks: int) -> Any:
     """Experts over ``expert_ranks`` and sharded over the others, and everything else over all; a loss in chunks."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
