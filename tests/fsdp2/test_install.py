@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,16 +242,15 @@ def _with_parallelisms(rank: int, folder: Path) -> None:
 
 def _over_a_mesh(folder: Path) -> Any:
     """FSDP beside tensor parallelism, and over replicas."""
-    import transformers.integrations.tensor_parallel
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType
     from torch.distributed.fsdp import FSDPModule
 
-    # Accelerate 1.15 imports it, and Transformers 5.23 has none. For parameters that are no DTensors, of which none are
-    # here.
-    transformers.integrations.tensor_parallel.ReplicateParallel = None
+    # Accelerate 1.15 imports from there what Transformers 5.23 has not, for parameters that tensor parallelism left.
+    module: Any = SimpleNamespace(ReplicateParallel=None)
+    sys.modules["transformers.integrations.tensor_parallel"] = module
     told = []
     for sizes in ({"dp_shard_size": 2, "tp_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2}):
         PartialState(cpu=True)
