@@ -61,8 +61,11 @@ class PipelinedState:
 def note_composed(module: nn.Module, state: PipelinedState) -> None:
     """Let ``replicate`` see that ``module`` is sharded, and torch's ``fully_shard.state`` answer ``state``.
 
-    Both look into what composable functions keep in a module, under keys of their own.
+    Both look into what composable functions keep in a module, under keys of their own. The compiler, and Transformers
+    where ranks must call a model equally often, ask each module inside by the two names below.
     """
+    for inner in module.modules():
+        inner._is_fsdp_managed_module = inner._fsdp_use_orig_params = True  # type: ignore[assignment]
     registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     registry.setdefault("fully_shard", RegistryItem())
     module.__dict__.setdefault(STATE_KEY, {})[unwrap(fully_shard)] = state

@@ -58,6 +58,7 @@ def _by_plan(folder: str, saved: Path) -> Any:
     from torch.distributed.fsdp import FSDPModule
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
+    from transformers.distributed.fsdp import is_fsdp_managed_module
 
     told = []
     for name, sizes in (
@@ -69,6 +70,7 @@ def _by_plan(folder: str, saved: Path) -> Any:
             f"{folder}/{name}", distributed_config=sizes, experts_implementation="eager"
         )
         assert isinstance(model, FSDPModule)
+        told += [inner for inner, module in model.named_modules() if is_fsdp_managed_module(module)]
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         random = torch.Generator().manual_seed(dist.get_rank() // (sizes.tp_size or 1))
