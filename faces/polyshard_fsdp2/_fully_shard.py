@@ -130,7 +130,7 @@ def _shard(
     state.cut()
     for each in modules:
         each.__dict__[STATE_ATTRIBUTE] = state
-        note_composed(each)
+        note_composed(each, state)
         kind: Any = type(each)
         each.__class__ = class_of(kind)
 

@@ -24,6 +24,7 @@ from polyshard.extension import (
 from torch import nn
 
 from ._parameters import Placed, PlacedUnit
+from ._torch_private import PipelinedState
 
 STATE_ATTRIBUTE = "_polyshard_fsdp2_state"
 
@@ -38,7 +39,7 @@ class Asked:
 
 
 @dataclass(eq=False)
-class State:
+class State(PipelinedState):
     """Of one call."""
 
     modules: tuple[nn.Module, ...]
@@ -111,6 +112,9 @@ class State:
         """Let what was done to the parameters from outside be what the units have."""
         for unit in self.units:
             unit.take_over()
+
+    def reduce_waiting(self) -> None:
+        outermost(self, "A pipeline's reduction").reduce_waiting()
 
     def _answer_state_dicts(self) -> None:
         holders = dict.fromkeys(

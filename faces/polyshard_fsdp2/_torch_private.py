@@ -6,14 +6,16 @@ import importlib
 import importlib.util
 from collections import OrderedDict
 from collections.abc import Sequence
+from inspect import unwrap
 from operator import attrgetter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -39,10 +41,34 @@ def places() -> list[ModuleType]:
     return found
 
 
-def note_composed(module: nn.Module) -> None:
-    """Let ``replicate`` see that ``module`` is sharded: it looks into the registry of composable functions."""
+class PipelinedState:
+    """What ``torch.distributed.pipelining`` asks of a stage's state behind the last microbatch.
+
+    It walks over the groups of parameters in torch's own state, of which this names none, and calls what ends a
+    backward there. A public call is on its way (pytorch#196640).
+    """
+
+    _state_ctx = SimpleNamespace(all_states=())
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.reduce_waiting()
+
+    def reduce_waiting(self) -> None:
+        """Reduce gradients that backwards left whole."""
+        raise NotImplementedError
+
+
+def note_composed(module: nn.Module, state: PipelinedState) -> None:
+    """Let ``replicate`` see that ``module`` is sharded, and torch's ``fully_shard.state`` answer ``state``.
+
+    Both look into what composable functions keep in a module, under keys of their own. The compiler, and Transformers
+    where ranks must call a model equally often, ask each module inside by the two names below.
+    """
+    for inner in module.modules():
+        inner._is_fsdp_managed_module = inner._fsdp_use_orig_params = True  # type: ignore[assignment]
     registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     registry.setdefault("fully_shard", RegistryItem())
+    module.__dict__.setdefault(STATE_KEY, {})[unwrap(fully_shard)] = state
 
 
 def use_local_tensor(placed: torch.Tensor, local: torch.Tensor) -> None:

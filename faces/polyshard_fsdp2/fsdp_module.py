@@ -7,15 +7,16 @@ from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
 from polyshard.extension import ModuleState, Phase, Unit, UnitState, root_of, unshard_due
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from ._state import State, outermost, state_of, states_in
 
 
-class UnshardHandle(torch_fsdp.UnshardHandle):
+class UnshardHandle(TorchUnshardHandle):
     """What ``FSDPModule.unshard(async_op=True)`` returns."""
 
     def __init__(self, units: Sequence[Unit] = ()) -> None:
@@ -32,7 +33,7 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
             unit.show()
 
 
-class FSDPModule(torch_fsdp.FSDPModule):
+class FSDPModule(TorchFSDPModule):
     """The methods of a module that was given to ``fully_shard``.
 
     Those that say so do nothing, since the engine decides by itself what they are for. Programs recognise such modules
@@ -41,7 +42,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the class that the module had before: a slice of a ``Sequential`` is made by its class."""
-        original: Any = cls.__mro__[cls.__mro__.index(torch_fsdp.FSDPModule) + 1]
+        original: Any = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
@@ -196,7 +197,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         for module_state in _module_states(self, recurse):
             module_state.releases_after_backward = bool(reshard_after_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: list[torch_fsdp.FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """In forwards gather ``modules`` of this model right behind this one, in this order, each by its own launch.
 
         Nothing for an empty list: there and elsewhere the order that the engine recorded decides. All ranks set the
@@ -209,7 +210,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         state.forward_hints = _hinted(modules)
         state.hint()
 
-    def set_modules_to_backward_prefetch(self, modules: list[torch_fsdp.FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """As ``set_modules_to_forward_prefetch``, in backwards, where embeddings are left out: they need no weight.
 
         Raises:
@@ -287,7 +288,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         for state in states:
             for unit in state.units:
                 unit.reshard()
-        applied = cast("Any", super(torch_fsdp.FSDPModule, self))._apply(fn, recurse)
+        applied = cast("Any", super(TorchFSDPModule, self))._apply(fn, recurse)
         for state in states:
             # Where others of its modules may follow, the next forward takes it over.
             if inside.issuperset(state.modules):

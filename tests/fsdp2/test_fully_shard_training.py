@@ -246,6 +246,33 @@ def parameters_without_gradients(rank: int) -> None:
     same(model.mine.weight.grad.to_local(), torch.ones(2, 4))
 
 
+def parameters_that_came_later(rank: int) -> None:
+    """An adapter around a sharded layer, whose gradients the program averages, as Transformers' Trainer does."""
+
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    def run(face: ModuleType) -> Any:
+        model: Any = shard_all(face, make())
+        model.blocks[0].up = nn.Sequential(model.blocks[0].up, nn.Linear(49, 49).double())
+        for parameter in model.blocks[0].up[1].parameters():
+            nn.init.constant_(parameter, 0.1)
+            parameter.register_post_accumulate_grad_hook(average)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        told = []
+        for words in batches(3):
+            loss = loss_of(model, words)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        return told, wholes(model)
+
+    both(run)
+
+
 def compiled_blocks(rank: int) -> None:
     # Importing the compiler does this in some versions.
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
@@ -279,6 +306,7 @@ BODIES: dict[Callable[[int], object], int] = {
     ignored_parameters: 2,
     parameters_of_several_dtypes: 2,
     parameters_without_gradients: 2,
+    parameters_that_came_later: 2,
     compiled_blocks: 2,
 }
 

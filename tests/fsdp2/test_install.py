@@ -5,14 +5,32 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from types import ModuleType
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fsdp2_models import Block, batches, cpu_mesh, loss_of, make, same, wholes
+from fsdp2_models import (
+    TENSOR_PARALLEL,
+    Block,
+    Mlps,
+    as_whole,
+    batches,
+    cpu_mesh,
+    inputs,
+    loss_of,
+    make,
+    same,
+    square_of,
+    unedited,
+    wholes,
+    without_trainers,
+)
 from processes import KeptRanks
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 
 _PROGRAM = """
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, FSDPModule, MixedPrecision, fully_shard
@@ -38,13 +56,6 @@ def _program(name: str) -> ModuleType:
     return module
 
 
-def _forget_trainers() -> None:
-    """As in a process that has imported none yet: tests of theirs may have, before the ranks were forked."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("transformers", "accelerate", "lightning", "peft"):
-            del sys.modules[name]
-
-
 def _steps(model: nn.Module) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     told = []
@@ -57,11 +68,10 @@ def _steps(model: nn.Module) -> list[float]:
     return told
 
 
+@without_trainers()
 def _wraps(rank: int) -> None:
     import polyshard_fsdp
     import torch.distributed.fsdp as theirs
-
-    _forget_trainers()
 
     own = theirs.FullyShardedDataParallel
     with polyshard_fsdp.install():
@@ -92,11 +102,10 @@ def test_the_wrapper_in_torchs_place(ranks: KeptRanks) -> None:
     ranks.run(2, _wraps)
 
 
+@without_trainers()
 def _shards(rank: int) -> None:
     import polyshard_fsdp2
     import torch.distributed.fsdp as theirs
-
-    _forget_trainers()
 
     own = theirs.fully_shard
     reference = _program("of_torch").shard(make(), cpu_mesh())
@@ -120,10 +129,10 @@ def test_fully_shard_in_torchs_place(ranks: KeptRanks) -> None:
     ranks.run(2, _shards)
 
 
+@without_trainers()
 def _accelerated(rank: int, folder: str) -> None:
     # Accelerate's own import, and what it says of torch's settings that it passes.
     warnings.simplefilter("ignore")
-    _forget_trainers()
     # It asks the launcher's variables whether there are several processes.
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 2)):
@@ -159,15 +168,21 @@ def _clipped_steps(model: nn.Module) -> list[float]:
     return told
 
 
-def _steps_of(accelerator: Any, model: nn.Module, optimizer: Any) -> list[float]:
+def _steps_of(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    given: Callable[[nn.Module, int], Iterable[torch.Tensor]] = lambda _, steps: batches(steps),
+    loss_by: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+) -> list[float]:
     told = []
-    for words in batches(3):
-        loss = loss_of(model, words)
+    for x in given(model, 3):
+        loss = loss_by(model, x)
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        told += [loss.item(), norm.item()]
+        told += [loss.item(), as_whole(norm).item()]
     return told
 
 
@@ -216,3 +231,60 @@ def _with_accelerate(version: int, folder: str, lean: bool) -> tuple[list[float]
 def test_accelerate(ranks: KeptRanks, tmp_path: Any) -> None:
     pytest.importorskip("accelerate")
     ranks.run(2, _accelerated, str(tmp_path))
+
+
+def _with_parallelisms(rank: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 4), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 4)):
+            patch.setenv(name, str(value))
+        unedited(rank, _over_a_mesh, folder)
+
+
+def _over_a_mesh(folder: Path) -> Any:
+    """FSDP beside tensor parallelism, and over replicas."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import FSDPModule
+
+    # Accelerate 1.15 imports from there what Transformers 5.23 has not, for parameters that tensor parallelism left.
+    module: Any = SimpleNamespace(ReplicateParallel=None)
+    sys.modules["transformers.integrations.tensor_parallel"] = module
+    told = []
+    for sizes in ({"dp_shard_size": 2, "tp_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2}):
+        PartialState(cpu=True)
+        # Accelerate takes up its plugin on devices other than CPUs alone.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Mlp"],
+            reshard_after_forward=True,
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        config = ParallelismConfig(**sizes)
+        try:
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+            model = Mlps().double()
+            if config.tp_enabled:
+                parallelize_module(model, accelerator.torch_device_mesh["tp"], TENSOR_PARALLEL)
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            prepared: Any
+            prepared, optimizer = accelerator.prepare(model, optimizer)
+            assert isinstance(prepared, FSDPModule)
+            told += _steps_of(accelerator, prepared, optimizer, inputs, square_of)
+            accelerator.save_state(f"{folder}/{config.tp_size}")
+            after = _steps_of(accelerator, prepared, optimizer, inputs, square_of)
+            accelerator.load_state(f"{folder}/{config.tp_size}")
+            same(_steps_of(accelerator, prepared, optimizer, inputs, square_of), after)
+            told += [*after, wholes(prepared)]
+        finally:
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
+    return told
+
+
+def test_accelerate_over_a_mesh(ranks: KeptRanks, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    ranks.run(4, _with_parallelisms, tmp_path)

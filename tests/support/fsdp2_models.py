@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +20,7 @@ from parity import seed_all
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
 #: ``FSDP2_FACE=torch.distributed.fsdp`` runs the tests over torch twice: what fails then is wrong in the test.
@@ -206,6 +210,14 @@ class Mlp(nn.Module):
         return x + hidden
 
 
+#: For ``Mlps``.
+TENSOR_PARALLEL: dict[str, ParallelStyle] = {
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
 class Mlps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -229,9 +241,7 @@ def parallel(face: ModuleType, *shape: int, seed: int = 0, **settings: Any) -> M
     sizes = {name: size for name, size in zip(names, shape, strict=False) if size}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if "tensor" in sizes:
-        head = ColwiseParallel(output_layouts=Replicate())
-        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(), "head": head}
-        parallelize_module(model, mesh["tensor"], plan)
+        parallelize_module(model, mesh["tensor"], TENSOR_PARALLEL)
     over = mesh[tuple(name for name in sizes if name != "tensor")]
     for module in (*model.blocks, model):
         face.fully_shard(module, mesh=over, **settings)
@@ -241,7 +251,7 @@ def parallel(face: ModuleType, *shape: int, seed: int = 0, **settings: Any) -> M
 def inputs(model: nn.Module, steps: int = 1) -> Iterator[torch.Tensor]:
     """For ``parallel``: another one on each rank, but for those of one tensor parallel group."""
     mesh = next(iter(model.state_dict().values())).device_mesh
-    tensor = mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1
+    tensor = math.prod(mesh[name].size() for name in ("tensor", "tp") if name in (mesh.mesh_dim_names or ()))
     random = torch.Generator().manual_seed(dist.get_rank() // tensor)
     for _ in range(steps):
         yield torch.randn(3, 12, generator=random, dtype=torch.float64)
@@ -270,3 +280,39 @@ def seen(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> di
         ]
         for name, parameter in model.named_parameters()
     }
+
+
+@contextmanager
+def without_trainers() -> Iterator[None]:
+    """As in a process that has imported none yet: tests of theirs may have, before the ranks were forked."""
+    before = _take_trainers()
+    try:
+        yield
+    finally:
+        # They hold what stood in torch's place.
+        _take_trainers()
+        sys.modules.update(before)
+
+
+def _take_trainers() -> dict[str, ModuleType]:
+    trainers = ("transformers", "accelerate", "lightning", "peft")
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in trainers}
+
+
+def unedited(rank: int, program: Callable[..., Any], *args: Any) -> None:
+    """``program(*args)`` finds the same over torch's ``fully_shard`` and over ours in its place.
+
+    A ``Path`` among the arguments is where it writes to: a folder for each.
+    """
+    import polyshard_fsdp2
+
+    def found(name: str) -> Any:
+        seed_all(0)
+        return copied(program(*(each / name if isinstance(each, Path) else each for each in args)))
+
+    # Of torch's compiler, of its random numbers over DTensors, and of its FSDP2.
+    warnings.simplefilter("ignore")
+    theirs = found("theirs")
+    with without_trainers(), polyshard_fsdp2.install():
+        ours = found("ours")
+    alike(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -223,6 +223,7 @@ class RegistrationGuard:
     def refuse_new(self, *, trains: bool, anew: bool = False) -> None:
         """Raise for new parameters that are trained. ``anew``: look at all modules, registered or not.
 
+        A parameter with a hook behind its gradient's accumulation is the program's, which averages the gradient there.
         ``trains``: whether gradients may follow; new parameters stay noted where not.
 
         Raises:
@@ -244,8 +245,9 @@ class RegistrationGuard:
             raise ParameterChangedError(
                 f"{listed}{more} came into the model after it was sharded (rank {self._rank}): gradients there would "
                 "be each rank's own, and a checkpoint would keep rank 0's values. Add and replace modules before "
-                "sharding; give new values to parameters that are there (load_state_dict); or freeze what came, with "
-                "requires_grad_(False), and give all ranks the same values."
+                "sharding; give new values to parameters that are there (load_state_dict); or give all ranks the same "
+                "values of what came, and freeze it, with requires_grad_(False), or let a hook average each gradient "
+                "over ranks (register_post_accumulate_grad_hook)."
             )
 
     def refuse_moved(self) -> None:
@@ -279,7 +281,7 @@ class RegistrationGuard:
                 managed = self._managed.get(id(parameter))
                 if managed is not None and not self._resident:
                     self._refuse_tie(name, managed)
-                if managed is None and not self._alone:
+                if managed is None and not self._alone and not _torch_private.post_accumulate_grad_hooks(parameter):
                     yield name, parameter
 
     def _refuse_tie(self, name: str, other: ManagedParameter) -> None:

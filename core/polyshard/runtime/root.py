@@ -441,6 +441,18 @@ class Root(Step):
         if self.events.active:
             self.events.step_end(self.module_states[0].module)
 
+    def reduce_waiting(self) -> None:
+        """Reduce gradients that backwards left whole, and hand them over. Every rank calls it, between backwards.
+
+        Raises:
+            StateError: the model was closed, or a communication had failed before.
+        """
+        self.leave_failed_backward()
+        self.refuse_ended("A reduction")
+        self.phase = Phase.BACKWARD
+        self.accumulates = True
+        self.end_backward()
+
     def finish_backward(self) -> None:
         """Wait for reductions, and hand over what they delivered. Every rank calls it."""
         used_parameters = self._counted_parameters()

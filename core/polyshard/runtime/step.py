@@ -18,17 +18,17 @@ from .streams import CommStreams
 class Phase(enum.Enum):
     """Where the model stands in a step.
 
-    ========  ========  ==========================================================
+    ========  ========  ===============================================================
     from      to        by
-    ========  ========  ==========================================================
+    ========  ========  ===============================================================
     IDLE      FORWARD   the outermost forward starts
     FORWARD   IDLE      it ends, or raises
-    IDLE      BACKWARD  a gradient reaches an output
+    IDLE      BACKWARD  a gradient reaches an output, or what backwards left is reduced
     BACKWARD  IDLE      the backward ends; after one that raised, the next forward
     FORWARD   BACKWARD  a forward differentiates inside itself, and goes on after
     IDLE      CLOSED    ``polyshard.close``; there is no way back
     any       FAILED    a communication did not end; ``polyshard.close`` alone follows
-    ========  ========  ==========================================================
+    ========  ========  ===============================================================
     """
 
     IDLE = "idle"

@@ -1,0 +1,93 @@
+"""Programs that call torch's ``fully_shard`` run over ours, unedited, and find what they find over torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import titan
+import torch
+import torch.distributed as dist
+from fsdp2_models import unedited
+from processes import KeptRanks
+from safetensors.torch import load_file
+
+
+@pytest.mark.parametrize(
+    ("program", "args"),
+    [
+        # Torch's own compiler of backwards fails over sequence parallel norms (torch 2.13).
+        (titan.llama, ({"shard": 2, "tensor": 2}, "eager")),
+        (titan.llama, ({"replicate": 2, "shard": 2}, "aot_eager")),
+        (titan.mixture, (2,)),
+    ],
+    ids=["llama_tensor_parallel", "llama_replicated", "mixture"],
+)
+def test_torchtitan(ranks: KeptRanks, tmp_path: Path, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    ranks.run(4, unedited, program, tmp_path, *args)
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2)])
+def test_pipelines(ranks: KeptRanks, schedule: str, each: int) -> None:
+    ranks.run(4, unedited, titan.pipeline, schedule, each)
+
+
+def _hub_models(folder: Path) -> None:
+    """Weights of two small models, written by Transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "dtype": "float64",
+    }
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes)).double().save_pretrained(folder / "llama")
+    experts = MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    MixtralForCausalLM(experts).double().save_pretrained(folder / "mixtral")
+
+
+def _by_plan(folder: str, saved: Path) -> Any:
+    """Transformers shards while it loads: beside tensor parallelism, and with experts on ranks of their own."""
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.fsdp import is_fsdp_managed_module
+
+    told = []
+    for name, sizes in (
+        ("llama", DistributedConfig(fsdp_size=2, tp_size=2)),
+        ("mixtral", DistributedConfig(fsdp_size=4, ep_size=2)),
+    ):
+        # The others take no fp64.
+        model = AutoModelForCausalLM.from_pretrained(
+            f"{folder}/{name}", distributed_config=sizes, experts_implementation="eager"
+        )
+        assert isinstance(model, FSDPModule)
+        told += [inner for inner, module in model.named_modules() if is_fsdp_managed_module(module)]
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        random = torch.Generator().manual_seed(dist.get_rank() // (sizes.tp_size or 1))
+        for _ in range(3):
+            words = torch.randint(0, 32, (2, 6), generator=random)
+            loss = model(words, labels=words).loss
+            loss.backward()
+            told += [loss.item(), titan.clip(list(model.parameters()))]
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(f"{saved}/{name}")
+        dist.barrier()
+        told.append(load_file(f"{saved}/{name}/model.safetensors"))
+    return told
+
+
+def test_transformers_own_plan(ranks: KeptRanks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    _hub_models(tmp_path)
+    ranks.run(4, unedited, _by_plan, str(tmp_path), tmp_path)
