@@ -60,11 +60,11 @@ def of_whole(unit: ShardedUnit, flat: torch.Tensor) -> list[ModelTensor]:
 def _of_pieces(unit: ShardedUnit, flat: torch.Tensor, pieces: Mapping[int, Piece]) -> list[ModelTensor]:
     found = []
     for index, parameter in enumerate(unit.parameters):
-        slot, piece = parameter.slot, pieces.get(index)
+        piece = pieces.get(index)
         chunks: tuple[Chunk, ...] = ()
         if piece is not None and piece.numel:
-            chunks = of_piece(slot, piece, flat.detach().narrow(0, piece.shard_offset, piece.numel)).chunks
-        found.append(ModelTensor(parameter.names, slot.shape, flat.dtype, chunks, unit))
+            chunks = of_piece(parameter, piece, flat.detach().narrow(0, piece.shard_offset, piece.numel)).chunks
+        found.append(ModelTensor(parameter.names, parameter.shape, flat.dtype, chunks, unit))
     return found
 
 

@@ -36,11 +36,15 @@ def whole_parameters(sharded: ShardedModel, *, receives: bool) -> Iterator[tuple
     """
     sharded.refuse_moved()
     for unit in sharded.units:
-        if unit.shard is None and not receives:
+        parameters = _taking_part(unit, receives=receives)
+        if unit.shard is None and not parameters:
             continue
         flat = unit.gather(unit.master)
-        for parameter in unit.parameters if receives else ():
-            yield parameter.name, _on_host(_view(flat, parameter))
+        for parameter in parameters:
+            found = _whole(flat, parameter)
+            if receives:
+                yield parameter.name, _on_host(found)
+            del found
         # Not kept while the next one is gathered.
         del flat
 
@@ -72,7 +76,7 @@ def full_optimizer_state(
             by_unit.setdefault(unit_of[holding.names[0]], []).append(holding)
     found: dict[str, dict[str, Any]] = {}
     for unit in sharded.units:
-        if unit.shard is None and not receives:
+        if unit.shard is None and not _taking_part(unit, receives=receives):
             continue
         for name, key, tensor in _whole_states(unit, by_unit.get(unit, []), joint, known, receives=receives):
             found.setdefault(name, {})[key] = tensor
@@ -126,8 +130,12 @@ def _whole_states(
             if isinstance(value, torch.Tensor) and value.ndim and value.shape == holding.parameter.shape:
                 _put(own, holding, names, value)
         flat = unit.gather(own)
-        for parameter in parameters if receives else ():
-            yield parameter.name, key, _on_host(_view(flat, parameter))
+        for parameter in parameters:
+            if receives or parameter.part is not None:
+                found = _whole(flat, parameter)
+                if receives:
+                    yield parameter.name, key, _on_host(found)
+                del found
         # Not kept while the next one is gathered.
         del flat, own
 
@@ -146,9 +154,19 @@ def _put(own: torch.Tensor, holding: Holding, names: set[str], value: torch.Tens
     own.as_strided(*shown, own.storage_offset() + piece.shard_offset).copy_(value)
 
 
-def _view(flat: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:
+def _taking_part(unit: ShardedUnit, *, receives: bool) -> list[ShardedParameter]:
+    """The parameters that this rank puts together: those of which others need its part, and all if it receives."""
+    return [each for each in unit.parameters if receives or each.part is not None]
+
+
+def _whole(flat: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:
+    """The whole parameter out of its gathered unit. Where this is a part of it, all ranks with others call it."""
     slot = parameter.slot
-    return flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+    view = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+    if parameter.part is None:
+        return view
+    with torch.no_grad():
+        return parameter.part.whole(view)
 
 
 def _on_host(value: Any) -> Any:

@@ -162,7 +162,7 @@ class OptimizerRestore:
 
         Seen at the other parameters; where there are none, ``torch.optim`` is asked.
         """
-        shapes = {each.name: each.slot.shape for holding in held for each in holding.sharded}
+        shapes = {each.name: each.shape for holding in held for each in holding.sharded}
         numbers: set[str] = set()
         elements: set[str] = set()
         for parameter, states in saved.items():
@@ -224,7 +224,7 @@ class OptimizerRestore:
         local = present.get(name)
         what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
         _require_dtype(local, dtype, what, self._source, where)
-        whole_shape = holding.sharded[0].slot.shape if holding.sharded else None
+        whole_shape = holding.sharded[0].shape if holding.sharded else None
         if shape == whole_shape and (shape or name not in self._numbers):
             if not _fits(local, parameter.shape, dtype):
                 local = torch.zeros_like(parameter, dtype=dtype)
@@ -340,7 +340,7 @@ class _FlatState:
 
     def _has_shapes(self, keys: Mapping[str, str]) -> bool:
         """Whether every parameter's entry has the shape of the parameter."""
-        shapes = {each.name: each.slot.shape for each in self._holding.sharded}
+        shapes = {each.name: each.shape for each in self._holding.sharded}
         entries = {each: self._source.entry(key) for each, key in keys.items()}
         return all(
             isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shapes[each]
