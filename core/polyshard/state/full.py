@@ -69,11 +69,11 @@ def full_optimizer_state(
         for name, states in each.items():
             for key, value in states.items():
                 known.setdefault(name, {}).setdefault(key, value)
-    by_unit: dict[ShardedUnit, list[Holding]] = {}
+    by_unit: dict[ShardedUnit, list[_Held]] = {}
     unit_of = {parameter.name: unit for unit in sharded.units for parameter in unit.parameters}
-    for holding in held.values():
+    for given, holding in held.items():
         if holding.sharded:
-            by_unit.setdefault(unit_of[holding.names[0]], []).append(holding)
+            by_unit.setdefault(unit_of[holding.names[0]], []).append((given, holding))
     found: dict[str, dict[str, Any]] = {}
     for unit in sharded.units:
         if unit.shard is None and not _taking_part(unit, receives=receives):
@@ -92,6 +92,10 @@ def full_optimizer_state(
     order = [name for group in own["param_groups"] for name in group["params"] if name in found]
     groups = [{setting: _on_host(value) for setting, value in group.items()} for group in own["param_groups"]]
     return {"state": {name: {key: found[name][key] for key in known[name]} for name in order}, "param_groups": groups}
+
+
+#: A parameter as the optimizer has it, which may be a ``DTensor``, and what it stands for.
+_Held = tuple[nn.Parameter, Holding]
 
 
 class _TensorSpec(NamedTuple):
@@ -114,10 +118,10 @@ def _specs(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _whole_states(
-    unit: ShardedUnit, held: list[Holding], joint: Joint, known: Mapping[str, Mapping[str, Any]], *, receives: bool
+    unit: ShardedUnit, held: list[_Held], joint: Joint, known: Mapping[str, Mapping[str, Any]], *, receives: bool
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     wanted: dict[tuple[str, torch.dtype], list[ShardedParameter]] = {}
-    for holding in held:
+    for _, holding in held:
         for parameter in holding.sharded:
             for key, value in known.get(parameter.name, {}).items():
                 if isinstance(value, _TensorSpec) and value.cut:
@@ -125,8 +129,8 @@ def _whole_states(
     for (key, dtype), parameters in wanted.items():
         own = torch.zeros_like(unit.master, dtype=dtype)
         names = {parameter.name for parameter in parameters}
-        for holding in held:
-            value = joint.state_of(holding.parameter).get(key)
+        for given, holding in held:
+            value = joint.state_of(given).get(key)
             if isinstance(value, torch.Tensor) and value.ndim and value.shape == holding.parameter.shape:
                 _put(own, holding, names, value)
         flat = unit.gather(own)
