@@ -102,6 +102,18 @@ class ShardedParameter:
         """Of the whole parameter, over all ranks of the model."""
         return self.slot.shape if self.part is None else self.part.shape
 
+    def whole(self, flat: torch.Tensor) -> torch.Tensor:
+        """All of it, out of its gathered unit (``[padded_numel]``): a view, or a copy of what ranks with parts have.
+
+        Where it is a ``part``, all ranks of that one's mesh call it.
+        """
+        slot = self.slot
+        view = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+        if self.part is None:
+            return view
+        with torch.no_grad():
+            return self.part.whole(view)
+
     @property
     def name(self) -> str:
         """The first of its names, under which state is saved."""

@@ -6,25 +6,32 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import polyshard_huggingface
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoints import tensors_in
 from meshed_models import Shape
 from meshes import Plan, Polyshard, coordinate_of, make, meshed, optimizers, run
+from plain_states import differing
 from polyshard import checkpoint
+from polyshard import state as states
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
 Values = dict[str, torch.Tensor]
 MOE = Shape(experts=3, kept="dtensor")
-DENSE = Shape(tied=True, blocks=1)
+DENSE = Shape(tied=True, blocks=1, hidden=17)
 FSDP_TP = Plan((2, 2), ("dp", "tp"), MOE, ("dp",))
 #: The last rank has none of three experts.
 EP = Plan((1, 4), ("edp", "ep"), MOE, ("edp", "ep"), experts=("edp",))
 EP_FSDP = Plan((2, 2), ("edp", "ep"), MOE, ("edp", "ep"), experts=("edp",))
 PLAIN = Plan((3,), ("dp",), MOE, ("dp",))
-#: Parts of 3, 3, 3 and 1 rows: what lies behind them in a unit is cut otherwise on each rank.
+#: Parts of 5, 5, 5 and 2 rows.
 TP = Plan((1, 4), ("dp", "tp"), DENSE, ("dp",))
+#: Parts of 9 and 8 rows: units of other sizes, so that plain norms in their middle are cut elsewhere.
+UNEVEN = Plan((2, 2), ("dp", "tp"), DENSE, ("dp",))
 HSDP = Plan((2, 2), ("rep", "dp"), DENSE, ("dp",), replicate=("rep",))
 
 
@@ -91,7 +98,88 @@ def test_there_and_back(one: Plan, other: Plan, optimizer: Any, tmp_path: Path) 
         for name, value in wanted.items():
             torch.testing.assert_close(saved[f"model.{name}"], value, rtol=0, atol=1e-12, msg=name)
         names = {each: name for name, each in model.named_parameters()}
-        for parameter, states in next(each for each in held if type(each) is torch.optim.AdamW).state.items():
-            for key, value in states.items():
+        for parameter, its in next(each for each in held if type(each) is torch.optim.AdamW).state.items():
+            for key, value in its.items():
                 found = saved[f"optimizer.state.{names[parameter]}.{key}"]
                 torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+FULL = states.StateOptions(form="full")
+State = dict[str, Any]
+
+
+def told(plan: Plan, trainer: Polyshard, held: list[torch.optim.Optimizer]) -> State:
+    one, other = states.get_state_dict(trainer.model, held, FULL)
+    return {"model": one, "state": other["state"], "whole": trainer.whole()}
+
+
+def in_all_forms(rank: int, plan: Plan, folder: str) -> State:
+    """Trained, and written by torch and as safetensors; the whole state."""
+    with meshed(plan, rank) as (model, mesh):
+        trainer = Polyshard(plan, model, mesh)
+        held = trainer.optimizers(plan.optimizer)
+        for turn in range(2):
+            model(plan.batch(turn, plan.data_rank(coordinate_of(mesh)), 0)).backward()
+            for each in held:
+                each.step()
+                each.zero_grad()
+        shown = states.get_state_dict(model, held)
+        dcp.save({"model": shown[0], "optimizer": shown[1]}, checkpoint_id=f"{folder}/stock")
+        for ranks in ("all", "first"):
+            polyshard_huggingface.save(model, f"{folder}/{ranks}", ranks=ranks)
+        first = states.get_state_dict(model, held, states.StateOptions(form="full_on_rank_0"))
+        assert bool(first[0]) == (rank == 0)
+        found = {**told(plan, trainer, held), "optimizer": states.get_optimizer_state_dict(model, held, FULL)}
+        trainer.close()
+    return found
+
+
+def from_all_forms(rank: int, plan: Plan, folder: str, given: State) -> list[State]:
+    """What a model has that was given it from memory, by each rank or the first, and from the files of others."""
+    found = []
+    for way in ("every_rank", "rank_0", "stock", "load_dcp", "all", "first"):
+        with meshed(plan, rank) as (model, mesh):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            trainer = Polyshard(plan, model, mesh)
+            held = trainer.optimizers(plan.optimizer)
+            if way in ("all", "first"):
+                polyshard_huggingface.load(model, f"{folder}/{way}", ranks=way)
+                found.append({"whole": trainer.whole()})
+                trainer.close()
+                continue
+            if way == "stock":
+                for each in held:
+                    states.init_optimizer_state(model, each)
+                one, other = states.get_state_dict(model, held)
+                dcp.load({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/stock")
+                states.set_state_dict(model, held, model_state_dict=one, optim_state_dict=other)
+            elif way == "load_dcp":
+                checkpoint.load_dcp(Path(folder, "stock"), model, held)
+            else:
+                one, other = given["model"], given["optimizer"]
+                if way == "rank_0" and rank:
+                    one = other = {}
+                states.set_state_dict(
+                    model, held, model_state_dict=one, optim_state_dict=other, options=states.StateOptions(origin=way)
+                )
+            found.append(told(plan, trainer, held))
+            trainer.close()
+    return found
+
+
+@pytest.mark.parametrize(("one", "other"), [(UNEVEN, HSDP), (EP, FSDP_TP), (FSDP_TP, EP_FSDP)], ids=str)
+def test_states_in_all_forms(one: Plan, other: Plan, tmp_path: Path) -> None:
+    ranks = run(one.world_size, in_all_forms, one, str(tmp_path))
+    wanted = ranks[0]
+    for each in ranks:
+        assert_same(each["whole"], {name: each["model"][name] for name in each["whole"]})
+        assert not differing(each, wanted)
+    for folder in ("all", "first"):
+        weights = load_file(tmp_path / folder / "model.safetensors")
+        assert_same(weights, {name: wanted["model"][name] for name in weights})
+        assert len(weights) == len(wanted["whole"])
+    for ways in run(other.world_size, from_all_forms, other, str(tmp_path), wanted):
+        for found in ways:
+            assert not differing(found, {key: wanted[key] for key in found})

@@ -41,7 +41,7 @@ def whole_parameters(sharded: ShardedModel, *, receives: bool) -> Iterator[tuple
             continue
         flat = unit.gather(unit.master)
         for parameter in parameters:
-            found = _whole(flat, parameter)
+            found = parameter.whole(flat)
             if receives:
                 yield parameter.name, _on_host(found)
             del found
@@ -136,7 +136,7 @@ def _whole_states(
         flat = unit.gather(own)
         for parameter in parameters:
             if receives or parameter.part is not None:
-                found = _whole(flat, parameter)
+                found = parameter.whole(flat)
                 if receives:
                     yield parameter.name, key, _on_host(found)
                 del found
@@ -161,16 +161,6 @@ def _put(own: torch.Tensor, holding: Holding, names: set[str], value: torch.Tens
 def _taking_part(unit: ShardedUnit, *, receives: bool) -> list[ShardedParameter]:
     """The parameters that this rank puts together: those of which others need its part, and all if it receives."""
     return [each for each in unit.parameters if receives or each.part is not None]
-
-
-def _whole(flat: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:
-    """The whole parameter out of its gathered unit. Where this is a part of it, all ranks with others call it."""
-    slot = parameter.slot
-    view = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
-    if parameter.part is None:
-        return view
-    with torch.no_grad():
-        return parameter.part.whole(view)
 
 
 def _on_host(value: Any) -> Any:
