@@ -413,13 +413,15 @@ class ShardedModel:
             UnsupportedError: naming a parameter; ``call`` begins the message.
         """
         here = self._root.collectives.world_size
+        # Ranks that compute with other samples, and share no gradients of a parameter, have another one each.
+        most = max((unit.ranks.number for unit in self._root.units), default=1)
         for unit in self._root.units:
             ranks = unit.ranks
             for each in unit.parameters:
                 if each.part is not None and here < ranks.number * each.part.number:
                     what = f"has parts on other ranks than the {here} of the model"
                     remedy = "Shard the model over a mesh that has them too"
-                elif each.part is None and ranks.spread > 1:
+                elif each.part is None and (ranks.spread > 1 or ranks.number < most):
                     what = f"belongs to {ranks.number} of {here} ranks, and others have another one of its name"
                     remedy = (
                         "Say before shard() which part of the whole each rank has, by DTensor.from_local(parameter, "

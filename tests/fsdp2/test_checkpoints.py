@@ -13,10 +13,12 @@ import torch.distributed.checkpoint as dcp
 from fsdp2_models import FACES, OURS, inputs, parallel, same, square_of
 from polyshard import checkpoint
 from polyshard import state as states
+from polyshard.errors import UnsupportedError
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 #: Ranks, a mesh of them as ``parallel`` takes it, and whether matrices are cut by columns.
 CUTS: dict[str, tuple[int, tuple[int, ...], bool]] = {
@@ -122,3 +124,64 @@ def test_directories_of_torchs(ranks: KeptRanks, tmp_path: Path, theirs: str, ou
     wanted = ranks.run(CUTS[theirs][0], saved_by_torch, theirs, str(tmp_path))[0]
     ranks.run(CUTS[ours][0], carried, ours, str(tmp_path), wanted)
     ranks.run(CUTS[theirs][0], loaded_by_torch, theirs, str(tmp_path), wanted)
+
+
+class Experts(nn.Module):
+    """Of each the same samples: where they lie makes no difference to what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 4, 5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up.to_local() if isinstance(self.up, DTensor) else self.up
+        return (x @ up).sum(0)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(4, 4).double(), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.experts(self.first(x))
+        return answer
+
+
+def mixture(ep: int, *, named: bool = True) -> Made:
+    """Experts over ``ep`` groups of ranks, as parts of a whole or, not ``named``, as parameters of their own."""
+    torch.manual_seed(0)
+    model = Mixture()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size() // ep, ep), mesh_dim_names=("edp", "ep"))
+    if ep > 1:
+        up = distribute_tensor(model.experts.up.detach(), mesh["ep"], [Shard(0)])
+        model.experts.up = nn.Parameter(up if named else up.to_local()[:1].clone())
+        OURS.fully_shard(model.experts, mesh=mesh["edp"])
+    OURS.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def experts_saved(rank: int, folder: str) -> dict[str, Any]:
+    model, optimizer = mixture(2)
+    for turn in range(2):
+        model(torch.full((2, 4), 1.0 + turn + rank, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint.save(Path(folder), 1, model, optimizer)
+    found = whole(model, optimizer)
+    unnamed, _ = mixture(2, named=False)
+    for call in (lambda: checkpoint.save(Path(folder), 2, unnamed), lambda: states.get_model_state_dict(unnamed)):
+        with pytest.raises(UnsupportedError, match=r"'experts.up' belongs to 2 of 4 ranks.*DTensor.from_local"):
+            call()
+    return found
+
+
+def experts_loaded(rank: int, folder: str, wanted: dict[str, Any]) -> None:
+    model, optimizer = mixture(1)
+    checkpoint.load(Path(folder, "step-00000001"), model, optimizer)
+    same(whole(model, optimizer), wanted, rtol=0, atol=0)
+
+
+def test_experts_with_a_mesh_of_their_own(ranks: KeptRanks, tmp_path: Path) -> None:
+    wanted = ranks.run(4, experts_saved, str(tmp_path))[0]
+    ranks.run(3, experts_loaded, str(tmp_path), wanted)

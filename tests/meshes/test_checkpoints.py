@@ -16,6 +16,7 @@ from meshes import Plan, Polyshard, coordinate_of, make, meshed, optimizers, run
 from plain_states import differing
 from polyshard import checkpoint
 from polyshard import state as states
+from polyshard.errors import PolyshardError
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -183,3 +184,37 @@ def test_states_in_all_forms(one: Plan, other: Plan, tmp_path: Path) -> None:
     for ways in run(other.world_size, from_all_forms, other, str(tmp_path), wanted):
         for found in ways:
             assert not differing(found, {key: wanted[key] for key in found})
+
+
+def parts_stepped_apart(rank: int, folder: str, missing: range) -> str:
+    """What a save raises where half of the experts got no gradient in the turns ``missing``."""
+    with meshed(EP_FSDP, rank) as (model, mesh):
+        trainer = Polyshard(EP_FSDP, model, mesh)
+        held = trainer.optimizers("adamw")
+        for turn in range(2):
+            model(EP_FSDP.batch(turn, EP_FSDP.data_rank(coordinate_of(mesh)), 0)).backward()
+            if turn in missing and coordinate_of(mesh)["ep"]:
+                model.get_parameter("blocks.0.feed.experts.up").grad = None
+            held[0].step()
+            held[0].zero_grad()
+        with pytest.raises(PolyshardError) as caught:
+            checkpoint.save(Path(folder), 1, model, held)
+        with pytest.raises(PolyshardError, match=r"'blocks.0.feed.experts.up' is .* on rank 0 and .* on rank 1"):
+            states.get_optimizer_state_dict(model, held, FULL)
+        trainer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        # Two of three experts, of 10 rows of 8.
+        (range(2), "Ranks hold 160 of the 240 elements of 'optimizer.blocks.0.feed.experts.up.exp_avg'"),
+        (range(1, 2), "'optimizer.blocks.0.feed.experts.up.step' is 2.0 on rank 0 and 1.0 on rank 1"),
+    ],
+)
+def test_experts_whose_state_is_no_whole_are_refused(missing: range, words: str, tmp_path: Path) -> None:
+    for text in run(4, parts_stepped_apart, str(tmp_path), missing):
+        assert words in text
+        assert "step its part" in text
+    assert checkpoint.latest(tmp_path) is None

@@ -6,13 +6,13 @@ No rank has more than one unit whole on the device that computes, and beside tha
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError
+from ..errors import StateError, UnsupportedError
 from ..inspect import ShardedModel, ShardedParameter, ShardedUnit
 from .contents import Joint, model_state
 from .sharded import CheckpointTensor, Holding, holdings
@@ -62,10 +62,18 @@ def full_optimizer_state(
 ) -> dict[str, Any]:
     """As ``own``, which ``optimizer_state`` gave of ``joint``, of whole tensors."""
     held = holdings(sharded, joint.groups)
-    mine = _specs(own["state"])
+    specs = _specs(own["state"])
+    parts = {
+        (each.name, each.part.offset): specs.get(each.name, {})
+        for holding in held.values()
+        for each in holding.sharded
+        if each.part is not None and each.piece is not None
+    }
+    mine = (specs, parts)
     everyone = sharded.collectives.all_gather_object(mine) if sharded.collectives.world_size > 1 else [mine]
+    _require_alike([each for _, each in everyone])
     known: dict[str, dict[str, Any]] = {}
-    for each in everyone:
+    for each, _ in everyone:
         for name, states in each.items():
             for key, value in states.items():
                 known.setdefault(name, {}).setdefault(key, value)
@@ -96,6 +104,27 @@ def full_optimizer_state(
 
 #: A parameter as the optimizer has it, which may be a ``DTensor``, and what it stands for.
 _Held = tuple[nn.Parameter, Holding]
+
+
+def _require_alike(everyone: Sequence[Mapping[tuple[str, tuple[int, ...]], Mapping[str, Any]]]) -> None:
+    """Raise StateError where the parts of a parameter have not the same state; on all ranks. By name and offset."""
+    of_parts: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    for rank, states in enumerate(everyone):
+        for part, its in states.items():
+            numbers = [f"{key}={value!r}" for key, value in its.items() if not isinstance(value, _TensorSpec)]
+            words = ", ".join([*numbers, *(key for key, value in its.items() if isinstance(value, _TensorSpec))])
+            # Of several replicas one may keep it for all.
+            if not of_parts.get(part, (rank, ""))[1]:
+                of_parts[part] = rank, words
+    known: dict[str, tuple[int, str]] = {}
+    for (name, _), (rank, words) in of_parts.items():
+        first, other = known.setdefault(name, (rank, words))
+        if words != other:
+            raise StateError(
+                f"The optimizer's state of '{name}' is {other or 'none'} on rank {first} and {words or 'none'} on rank "
+                f"{rank}, which hold different parts of the parameter: there is no state of the whole. Let every rank "
+                "step its part as often, by a gradient of zeros where it has no other."
+            )
 
 
 class _TensorSpec(NamedTuple):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import ConfigError
-from ..inspect import NOT_BY_ELEMENT, ShardedModel
+from ..inspect import NOT_BY_ELEMENT, ShardedModel, is_dtensor
 from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
 from .source import SavedState, Source, in_lines, listed, opening, problem_with
@@ -119,7 +119,8 @@ class OptimizerRestore:
                     self._taken.append(parameter)
                     self.targets.update(flat.targets)
                     continue
-                if not holding.here:
+                # Of a DTensor, torch's functions ask every rank for the state.
+                if not holding.here and not is_dtensor(parameter):
                     continue
                 self._taken.append(parameter)
                 for name, key in saved.get(holding.names[0], {}).items():
