@@ -90,7 +90,13 @@ def new_group(ranks: Sequence[int], backend: str, timeout: Any, *, everywhere: b
     group = dist.new_group(
         list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not everywhere, **options
     )
-    return group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks else None
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank() not in ranks:
+        return None
+    if backend == "gloo":
+        # Torch returns once this rank is connected (2.11 and 2.13). One that ended the group before others are would
+        # break off their connecting.
+        dist.barrier(group)
+    return group
 
 
 class SharedGroups:

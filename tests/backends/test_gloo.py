@@ -97,6 +97,20 @@ def test_groups_and_meshes_say_who_takes_part() -> None:
         assert seen[rank]["group after close"] == [0.0, 1.0, 2.0]
 
 
+def make_and_close(rank: int) -> int:
+    """Groups that end before anything travels in them, as of a model that fails while it is sharded."""
+    collectives = GlooCollectives(context())
+    for turn in range(30):
+        collectives.partition([[0, 2], [1, 3]] if turn % 2 else [[0, 1], [2, 3]]).close()
+    return len(gather_ranks(collectives))
+
+
+@pytest.mark.slow
+def test_a_group_may_end_as_soon_as_it_is_made() -> None:
+    # Torch alone breaks off the connecting of slower ranks; how often depends on the machine's load.
+    assert run_processes(4, make_and_close, timeout=60.0) == [4] * 4
+
+
 def exchange_by_channels(rank: int) -> list[list[float]]:
     """Both ways in which ``nccl`` asks a process group for an exchange, here of a group that needs no GPU."""
     group, received = dist.group.WORLD, []

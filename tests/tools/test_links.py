@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,20 @@ def test_a_ring_brings_all_but_the_own_part(operation: Operation, ranks: int, re
 
 
 @pytest.mark.parametrize(
-    ("span", "hosts"),
-    [(Span(8), 1), (Span(16), 2), (Span(2, stride=8), 2), (Span(4, first=6), 2), (Span(4, stride=2), 1), (Span(1), 1)],
+    ("members", "hosts"),
+    [
+        (range(8), 1),
+        (range(16), 2),
+        ([0, 8], 2),
+        (range(6, 10), 2),
+        (range(0, 8, 2), 1),
+        ([0], 1),
+        # Two dimensions of three: as many ranks as of the one between, further apart.
+        ([0, 1, 16, 17], 2),
+    ],
 )
-def test_groups_reach_over_hosts(span: Span, hosts: int) -> None:
-    assert span.hosts(8) == hosts
+def test_groups_reach_over_hosts(members: Sequence[int], hosts: int) -> None:
+    assert Span(members).hosts(8) == hosts
 
 
 def test_the_named_links_give_the_times_that_they_were_fitted_to() -> None:
@@ -85,17 +95,17 @@ def test_the_named_links_give_the_times_that_they_were_fitted_to() -> None:
         operation = kinds.get((row["operation"], row["backend"]))
         if operation is None or not row["aligned"]:
             continue
-        seconds = LINKS["h200-nvlink"].seconds(operation, row["nbytes"], Span(row["world_size"]))
+        seconds = LINKS["h200-nvlink"].seconds(operation, row["nbytes"], Span(range(row["world_size"])))
         assert seconds * 1e3 == pytest.approx(row["ms"]["median"], rel=0.2)
 
 
 def test_more_ranks_than_were_measured_wait_longer_not_shorter() -> None:
     links = LINKS["h200-ndr"]
-    times = [links.seconds(Operation.ALL_GATHER, 64 * MIB, Span(ranks)) for ranks in (16, 64, 1024, 16384)]
+    times = [links.seconds(Operation.ALL_GATHER, 64 * MIB, Span(range(ranks))) for ranks in (16, 64, 1024, 16384)]
     assert times == sorted(times)
     # 64 MiB at 50 GB/s, and four times the latency of 16 ranks where there are 16**4.
-    assert links.seconds(Operation.ALL_GATHER, 0, Span(65536)) == pytest.approx(
-        4 * links.seconds(Operation.ALL_GATHER, 0, Span(16))
+    assert links.seconds(Operation.ALL_GATHER, 0, Span(range(65536))) == pytest.approx(
+        4 * links.seconds(Operation.ALL_GATHER, 0, Span(range(16)))
     )
 
 
@@ -134,7 +144,7 @@ def test_links_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the links"):
         find_links(str(tmp_path / "absent.json"))
     with pytest.raises(ConfigError, match=r"nothing of all_gather among 2 hosts of 8 ranks.*bench-links"):
-        LINKS["h200-nvlink"].seconds(Operation.ALL_GATHER, MIB, Span(16))
+        LINKS["h200-nvlink"].seconds(Operation.ALL_GATHER, MIB, Span(range(16)))
 
 
 # Measured.

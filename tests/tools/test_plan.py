@@ -312,7 +312,7 @@ def toy_links(interference: float = 0.0) -> LinkModel:
 
 
 def gather(nbytes: int) -> Transfer:
-    return Transfer(Stream.GATHER, Part.FORWARD, Operation.ALL_GATHER, nbytes, Span(2), 1)
+    return Transfer(Stream.GATHER, Part.FORWARD, Operation.ALL_GATHER, nbytes, Span(range(2)), 1)
 
 
 @pytest.mark.parametrize(

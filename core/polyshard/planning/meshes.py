@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,8 @@ class UnitLists:
     """Ranks that hold the same shard."""
     label: str = ""
     """The dimensions: ``"dp"``, ``"edp and dp_replicate"``; empty where they have no names."""
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Answers that hold for many units: each takes a pass over all ranks."""
 
     @property
     def data_ranks(self) -> int:
@@ -100,8 +103,12 @@ class UnitLists:
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the unit that ``rank`` has a part of, in ascending order."""
-        own = next(group for group in self.shard if rank in group)
-        return tuple(sorted({each for group in self.replicate if set(own) & set(group) for each in group}))
+        found: tuple[int, ...] | None = self._known.get(rank)
+        if found is None:
+            own = set(next(group for group in self.shard if rank in group))
+            found = tuple(sorted({each for group in self.replicate if not own.isdisjoint(group) for each in group}))
+            self._known[rank] = found
+        return found
 
     def neighbours(self, size: int) -> Groups:
         """The ranks of ``shard`` in groups of ``size``, one behind the other."""
@@ -109,9 +116,12 @@ class UnitLists:
 
     def whole(self) -> UnitLists:
         """The same ranks, where each of them holds the whole unit."""
-        return UnitLists(
-            [[rank] for rank in sorted(itertools.chain(*self.shard))], _joined(self.shard, self.replicate), self.label
-        )
+        found: UnitLists | None = self._known.get("whole")
+        if found is None:
+            everyone = sorted(itertools.chain(*self.shard))
+            found = UnitLists([[rank] for rank in everyone], _joined(self.shard, self.replicate), self.label)
+            self._known["whole"] = found
+        return found
 
 
 def world_ranks(mesh: DeviceMesh | WorldMesh) -> list[int]:
@@ -458,11 +468,15 @@ def _joined(one: Groups, other: Groups) -> Groups:
 
 
 def _orthogonal(one: Groups, other: Groups) -> bool:
-    """Whether, where groups are connected, each of the one kind meets each of the other in as many ranks."""
-    for ranks in map(set, _joined(one, other)):
-        mine = [set(each) for each in one if each[0] in ranks]
-        theirs = [set(each) for each in other if each[0] in ranks]
-        if len({len(a & b) for a in mine for b in theirs}) != 1:
+    """Whether, where groups are connected, each of the one kind meets each of the other in as many ranks.
+
+    Both have all ranks.
+    """
+    mine, theirs = ({rank: index for index, each in enumerate(groups) for rank in each} for groups in (one, other))
+    for ranks in _joined(one, other):
+        met = Counter((mine[rank], theirs[rank]) for rank in ranks)
+        pairs = len({mine[rank] for rank in ranks}) * len({theirs[rank] for rank in ranks})
+        if len(met) != pairs or len(set(met.values())) != 1:
             return False
     return True
 

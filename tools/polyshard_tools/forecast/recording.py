@@ -10,8 +10,9 @@ device has it: memory is given when the host asks and taken back when the last t
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -32,22 +33,29 @@ class Operation(enum.Enum):
         return 2 * part if self is Operation.ALL_REDUCE else part
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """A group of ranks, as far as links are concerned."""
+    """A group of ranks. Each communicator has one, so that they compare by identity."""
 
-    ranks: int
-    first: int = 0
-    """Its first rank, counted over all."""
-    stride: int = 1
-    """From one of its ranks to the next."""
+    members: Sequence[int]
+    """Its ranks in the job, in ascending order."""
+    over: str = ""
+    """The dimensions of the mesh along which they lie: ``"dp"``, ``"edp, ep"``; empty where there is no mesh."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.members)
 
     def hosts(self, ranks_per_host: int) -> int:
         """Over how many hosts of ``ranks_per_host`` ranks it reaches."""
-        last = self.first + (self.ranks - 1) * self.stride
-        if self.stride >= ranks_per_host:
-            return self.ranks
-        return last // ranks_per_host - self.first // ranks_per_host + 1
+        return _hosts(self, ranks_per_host)
+
+
+@functools.lru_cache
+def _hosts(span: Span, ranks_per_host: int) -> int:
+    # Asked for each transfer of a step.
+    return len({rank // ranks_per_host for rank in span.members})
 
 
 class Bound(enum.Enum):

@@ -9,6 +9,7 @@ kernels, bytes, time. Those are recorded.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from polyshard.interfaces import (
     ReduceOp,
     Work,
 )
+from polyshard.planning.meshes import WorldMesh
 from torch import nn
 
 from ._torch_private import TorchDispatchMode, tree_leaves
@@ -77,7 +79,10 @@ class TracedModel:
             raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
         self.recorder = StepRecorder()
         self.notes: list[str] = []
-        collectives = RecordedCollectives(self.recorder, Span(world_size))
+        sizes = None
+        if isinstance(config.mesh, WorldMesh):
+            sizes = dict(zip(config.mesh.names, config.mesh.mesh.shape, strict=True))
+        collectives = RecordedCollectives(self.recorder, range(world_size), sizes)
         with warnings.catch_warnings():
             # That of a single rank, which is as planned. On the meta device there is nothing to initialise.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
@@ -246,13 +251,20 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class RecordedCollectives(Collectives):
-    """Rank 0 of ``span``. What it can do, and the scratch that it takes, are those of ``nccl``."""
+    """Rank 0 of ``members``. What it can do, and the scratch that it takes, are those of ``nccl``.
+
+    Args:
+        recorder: is told of each transfer.
+        members: ranks of the job, in ascending order.
+        sizes: those of the dimensions of the job's mesh by name, outermost first; None where it has none.
+    """
 
     api_version = 1
 
-    def __init__(self, recorder: StepRecorder, span: Span) -> None:
+    def __init__(self, recorder: StepRecorder, members: Sequence[int], sizes: Mapping[str, int] | None = None) -> None:
         self._recorder = recorder
-        self._span = span
+        self._sizes = sizes
+        self.span = Span(members, "" if sizes is None else _over(members, sizes))
 
     @property
     def capabilities(self) -> CollectivesCapabilities:
@@ -274,7 +286,7 @@ class RecordedCollectives(Collectives):
 
     @property
     def world_size(self) -> int:
-        return self._span.ranks
+        return self.span.ranks
 
     @property
     def device(self) -> torch.device:
@@ -306,17 +318,28 @@ class RecordedCollectives(Collectives):
         return COMPLETED
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return [obj] * self._span.ranks
+        return [obj] * self.span.ranks
 
     def barrier(self) -> None:
         return None
 
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> RecordedCollectives:
         own = next(ranks for ranks in rank_lists if 0 in ranks)
-        stride = (own[1] - own[0]) * self._span.stride if len(own) > 1 else 1
-        return RecordedCollectives(self._recorder, Span(len(own), self._span.first, stride))
+        return RecordedCollectives(self._recorder, [self.span.members[each] for each in own], self._sizes)
 
     def _record(self, operation: Operation, wholes: Sequence[torch.Tensor]) -> Work:
-        if self._span.ranks > 1:
-            self._recorder.transfer(operation, sum(whole.nbytes for whole in wholes), self._span, len(wholes))
+        if self.span.ranks > 1:
+            self._recorder.transfer(operation, sum(whole.nbytes for whole in wholes), self.span, len(wholes))
         return COMPLETED
+
+
+def _over(members: Sequence[int], sizes: Mapping[str, int]) -> str:
+    """The dimensions of more than one rank along which ``members``, rank 0 among them, lie; empty for none."""
+    found, whole, stride = [], 1, math.prod(sizes.values())
+    for name, size in sizes.items():
+        stride //= size
+        if any(member // stride % size for member in members):
+            found.append(name)
+            whole *= size
+    # Of a mesh that is another's, a group may lie across.
+    return ", ".join(found) if whole == len(members) else ""
