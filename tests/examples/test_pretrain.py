@@ -48,7 +48,7 @@ def settings_of(*overrides: str) -> Any:
 def plain_llama(settings: Any, vocabulary: int) -> Any:
     """The model as a run begins with it, whole and on the CPU."""
     model = part("model")
-    config = model.llama_config(settings, vocabulary, 0)
+    config = model.model_config(settings, vocabulary, 0)
     net = model.LlamaForCausalLM(config)
     initialise = model.Initializer(net, settings.training.seed)
     # Another order than a sharded model's.
