@@ -28,12 +28,10 @@ class Experts(nn.Module):
         self.group: dist.ProcessGroup | None = None
         """None where this rank has all experts."""
 
-    # Numbers of tokens go to the host, and decide shapes: there is nothing to compile.
-    @torch.compiler.disable
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """``[tokens, hidden]`` for ``[tokens, hidden]``; the experts of each token, and their weights, ``[tokens, k]``."""
+        """``[tokens, hidden]`` of as many; experts of each token and their weights, ``[tokens, k]``."""
         chosen = top_k_index.flatten()
         by_expert = chosen.argsort(stable=True)
         back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=by_expert.device))
@@ -44,7 +42,7 @@ class Experts(nn.Module):
         return (made.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)).sum(1)
 
     def _counts_of_ranks(self, counts: torch.Tensor) -> list[list[int]]:
-        """How many rows each rank of the group has for each expert, on the host: sizes of messages are numbers there."""
+        """How many rows each rank of the group has for each expert; on the host, which gives messages their sizes."""
         if self.group is None:
             return [counts.tolist()]
         together = counts.new_empty(self.group.size(), len(counts))
@@ -61,29 +59,32 @@ class Experts(nn.Module):
         sent = [sum(counts[rank][a:b]) for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
         here = [row[first:last] for row in counts]
         received = [sum(row) for row in here]
-        made = self._compute(_Exchange.apply(rows, sent, received, self.group), here)
-        answers: torch.Tensor = _Exchange.apply(made, received, sent, self.group)
-        return answers
+        made = self._compute(exchange(rows, sent, received, self.group), here)
+        return exchange(made, received, sent, self.group)
 
     def _compute(self, rows: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
         """What this rank's experts make of ``rows``, in their order: by the rank that sent them, then by expert."""
         gate_up, down = (
             each.to_local() if isinstance(each, DTensor) else each for each in (self.gate_up_proj, self.down_proj)
         )
-        pieces = rows.split([count for row in counts for count in row])
+        pieces = torch.split(rows, [count for row in counts for count in row])
         answers = list(pieces)
         for expert in range(len(gate_up)):
             # Also of no rows: its gradient is then zero, and not missing.
             together = torch.cat(pieces[expert :: len(gate_up)])
             gate, up = nn.functional.linear(together, gate_up[expert]).chunk(2, dim=-1)
             made = nn.functional.linear(nn.functional.silu(gate) * up, down[expert])
-            answers[expert :: len(gate_up)] = made.split([row[expert] for row in counts])
+            answers[expert :: len(gate_up)] = torch.split(made, [row[expert] for row in counts])
         return torch.cat([rows[:0], *answers])
 
 
-class _Exchange(torch.autograd.Function):
-    """Each rank sends ``sent[r]`` of its rows to rank ``r``, and receives ``received[r]``; gradients go back."""
+def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Send the next ``sent[r]`` of ``rows`` to each rank ``r``, and receive ``received[r]``; gradients go back."""
+    arrived: torch.Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return arrived
 
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
@@ -94,8 +95,8 @@ class _Exchange(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        return _Exchange.apply(gradient, *ctx.back), None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return exchange(gradient, *ctx.back), None, None, None
 
 
 def balance_loss(router_logits: Sequence[torch.Tensor], chosen: int) -> torch.Tensor:
@@ -106,7 +107,7 @@ def balance_loss(router_logits: Sequence[torch.Tensor], chosen: int) -> torch.Te
     experts may be busy unevenly on one rank if others make up for it. ``chosen``: experts of each token.
     """
     probabilities = torch.cat(list(router_logits)).float().softmax(-1)
-    tokens, number = probabilities.shape
+    number = probabilities.shape[1]
     counts = torch.bincount(probabilities.topk(chosen).indices.flatten(), minlength=number).float()
     dist.all_reduce(counts)
     shares = counts * (chosen / counts.sum())

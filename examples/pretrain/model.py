@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import TypeAlias
 
 import torch
 from experts import Experts, balance_loss
@@ -13,26 +14,26 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
 #: Without experts, and with some. Transformers' Mixtral is its Llama with experts in each block.
-Model = LlamaForCausalLM | MixtralForCausalLM
-Config = LlamaConfig | MixtralConfig
+Model: TypeAlias = LlamaForCausalLM | MixtralForCausalLM
+Config: TypeAlias = LlamaConfig | MixtralConfig
 
 
 def model_config(settings: Settings, vocabulary: int, end_of_text: int) -> Config:
     """What ``settings`` ask for. ``vocabulary``: tokens that there are; ``end_of_text``: the one between documents."""
     model = settings.model
-    shape = dict(
-        vocab_size=vocabulary,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_hidden_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        max_position_embeddings=settings.training.context,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-        tie_word_embeddings=model.tie_word_embeddings,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-    )
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "max_position_embeddings": settings.training.context,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
     if not model.num_local_experts:
         return LlamaConfig(**shape)
     return MixtralConfig(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from experts import Experts
+from model import Model
 from settings import Parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,31 +17,25 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from transformers import MixtralConfig
 
 
 def make_mesh(parallel: Parallel, world_size: int, device: torch.device) -> DeviceMesh:
-    """All ranks, by what they share. Every rank calls it. Raises ``ConfigError`` where settings do not fit.
+    """All ranks. Every rank calls it. Raises ``ConfigError`` where settings do not fit.
 
-    ========== =========================================================================
-    dimension  ranks along it
-    ========== =========================================================================
-    dp_replicate  have copies of a shard, and other sequences
-    edp        have other shards, and other sequences
-    ep         have other experts, other shards of the rest, and other sequences
-    tp         have other parts of each matrix, and the same sequences
-    ========== =========================================================================
-
-    ``edp`` and ``ep`` together are the ranks of ``parallel.dp_shard``.
+    Ranks along ``dp_replicate`` have copies, along ``edp`` other shards, along ``ep`` other experts and other shards of
+    the rest, along ``tp`` other parts of matrices. Those along ``tp`` alone have the same sequences. ``edp`` and ``ep``
+    together are ``parallel.dp_shard``.
     """
     sizes = parallel.sizes(world_size)
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+def parallelize(model: Model, mesh: DeviceMesh) -> None:
     """Make the parameters that ranks along ``tp`` and ``ep`` divide ``DTensor``, in place."""
-    experts = model.config.num_local_experts if hasattr(model.config, "num_local_experts") else 0
+    experts = isinstance(model.config, MixtralConfig)
     if mesh["tp"].size() > 1:
-        parallelize_module(model, mesh["tp"], _tensor_parallel(experts > 0))
+        parallelize_module(model, mesh["tp"], _tensor_parallel(experts))
         if model.config.tie_word_embeddings:
             # The plan has made two parameters of one.
             model.lm_head.weight = model.model.embed_tokens.weight
@@ -78,7 +74,7 @@ def _tensor_parallel(experts: bool) -> dict[str, Any]:
     }
 
 
-def _share_experts(experts: Any, ep: DeviceMesh) -> None:
+def _share_experts(experts: Experts, ep: DeviceMesh) -> None:
     """Leave each rank its experts: as ``Shard(0)`` cuts them, the last ranks have fewer, or none."""
     number, each = experts.bounds[-1], -(-experts.bounds[-1] // ep.size())
     experts.bounds = [min(rank * each, number) for rank in range(ep.size() + 1)]

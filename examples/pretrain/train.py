@@ -115,7 +115,8 @@ def describe(config: Config, settings: Settings, world_size: int) -> str:
         f"{name} {matmul_parameters(config):,} parameters without embeddings on {world_size:,} rank(s)"
         f"{f' ({mesh})' if mesh else ''}, {device}, {settings.shard.strategy.value}; "
         f"{flops_per_token(config, training.context):,} FLOPs a token\n"
-        f"a step: {training.batch} sequences of {training.context} tokens, in {accumulation} microbatch(es) of {training.microbatch} a rank; torch {torch.__version__}"
+        f"a step: {training.batch} sequences of {training.context} tokens, in {accumulation} microbatch(es) of "
+        f"{training.microbatch} a rank; torch {torch.__version__}"
     )
 
 
