@@ -39,7 +39,8 @@ class Experts(nn.Module):
         rows = hidden_states.repeat_interleave(top_k_index.shape[1], 0)[by_expert]
         made = self._on_their_ranks(rows, self._counts_of_ranks(counts))[back]
         # A fixed order of sums: adding rows up where they belong would have another one in each run on a GPU.
-        return (made.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)).sum(1)
+        weighted = made.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
+        return weighted.sum(1).to(hidden_states.dtype)
 
     def _counts_of_ranks(self, counts: torch.Tensor) -> list[list[int]]:
         """How many rows each rank of the group has for each expert; on the host, which gives messages their sizes."""

@@ -15,7 +15,7 @@ from checkpointing import Checkpoints, keeps_ranks, load, require_same
 from documents import Files
 from export import export
 from metrics import flops_per_token, matmul_parameters, readable
-from model import Config, model_config
+from model import Config, build_on_meta, model_config
 from parallel import make_mesh
 from polyshard.errors import ConfigError
 from ranks import Ranks, join_ranks, pretend_ranks
@@ -139,11 +139,14 @@ def dry_run(settings: Settings, world_size: int) -> None:
         f"text: {len(files.train)} files to learn from, {len(files.held_out)} held out, {readable(files.nbytes)}; all "
         f"{training.steps:,} steps are trained on {training.steps * training.tokens_per_step:,} tokens"
     )
+    # The report has this rank's parts of them alone.
+    parameters = sum(parameter.numel() for parameter in build_on_meta(config).parameters())
     print(
         f"memory of a rank, activations aside: {readable(report.total_nbytes(_ADAMW_STATES))}; "
-        f"{report.parameters:,} parameters in {report.units} units"
+        f"{parameters:,} parameters in {report.units} units"
     )
-    print(f"checkpoints of {readable(report.parameters * 4 * (1 + _ADAMW_STATES))}, {settings.checkpoint.keep} kept")
+    if settings.checkpoint.every:
+        print(f"checkpoints of {readable(parameters * 4 * (1 + _ADAMW_STATES))}, {settings.checkpoint.keep} kept")
     if accumulation > 1:
         print("gradients of the whole model wait on each rank: more than one microbatch a step")
 
