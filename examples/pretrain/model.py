@@ -87,13 +87,14 @@ def logits_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def logits_and_balance(model: Model, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """``logits_of``, and the auxiliary loss, scaled, which a model without experts has none of."""
+def logits_and_balance(model: Model, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits_of``, and the load-balancing loss of its experts; 0 of a model without."""
     config = model.config
     if not isinstance(config, MixtralConfig):
-        return logits_of(model, inputs), 0.0
+        logits = logits_of(model, inputs)
+        return logits, logits.new_zeros(())
     made = model(input_ids=inputs, use_cache=False, output_router_logits=True)
-    return made.logits, config.router_aux_loss_coef * balance_loss(made.router_logits, config.num_experts_per_tok)
+    return made.logits, balance_loss(made.router_logits, config.num_experts_per_tok)
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import polyshard
 import torch
@@ -19,6 +19,17 @@ from schedule import make_scheduler
 from settings import Settings
 from sharding import build_sharded, make_optimizer
 from tokens import Tokens
+
+
+class Step(NamedTuple):
+    """What a step was, before its update."""
+
+    loss: torch.Tensor
+    """This rank's mean cross entropy."""
+    balance: torch.Tensor
+    """Its part of the load-balancing loss, of which all ranks' mean is the whole; 0 without experts."""
+    norm: torch.Tensor
+    """Of all ranks' gradient, of both losses."""
 
 
 class Training:
@@ -92,12 +103,10 @@ class Training:
             self.optimizer, settings.optimizer.lr, settings.training.steps, settings.schedule, self.done
         )
 
-    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Train on the next batch; returns this rank's mean loss, and the norm of all ranks' gradient.
-
-        The loss is the cross entropy alone, the norm that of all that is trained on.
-        """
-        losses = []
+    def step(self) -> Step:
+        """Train on the next batch."""
+        coefficient = self._settings.model.router_aux_loss_coef
+        losses, balances = [], []
         for index in range(self._accumulation):
             # Gradients travel with the last microbatch alone.
             last = index == self._accumulation - 1
@@ -105,15 +114,16 @@ class Training:
                 rows = next(self._batches).to(self._ranks.device, non_blocking=True)
                 logits, balance = logits_and_balance(self.model, rows[:, :-1])
                 loss = self._mean_loss(logits, rows)
-                ((loss + balance) / self._accumulation).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach() / self._accumulation)
+                ((loss + coefficient * balance) / self._accumulation).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            balances.append(balance.detach())
         norm = polyshard.clip_grad_norm_(self.model, self._settings.optimizer.clip)
         self.optimizer.step()
         self._scheduler.step()
         self.optimizer.zero_grad()
         self.done += 1
         self._sequences += self._settings.training.batch
-        return torch.stack(losses).sum(), norm
+        return Step(torch.stack(losses).mean(), torch.stack(balances).mean(), norm)
 
     def _mean_loss(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         targets = rows[:, 1:]
@@ -150,7 +160,7 @@ class Training:
         """
         settings = self._settings
         clock = self._clock()
-        waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        waiting: list[Step] = []
         retries = 0
         first = self.done
         while self.done < last:
@@ -194,11 +204,13 @@ class Training:
             None if peak is None else peak * self._ranks.world_size,
         )
 
-    def _trained(self, waiting: list[tuple[torch.Tensor, torch.Tensor]], rate: float, clock: Clock) -> Trained:
+    def _trained(self, waiting: list[Step], rate: float, clock: Clock) -> Trained:
         # Losses are read here only: each reading waits for the device, and for the other ranks.
-        losses = [loss / self._ranks.world_size for loss in self._ranks.total([loss for loss, _ in waiting])]
-        norms = [norm.item() for _, norm in waiting]
+        totals = self._ranks.total([value for step in waiting for value in (step.loss, step.balance)])
+        means = [total / self._ranks.world_size for total in totals]
+        losses, balances = means[::2], means[1::2] if self._settings.model.num_local_experts else []
+        norms = [step.norm.item() for step in waiting]
         speed = clock.read(len(waiting))
         mine = Memory.look(self._ranks.device)
         peak, retries, ooms = map(int, self._ranks.largest([mine.peak_nbytes, mine.retries, mine.ooms]))
-        return Trained(self.done, losses, norms, rate, speed, Memory(peak, retries, ooms))
+        return Trained(self.done, losses, balances, norms, rate, speed, Memory(peak, retries, ooms))

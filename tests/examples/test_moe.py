@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -60,8 +60,16 @@ def settings_of(name: str, folder: Path, **changes: Any) -> Any:
     return load_settings(CONFIGS[name], [f"{key}={value}" for key, value in chosen.items()], environ={})
 
 
-def train_steps(rank: int, name: str, folder: Path, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Losses of all ranks, and gradient norms, of each step."""
+class Curves(NamedTuple):
+    """Of all ranks, by step."""
+
+    losses: list[float]
+    balances: list[float]
+    norms: list[float]
+
+
+def train_steps(rank: int, name: str, folder: Path, changes: dict[str, Any]) -> Curves:
+    """What a rank knows of a run over a mesh."""
     # torchdata 0.11 tells torch what it uses, in a way that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
     with importing_from(EXAMPLE):
@@ -75,12 +83,13 @@ def train_steps(rank: int, name: str, folder: Path, changes: dict[str, Any]) -> 
         tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
         training = Training(settings, ranks, tokens)
         steps = [training.step() for _ in range(STEPS)]
-        losses = [total / 4 for total in ranks.total([loss for loss, _ in steps])]
+        losses, balances = ([step.loss for step in steps], [step.balance for step in steps])
+        means = [[total / 4 for total in ranks.total(values)] for values in (losses, balances)]
         polyshard.close(training.model)
-        return losses, [norm.item() for _, norm in steps]
+        return Curves(*means, [step.norm.item() for step in steps])
 
 
-def plain_steps(name: str, folder: Path) -> tuple[list[float], list[float], list[list[int]]]:
+def plain_steps(name: str, folder: Path) -> tuple[Curves, list[list[int]]]:
     """The same of Transformers' own model in one process, with the whole batch; tokens of each expert, by step."""
     from loader import Share
     from model import Initializer, model_config
@@ -102,7 +111,7 @@ def plain_steps(name: str, folder: Path) -> tuple[list[float], list[float], list
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     batches = iter(Share(len(rows), 4, 0, 1, seed=0))
-    losses, norms, counts = [], [], []
+    curves, counts = Curves([], [], []), []
     for rate in (0.005, 0.01, 0.01, 0.00775, 0.00325):
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -110,14 +119,16 @@ def plain_steps(name: str, folder: Path) -> tuple[list[float], list[float], list
         asked = {"output_router_logits": True} if name == "mixtral" else {}
         made = model(input_ids=batch[:, :-1], use_cache=False, **asked)
         loss = torch.nn.functional.cross_entropy(made.logits.flatten(0, 1), batch[:, 1:].flatten())
-        (loss + 0.1 * made.aux_loss if asked else loss).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        balance = made.aux_loss if asked else torch.zeros(())
+        (loss + 0.1 * balance).backward()
+        curves.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        curves.losses.append(loss.item())
+        curves.balances.append(balance.item())
         for logits in made.router_logits if asked else ():
             counts.append(torch.bincount(logits.topk(2).indices.flatten(), minlength=9).tolist())
-    return losses, norms, counts
+    return curves, counts
 
 
 @pytest.fixture
@@ -149,15 +160,16 @@ def example() -> Iterator[None]:
     ],
 )
 def test_ranks_of_a_mesh_train_as_one_process_does(name: str, meshes: Sequence[dict[str, Any]], tmp_path: Path) -> None:
-    losses, norms, counts = plain_steps(name, tmp_path / "run")
+    expected, counts = plain_steps(name, tmp_path / "run")
     if name == "mixtral":
         assert any(0 in each for each in counts), "every expert has tokens in every step"
-    assert losses[-1] < losses[0] - 0.05
+    assert expected.losses[-1] < expected.losses[0] - 0.05
     for changes in meshes:
         # fp32, in which sums over ranks have another order than in one process.
-        for found, found_norms in RANKS.run(4, train_steps, name, tmp_path / "run", changes):
-            assert found == pytest.approx(losses, abs=1e-5), changes
-            assert found_norms == pytest.approx(norms, rel=1e-4), changes
+        for found in RANKS.run(4, train_steps, name, tmp_path / "run", changes):
+            assert found.losses == pytest.approx(expected.losses, abs=1e-5), changes
+            assert found.balances == pytest.approx(expected.balances, abs=1e-5), changes
+            assert found.norms == pytest.approx(expected.norms, rel=1e-4), changes
 
 
 @pytest.mark.usefixtures("example")
