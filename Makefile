@@ -25,7 +25,7 @@ PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 RANKS ?= $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo pretrain test check static quick test-nightly test-faults test-gpu bench clean
+.PHONY: help demo pretrain moe test check static quick test-nightly test-faults test-gpu bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -37,6 +37,10 @@ demo: $(READY)  ## train the example: 2 CPU ranks, or one rank per GPU; RANKS=3,
 pretrain: $(READY)  ## pretrain a toy Llama: 2 CPU ranks, or one rank per GPU; RANKS=4, options in ARGS="..."
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node "$(RANKS)" $(LAUNCH) \
 	    examples/pretrain/train.py --config examples/pretrain/llama_toy.toml $(ARGS)
+
+moe: $(READY)  ## train a toy mixture of experts: 2 CPU ranks, or one rank per GPU; RANKS=4, options in ARGS="..."
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node "$(RANKS)" $(LAUNCH) \
+	    examples/pretrain/train.py --config examples/moe/mixtral_toy.toml $(ARGS)
 
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
 	$(PY) -m pytest -m "not gpu and not nightly and not faults" --ignore tests/gpu $(PARALLEL) $(ARGS)

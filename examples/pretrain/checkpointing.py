@@ -55,6 +55,11 @@ def keeps_order(changes: Mapping[str, str]) -> bool:
     return "text" not in changes and not any(name in changes for name in _ORDER)
 
 
+def keeps_ranks(changes: Mapping[str, str]) -> bool:
+    """Whether ranks still share the run in the same way, so that what each had for itself is of use to it."""
+    return "ranks" not in changes and not any(name.startswith("parallel.") for name in changes)
+
+
 class Checkpoints:
     """Those of one run, in a folder of its own."""
 

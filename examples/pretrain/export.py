@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import polyshard_huggingface
+from model import Model
 from ranks import Ranks
 from tokens import Tokens
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 
-def export(model: LlamaForCausalLM, tokens: Tokens, folder: Path, ranks: Ranks) -> None:
+def export(model: Model, tokens: Tokens, folder: Path, ranks: Ranks) -> None:
     """Write weights, configuration and tokenizer so that ``from_pretrained(folder)`` reads them. All ranks call it."""
     polyshard_huggingface.save(model, folder)
     if ranks.is_first:

@@ -8,8 +8,9 @@ import time
 from dataclasses import dataclass
 
 import torch
+from model import Config
 from settings import Settings
-from transformers import LlamaConfig
+from transformers import MixtralConfig
 
 #: Dense bf16 operations a second, in units of 10**12, from the manufacturers' data sheets. The first that is in the
 #: device's name counts.
@@ -25,14 +26,18 @@ _PEAK_TFLOPS = {
 }
 
 
-def matmul_parameters(config: LlamaConfig) -> int:
-    """Parameters with which each token is multiplied: all but the embedding's and the norms'."""
-    heads = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
-    block = config.hidden_size * (heads + 3 * config.intermediate_size)
+def matmul_parameters(config: Config) -> int:
+    """Parameters with which each token is multiplied: all but the embedding's, the norms', and experts of others."""
+    size = config.hidden_size // config.num_attention_heads
+    heads = size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    experts, router = 1, 0
+    if isinstance(config, MixtralConfig):
+        experts, router = config.num_experts_per_tok, config.num_local_experts
+    block = config.hidden_size * (heads + router + 3 * experts * config.intermediate_size)
     return int(config.num_hidden_layers * block + config.vocab_size * config.hidden_size)
 
 
-def flops_per_token(config: LlamaConfig, context: int) -> int:
+def flops_per_token(config: Config, context: int) -> int:
     """Floating-point operations of a forward and its backward for one token: ``6 N + 12 L H Q T``.
 
     The formula of PaLM (Chowdhery et al. 2022, appendix B), in which model-FLOPs utilisation is usually given: ``N``
@@ -40,7 +45,7 @@ def flops_per_token(config: LlamaConfig, context: int) -> int:
     which counts, masked or not. What activation checkpointing computes again is no work of the model's, and not
     counted.
     """
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context
+    attention = 12 * config.num_hidden_layers * config.hidden_size * context
     return int(6 * matmul_parameters(config) + attention)
 
 

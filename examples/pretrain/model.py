@@ -1,50 +1,70 @@
-"""Transformers' Llama: nothing in it knows that it will be sharded."""
+"""Transformers' Llama or Mixtral: nothing in it knows that it will be sharded."""
 
 from __future__ import annotations
 
 import zlib
+from typing import TypeAlias
 
 import torch
+from experts import Experts, balance_loss
 from settings import Settings
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+
+#: Without experts, and with some. Transformers' Mixtral is its Llama with experts in each block.
+Model: TypeAlias = LlamaForCausalLM | MixtralForCausalLM
+Config: TypeAlias = LlamaConfig | MixtralConfig
 
 
-def llama_config(settings: Settings, vocabulary: int, end_of_text: int) -> LlamaConfig:
+def model_config(settings: Settings, vocabulary: int, end_of_text: int) -> Config:
     """What ``settings`` ask for. ``vocabulary``: tokens that there are; ``end_of_text``: the one between documents."""
     model = settings.model
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_hidden_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        max_position_embeddings=settings.training.context,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-        tie_word_embeddings=model.tie_word_embeddings,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "max_position_embeddings": settings.training.context,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
+    if not model.num_local_experts:
+        return LlamaConfig(**shape)
+    return MixtralConfig(
+        **shape,
+        num_local_experts=model.num_local_experts,
+        num_experts_per_tok=model.num_experts_per_tok,
+        router_aux_loss_coef=model.router_aux_loss_coef,
     )
 
 
-def build_on_meta(config: LlamaConfig) -> LlamaForCausalLM:
+def build_on_meta(config: Config) -> Model:
     """The model without memory for its parameters, which are fp32."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        if isinstance(config, MixtralConfig):
+            model = MixtralForCausalLM(config)
+            for block in model.model.layers:
+                block.mlp.experts = Experts(config)
+        else:
+            model = LlamaForCausalLM(config)
     # A few numbers that follow from the configuration, and that no one would compute again.
-    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model
 
 
 class Initializer:
-    """Fills the parameters of one module after another, each from a stream of random numbers of its own.
+    """Fills one parameter after another, each from a stream of random numbers of its own.
 
     What a parameter begins with follows from its name and the seed, whatever is initialised before it, and where.
     """
 
-    def __init__(self, model: LlamaForCausalLM, seed: int) -> None:
+    def __init__(self, model: Model, seed: int) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._std: float = model.config.initializer_range
         self._seed = seed
@@ -52,11 +72,11 @@ class Initializer:
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
         """Fill the parameters that ``module`` holds directly."""
-        seed = zlib.crc32(f"{self._seed}:{self._names[module]}".encode())
-        for parameter in module.parameters(recurse=False):
-            if isinstance(module, LlamaRMSNorm):
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, (LlamaRMSNorm, MixtralRMSNorm)):
                 parameter.fill_(1.0)
             else:
+                seed = zlib.crc32(f"{self._seed}:{self._names[module]}.{name}".encode())
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 parameter.normal_(std=self._std, generator=generator)
 
@@ -65,6 +85,16 @@ def logits_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """``[sequences, context, vocabulary]`` for ``inputs``, int64 ``[sequences, context]``."""
     logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
     return logits
+
+
+def logits_and_balance(model: Model, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits_of``, and the load-balancing loss of its experts; 0 of a model without."""
+    config = model.config
+    if not isinstance(config, MixtralConfig):
+        logits = logits_of(model, inputs)
+        return logits, logits.new_zeros(())
+    made = model(input_ids=inputs, use_cache=False, output_router_logits=True)
+    return made.logits, balance_loss(made.router_logits, config.num_experts_per_tok)
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -100,6 +100,19 @@ def join_ranks(shard: polyshard.ShardConfig) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def pretend_ranks(world_size: int) -> Iterator[None]:
+    """Inside, this process is the first of so many ranks, of which it is the only one: nothing travels."""
+    # Torch's own stand-in, which its tests have; importing it makes it known.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def _device(shard: polyshard.ShardConfig, local_rank: int, ranks_here: int) -> torch.device:
     if shard.device is not None and shard.device.type != "cuda":
         return shard.device

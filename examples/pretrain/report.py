@@ -21,6 +21,8 @@ class Trained:
     """Steps done."""
     losses: list[float]
     """Of each step since the last report, over all ranks and before that step's update, nats a token."""
+    balances: list[float]
+    """The load-balancing loss of experts in each of these steps, as many as a token meets where all are as busy."""
     gradient_norms: list[float]
     """Over all parameters, before clipping."""
     rate: float
@@ -33,8 +35,9 @@ class Trained:
     def line(self) -> str:
         """Everything but the step, in words."""
         mfu = "" if self.speed.mfu is None else f"  MFU {self.speed.mfu:.1%}"
+        balance = f"  balance {self.balances[-1]:.3f}" if self.balances else ""
         return (
-            f"loss {self.losses[-1]:.4f}  norm {self.gradient_norms[-1]:.2f}  lr {self.rate:.2e}  "
+            f"loss {self.losses[-1]:.4f}{balance}  norm {self.gradient_norms[-1]:.2f}  lr {self.rate:.2e}  "
             f"{self.speed.tokens_per_second:,.0f} tokens/s{mfu}  memory {readable(self.memory.peak_nbytes)}  "
             f"retries {self.memory.retries}"
         )
@@ -162,6 +165,8 @@ class Board(Silent):
         for step, (loss, norm) in enumerate(zip(now.losses, now.gradient_norms, strict=True), first):
             self._writer.add_scalar("loss/train", loss, step)
             self._writer.add_scalar("gradient_norm", norm, step)
+        for step, balance in enumerate(now.balances, first):
+            self._writer.add_scalar("loss/balance", balance, step)
         scalars = {
             "learning_rate": now.rate,
             "speed/tokens_per_second": now.speed.tokens_per_second,

@@ -24,7 +24,7 @@ SMALLEST_VOCABULARY = 257
 
 @dataclass(frozen=True)
 class Model:
-    """``[model]``: a Llama, in the names of Transformers' ``LlamaConfig``."""
+    """``[model]``: a Llama, in the names of Transformers' ``LlamaConfig``; with experts a Mixtral, in those of its."""
 
     hidden_size: int = 128
     intermediate_size: int = 352
@@ -33,9 +33,17 @@ class Model:
     num_key_value_heads: int = 2
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 2
+    router_aux_loss_coef: float = 0.01
 
     def __post_init__(self) -> None:
-        _at_least_one("model", self)
+        _at_least_one("model", self, besides=("num_local_experts",))
+        if self.num_local_experts and not self.num_experts_per_tok <= self.num_local_experts:
+            raise ConfigError(
+                f"model.num_experts_per_tok is {self.num_experts_per_tok}, of {self.num_local_experts} "
+                "model.num_local_experts. Give no more than there are; 0 experts are a Llama without any."
+            )
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ConfigError(
                 f"model.hidden_size {self.hidden_size} is no even multiple of model.num_attention_heads "
@@ -86,7 +94,10 @@ class Training:
         _at_least_one("training", self, besides=("seed",))
 
     def accumulation(self, world_size: int) -> int:
-        """Microbatches that each of ``world_size`` ranks computes a step. Raises ``ConfigError`` where none fits."""
+        """Microbatches that each of ``world_size`` ranks with other data computes a step.
+
+        Raises ``ConfigError`` where none fits.
+        """
         together = self.microbatch * world_size
         if self.batch % together:
             raise ConfigError(
@@ -99,6 +110,40 @@ class Training:
     def tokens_per_step(self) -> int:
         """Of all ranks together."""
         return self.batch * self.context
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """``[parallel]``: along which dimensions ranks share the batch, the parameters and the experts."""
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least_one("parallel", self, besides=("dp_shard",) if self.dp_shard == -1 else ())
+
+    def sizes(self, world_size: int) -> dict[str, int]:
+        """The mesh of ``world_size`` ranks; those along the last dimension are neighbours. Raises ``ConfigError``."""
+        others = self.dp_replicate * self.tp
+        dp_shard = world_size // others if self.dp_shard == -1 else self.dp_shard
+        if not dp_shard or dp_shard * others != world_size:
+            asked = "" if self.dp_shard == -1 else f" times parallel.dp_shard {self.dp_shard}"
+            raise ConfigError(
+                f"parallel.dp_replicate {self.dp_replicate} times parallel.tp {self.tp}{asked} does not make "
+                f"{world_size} rank(s). Change one of them or the ranks; dp_shard = -1 is what the others leave."
+            )
+        if dp_shard % self.ep:
+            raise ConfigError(
+                f"parallel.ep {self.ep} does not divide parallel.dp_shard {dp_shard}, among whose ranks experts are "
+                "shared. Change one of them."
+            )
+        return {"dp_replicate": self.dp_replicate, "edp": dp_shard // self.ep, "ep": self.ep, "tp": self.tp}
+
+    def data_ranks(self, world_size: int) -> int:
+        """How many of ``world_size`` ranks have other sequences. Raises ``ConfigError`` as ``sizes`` does."""
+        return world_size // self.sizes(world_size)["tp"]
 
 
 @dataclass(frozen=True)
@@ -172,7 +217,7 @@ class Checkpoint:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        _at_least_one("checkpoint", self)
+        _at_least_one("checkpoint", self, besides=("every",) if self.every == 0 else ())
 
 
 @dataclass(frozen=True)
@@ -196,6 +241,7 @@ class Settings:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
@@ -205,14 +251,43 @@ class Settings:
     output: Output = field(default_factory=Output)
     shard: polyshard.ShardConfig = field(default_factory=polyshard.ShardConfig)
 
+    def __post_init__(self) -> None:
+        model, parallel, strategy = self.model, self.parallel, self.shard.strategy
+        if strategy.hybrid != (parallel.dp_replicate > 1):
+            raise ConfigError(
+                f"shard.strategy is {strategy.value!r} and parallel.dp_replicate {parallel.dp_replicate}: a hybrid "
+                "strategy, and no other, replicates over two ranks or more. Change one of them."
+            )
+        if parallel.ep > 1 and not model.num_local_experts:
+            raise ConfigError(f"parallel.ep is {parallel.ep}, but model.num_local_experts is 0. Change one of them.")
+        # Heads, features and tokens of which each rank computes as many.
+        for name, whole in (
+            ("model.num_key_value_heads", model.num_key_value_heads),
+            ("model.intermediate_size", model.intermediate_size),
+            ("training.context", self.training.context),
+        ):
+            if whole % parallel.tp:
+                raise ConfigError(f"parallel.tp {parallel.tp} does not divide {name} {whole}. Change one of them.")
+        self._refuse_parts()
+
+    def _refuse_parts(self) -> None:
+        """Until polyshard puts together what ranks along ``tp`` and ``ep`` have other parts of."""
+        if max(self.parallel.tp, self.parallel.ep) > 1 and (self.checkpoint.every or self.output.export):
+            raise ConfigError(
+                "Checkpoints and exports are not written yet where parallel.tp or parallel.ep divide parameters. Set "
+                "checkpoint.every = 0 and output.export = false."
+            )
+
     def deciding(self) -> dict[str, Any]:
         """The settings on which the numbers of a step depend, by ``table.name``; text and ranks aside."""
-        tables = ("model", "training", "optimizer", "schedule")
+        tables = ("model", "training", "parallel", "optimizer", "schedule")
         found = {
             f"{table}.{name}": value
             for table in tables
             for name, value in dataclasses.asdict(getattr(self, table)).items()
         }
+        # The number of ranks tells what it comes to.
+        del found["parallel.dp_shard"]
         return {**found, "shard.precision": str(self.shard.precision)}
 
 
@@ -220,6 +295,7 @@ _TABLES: Mapping[str, type[Any]] = {
     "model": Model,
     "data": Data,
     "training": Training,
+    "parallel": Parallel,
     "optimizer": Optimizer,
     "schedule": Schedule,
     "activation_checkpointing": ActivationCheckpointing,

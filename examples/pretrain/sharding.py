@@ -1,4 +1,4 @@
-"""From a Llama on the meta device to one that this rank trains its share of."""
+"""From a model on the meta device to one that this rank trains its share of."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ import dataclasses
 import polyshard
 import torch
 from activations import checkpoint_blocks
-from model import Initializer, build_on_meta
+from model import Config, Initializer, Model, build_on_meta
+from parallel import parallelize
 from settings import Settings
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.distributed.device_mesh import DeviceMesh
 
 
-def build_sharded(settings: Settings, config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
-    """Build, prepare and shard the model; each rank keeps its share, in fp32. Every rank calls it.
+def build_sharded(settings: Settings, config: Config, device: torch.device, mesh: DeviceMesh) -> Model:
+    """Build, prepare and shard the model; each rank keeps its share, in fp32. Every rank of ``mesh`` calls it.
 
-    The order matters to none of the three: checkpointing stands inside of a block's forward, compiling around that, and
-    polyshard gathers around both.
+    Other parallelisms come first. The order of the rest matters to none of the three: checkpointing stands inside of a
+    block's forward, compiling around that, and polyshard gathers around both.
     """
     model = build_on_meta(config)
+    parallelize(model, mesh)
     blocks = model.model.layers
     checkpoint_blocks(blocks, settings.activation_checkpointing)
     if settings.compile.blocks:
         for block in blocks:
             block.compile(backend=settings.compile.backend)
-    shard = dataclasses.replace(settings.shard, device=device)
+    shard = dataclasses.replace(
+        settings.shard,
+        device=device,
+        mesh=mesh,
+        shard=("edp", "ep"),
+        replicate="dp_replicate" if settings.shard.strategy.hybrid else None,
+    )
     polyshard.shard(model, shard, initializer=Initializer(model, settings.training.seed))
     return model
 

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import polyshard
 import torch
-from checkpointing import Checkpoints, load, require_same
+from checkpointing import Checkpoints, keeps_ranks, load, require_same
 from documents import Files
 from export import export
 from metrics import flops_per_token, matmul_parameters, readable
-from model import llama_config
+from model import Config, build_on_meta, model_config
+from parallel import make_mesh
 from polyshard.errors import ConfigError
-from ranks import Ranks, join_ranks
+from ranks import Ranks, join_ranks, pretend_ranks
 from report import make_reporter
 from settings import Settings, load_settings
 from sharding import build_sharded
 from tokenizers import Tokenizer
 from tokens import Tokens, prepare
 from training import Training
-from transformers import LlamaConfig
 
 #: AdamW keeps two tensors of a parameter's size.
 _ADAMW_STATES = 2
@@ -66,7 +66,7 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
     """
     code = 0
     output = Path(settings.output.folder)
-    settings.training.accumulation(ranks.world_size)
+    settings.training.accumulation(settings.parallel.data_ranks(ranks.world_size))
     tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
     training = Training(settings, ranks, tokens)
     checkpoints = Checkpoints(output / "checkpoints", settings.checkpoint)
@@ -79,10 +79,8 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
             require_same(changes, directory)
         training.go_on(progress, changes)
         notes += [f"going on from {directory}", *(f"accepted: {change}" for change in changes.values())]
-        if len(progress.random) != ranks.world_size:
-            notes.append(
-                f"random numbers begin anew: states are of {len(progress.random)} rank(s), of {ranks.world_size}"
-            )
+        if not keeps_ranks(changes):
+            notes.append("random numbers begin anew: ranks share the run in another way")
     reporter = make_reporter(
         settings.training.steps,
         shown=ranks.is_first,
@@ -96,9 +94,8 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
         with polyshard.tell_failures(training.model), polyshard.Preemption(training.model) as preemption:
             training.train(last, reporter, checkpoints, preemption)
         if training.done < last:
-            reporter.note(
-                f"a signal ended the run behind step {training.done}, which is saved: start it again to go on"
-            )
+            kept = "is saved: start it again to go on" if settings.checkpoint.every else "is lost"
+            reporter.note(f"a signal ended the run behind step {training.done}, which {kept}")
             code = preemption.exit_code
         elif settings.output.export and training.done >= settings.training.steps:
             export(training.model, tokens, output / "model", ranks)
@@ -107,15 +104,19 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
     return code
 
 
-def describe(config: LlamaConfig, settings: Settings, world_size: int) -> str:
+def describe(config: Config, settings: Settings, world_size: int) -> str:
     """What runs, in two lines."""
-    training = settings.training
+    training, experts = settings.training, settings.model.num_local_experts
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    name = f"Mixtral of {experts} experts a block, a token meets" if experts else "Llama of"
+    mesh = " x ".join(f"{dim} {size}" for dim, size in settings.parallel.sizes(world_size).items() if size > 1)
+    accumulation = training.accumulation(settings.parallel.data_ranks(world_size))
     return (
-        f"Llama of {matmul_parameters(config):,} parameters without embeddings on {world_size:,} rank(s), {device}, "
-        f"{settings.shard.strategy.value}; {flops_per_token(config, training.context):,} FLOPs a token\n"
-        f"a step: {training.batch} sequences of {training.context} tokens, in {training.accumulation(world_size)} "
-        f"microbatch(es) of {training.microbatch} a rank; torch {torch.__version__}"
+        f"{name} {matmul_parameters(config):,} parameters without embeddings on {world_size:,} rank(s)"
+        f"{f' ({mesh})' if mesh else ''}, {device}, {settings.shard.strategy.value}; "
+        f"{flops_per_token(config, training.context):,} FLOPs a token\n"
+        f"a step: {training.batch} sequences of {training.context} tokens, in {accumulation} microbatch(es) of "
+        f"{training.microbatch} a rank; torch {torch.__version__}"
     )
 
 
@@ -123,24 +124,29 @@ def dry_run(settings: Settings, world_size: int) -> None:
     """Check what can be checked without other ranks, and say what a rank of ``world_size`` needs."""
     files = Files.find(settings.data)
     training = settings.training
-    accumulation = training.accumulation(world_size)
+    accumulation = training.accumulation(settings.parallel.data_ranks(world_size))
     given = settings.data.tokenizer
     vocabulary = Tokenizer.from_file(given).get_vocab_size() if given else settings.data.vocabulary
-    config = llama_config(settings, vocabulary, 0)
+    config = model_config(settings, vocabulary, 0)
     # Of all ranks only this one is there. On a GPU its share may be smaller than a whole unit: the CPU has room.
-    pretended = dataclasses.replace(settings.shard, collectives={"name": "fake", "world_size": world_size})
-    model = build_sharded(dataclasses.replace(settings, shard=pretended), config, torch.device("cpu"))
-    report = polyshard.report(model)
+    pretended = dataclasses.replace(settings, shard=dataclasses.replace(settings.shard, collectives="fake"))
+    device = torch.device("cpu")
+    with pretend_ranks(world_size):
+        mesh = make_mesh(settings.parallel, world_size, device)
+        report = polyshard.report(build_sharded(pretended, config, device, mesh))
     print(describe(config, settings, world_size))
     print(
         f"text: {len(files.train)} files to learn from, {len(files.held_out)} held out, {readable(files.nbytes)}; all "
         f"{training.steps:,} steps are trained on {training.steps * training.tokens_per_step:,} tokens"
     )
+    # The report has this rank's parts of them alone.
+    parameters = sum(parameter.numel() for parameter in build_on_meta(config).parameters())
     print(
         f"memory of a rank, activations aside: {readable(report.total_nbytes(_ADAMW_STATES))}; "
-        f"{report.parameters:,} parameters in {report.units} units"
+        f"{parameters:,} parameters in {report.units} units"
     )
-    print(f"checkpoints of {readable(report.parameters * 4 * (1 + _ADAMW_STATES))}, {settings.checkpoint.keep} kept")
+    if settings.checkpoint.every:
+        print(f"checkpoints of {readable(parameters * 4 * (1 + _ADAMW_STATES))}, {settings.checkpoint.keep} kept")
     if accumulation > 1:
         print("gradients of the whole model wait on each rank: more than one microbatch a step")
 

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import polyshard
 import torch
-from checkpointing import Checkpoints, Progress, keeps_order
+from checkpointing import Checkpoints, Progress, keeps_order, keeps_ranks
 from loader import Sequences, held_out_batch, make_loader
 from metrics import Clock, Memory, flops_per_token, peak_flops
-from model import llama_config, logits_of, summed_loss
+from model import logits_and_balance, logits_of, model_config, summed_loss
+from parallel import make_mesh
 from ranks import Ranks
 from report import Reporter, Trained
 from schedule import make_scheduler
 from settings import Settings
 from sharding import build_sharded, make_optimizer
 from tokens import Tokens
+
+
+class Step(NamedTuple):
+    """What a step was, before its update."""
+
+    loss: torch.Tensor
+    """This rank's mean cross entropy."""
+    balance: torch.Tensor
+    """Its part of the load-balancing loss, of which all ranks' mean is the whole; 0 without experts."""
+    norm: torch.Tensor
+    """Of all ranks' gradient, of both losses."""
 
 
 class Training:
@@ -27,10 +39,14 @@ class Training:
         self._settings = settings
         self._ranks = ranks
         self._tokens = tokens
-        self._accumulation = settings.training.accumulation(ranks.world_size)
+        # Ranks along tp, which are neighbours, have the same sequences.
+        self._data_rank = ranks.rank // settings.parallel.tp
+        self._data_ranks = settings.parallel.data_ranks(ranks.world_size)
+        self._accumulation = settings.training.accumulation(self._data_ranks)
         self._held_out = Sequences(tokens.held_out, settings.training.context, "data.held_out")
-        self.config = llama_config(settings, tokens.vocabulary, tokens.end_of_text)
-        self.model = build_sharded(settings, self.config, ranks.device)
+        self.config = model_config(settings, tokens.vocabulary, tokens.end_of_text)
+        mesh = make_mesh(settings.parallel, ranks.world_size, ranks.device)
+        self.model = build_sharded(settings, self.config, ranks.device, mesh)
         self.optimizer = make_optimizer(self.model, settings, ranks.device)
         # As the settings have them: a checkpoint brings its own.
         self._numbers = [
@@ -67,7 +83,7 @@ class Training:
             group.update(numbers)
         self._begin(None if changes else progress.loaders[self._ranks.rank])
         # Behind the loader, which draws a seed when it begins.
-        if len(progress.random) == self._ranks.world_size:
+        if keeps_ranks(changes):
             polyshard.restore_random_states(self.model, progress.random)
 
     def _begin(self, loader: dict[str, Any] | None) -> None:
@@ -75,8 +91,8 @@ class Training:
         self._loader = make_loader(
             self._tokens,
             settings,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            rank=self._data_rank,
+            world_size=self._data_ranks,
             start=self._sequences,
             pinned=ranks.device.type == "cuda",
         )
@@ -87,41 +103,46 @@ class Training:
             self.optimizer, settings.optimizer.lr, settings.training.steps, settings.schedule, self.done
         )
 
-    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Train on the next batch; returns this rank's mean loss, and the norm of all ranks' gradient."""
-        losses = []
+    def step(self) -> Step:
+        """Train on the next batch."""
+        coefficient = self._settings.model.router_aux_loss_coef
+        losses, balances = [], []
         for index in range(self._accumulation):
             # Gradients travel with the last microbatch alone.
             last = index == self._accumulation - 1
             with nullcontext() if last else polyshard.no_sync(self.model):
-                loss = self._loss_of(next(self._batches)) / self._accumulation
-                loss.backward()  # type: ignore[no-untyped-call]
+                rows = next(self._batches).to(self._ranks.device, non_blocking=True)
+                logits, balance = logits_and_balance(self.model, rows[:, :-1])
+                loss = self._mean_loss(logits, rows)
+                ((loss + coefficient * balance) / self._accumulation).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
+            balances.append(balance.detach())
         norm = polyshard.clip_grad_norm_(self.model, self._settings.optimizer.clip)
         self.optimizer.step()
         self._scheduler.step()
         self.optimizer.zero_grad()
         self.done += 1
         self._sequences += self._settings.training.batch
-        return torch.stack(losses).sum(), norm
+        return Step(torch.stack(losses).mean(), torch.stack(balances).mean(), norm)
 
-    def _loss_of(self, rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.to(self._ranks.device, non_blocking=True)
+    def _mean_loss(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         targets = rows[:, 1:]
-        return self._loss(logits_of(self.model, rows[:, :-1]), targets) / targets.numel()
+        return self._loss(logits, targets) / targets.numel()
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """The mean loss over the first ``evaluation.batches`` batches of held-out text, nats a token."""
         ranks, training = self._ranks, self._settings.training
-        available = math.ceil(len(self._held_out) / (training.microbatch * ranks.world_size))
+        available = math.ceil(len(self._held_out) / (training.microbatch * self._data_ranks))
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         count = 0
         for batch in range(min(self._settings.evaluation.batches, available)):
-            rows = held_out_batch(self._held_out, batch, self._settings, rank=ranks.rank, world_size=ranks.world_size)
+            rows = held_out_batch(
+                self._held_out, batch, self._settings, rank=self._data_rank, world_size=self._data_ranks
+            ).to(ranks.device)
             if len(rows):
-                total += self._loss_of(rows).double() * len(rows)
+                total += self._mean_loss(logits_of(self.model, rows[:, :-1]), rows).double() * len(rows)
             else:
                 # Nothing is left for this rank, but the others need its share of the parameters.
                 logits_of(self.model, torch.zeros(1, training.context, dtype=torch.int64, device=ranks.device))
@@ -139,7 +160,7 @@ class Training:
         """
         settings = self._settings
         clock = self._clock()
-        waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        waiting: list[Step] = []
         retries = 0
         first = self.done
         while self.done < last:
@@ -148,7 +169,8 @@ class Training:
             if preemption.requested():
                 last = self.done
             evaluates = self.done % settings.evaluation.every == 0 or self.done == settings.training.steps
-            saves = self.done % settings.checkpoint.every == 0 or self.done == last
+            every = settings.checkpoint.every
+            saves = every > 0 and (self.done % every == 0 or self.done == last)
             # The first step shows that all is well, and is not waited for as long.
             reports = self.done % settings.output.report_every == 0 or self.done == first + 1
             if not (evaluates or saves or reports):
@@ -182,11 +204,13 @@ class Training:
             None if peak is None else peak * self._ranks.world_size,
         )
 
-    def _trained(self, waiting: list[tuple[torch.Tensor, torch.Tensor]], rate: float, clock: Clock) -> Trained:
+    def _trained(self, waiting: list[Step], rate: float, clock: Clock) -> Trained:
         # Losses are read here only: each reading waits for the device, and for the other ranks.
-        losses = [loss / self._ranks.world_size for loss in self._ranks.total([loss for loss, _ in waiting])]
-        norms = [norm.item() for _, norm in waiting]
+        totals = self._ranks.total([value for step in waiting for value in (step.loss, step.balance)])
+        means = [total / self._ranks.world_size for total in totals]
+        losses, balances = means[::2], means[1::2] if self._settings.model.num_local_experts else []
+        norms = [step.norm.item() for step in waiting]
         speed = clock.read(len(waiting))
         mine = Memory.look(self._ranks.device)
         peak, retries, ooms = map(int, self._ranks.largest([mine.peak_nbytes, mine.retries, mine.ooms]))
-        return Trained(self.done, losses, norms, rate, speed, Memory(peak, retries, ooms))
+        return Trained(self.done, losses, balances, norms, rate, speed, Memory(peak, retries, ooms))

@@ -48,8 +48,8 @@ def settings_of(*overrides: str) -> Any:
 def plain_llama(settings: Any, vocabulary: int) -> Any:
     """The model as a run begins with it, whole and on the CPU."""
     model = part("model")
-    config = model.llama_config(settings, vocabulary, 0)
-    net = model.LlamaForCausalLM(config)
+    config = model.model_config(settings, vocabulary, 0)
+    net = (model.MixtralForCausalLM if settings.model.num_local_experts else model.LlamaForCausalLM)(config)
     initialise = model.Initializer(net, settings.training.seed)
     # Another order than a sharded model's.
     for module in reversed(list(net.modules())):
@@ -91,6 +91,14 @@ def data_of(**changes: Any) -> Any:
         ("activation_checkpointing.mode=some", "There are: none, full, selective"),
         ("model.num_key_value_heads=3", "not divisible by model.num_key_value_heads 3"),
         ("model.num_attention_heads=3", "even multiple of model.num_attention_heads 3"),
+        ("model.num_local_experts=1", "model.num_experts_per_tok is 2, of 1"),
+        ("parallel.dp_shard=0", "parallel.dp_shard is 0. Give at least 1"),
+        ("parallel.dp_replicate=2", "strategy is 'full_shard' and parallel.dp_replicate 2"),
+        ("shard.strategy=hybrid_shard", "strategy is 'hybrid_shard' and parallel.dp_replicate 1"),
+        ("parallel.ep=2", "parallel.ep is 2, but model.num_local_experts is 0"),
+        ("parallel.tp=4", "parallel.tp 4 does not divide model.num_key_value_heads 2"),
+        # Until they are.
+        ("parallel.tp=2", "not written yet .* checkpoint.every = 0 and output.export = false"),
     ],
 )
 def test_a_wrong_setting_is_named(override: str, words: str) -> None:
@@ -115,6 +123,22 @@ def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
     assert [training.accumulation(ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
     with pytest.raises(ConfigError, match=r"training.batch 16 is no multiple of 12, .* on 3 rank"):
         training.accumulation(3)
+
+
+def test_ranks_lie_along_the_dimensions_that_were_asked_for_or_are_refused() -> None:
+    parallel = part("settings").Parallel
+    assert parallel(tp=2, ep=2).sizes(8) == {"dp_replicate": 1, "edp": 2, "ep": 2, "tp": 2}
+    asked = parallel(dp_replicate=2, dp_shard=4, tp=2, ep=4)
+    assert asked.sizes(16) == {"dp_replicate": 2, "edp": 1, "ep": 4, "tp": 2}
+    assert asked.data_ranks(16) == 8
+    for wrong, ranks, words in (
+        (asked, 8, "parallel.dp_shard 4 does not make 8 rank"),
+        (parallel(tp=2), 5, "parallel.tp 2 does not make 5 rank"),
+        (parallel(tp=2), 1, "does not make 1 rank"),
+        (parallel(ep=3), 4, "parallel.ep 3 does not divide parallel.dp_shard 4"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            wrong.sizes(ranks)
 
 
 def test_rates_rise_over_the_warm_up_and_fall_as_their_shape_says() -> None:
@@ -245,11 +269,13 @@ def test_other_settings_text_or_ranks_are_refused_by_name_and_tell_whether_the_o
         assert not checkpointing.keeps_order(found)
 
 
-def test_flops_are_those_that_torch_counts_in_a_forward_and_its_backward() -> None:
-    settings = settings_of(*TINY)
+@pytest.mark.parametrize("experts", [0, 4])
+def test_flops_are_those_that_torch_counts_in_a_forward_and_its_backward(experts: int) -> None:
+    settings = settings_of(*TINY, f"model.num_local_experts={experts}")
     net = plain_llama(settings, 300)
     # Without a fused kernel every product is counted, masked or not.
     net.set_attn_implementation("eager")
+    net.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counted:
         net(torch.randint(300, (3, 8)), use_cache=False).logits.sum().backward()
     assert counted.get_total_flops() == part("metrics").flops_per_token(net.config, 8) * 3 * 8

@@ -104,7 +104,7 @@ def stopped(whole: Run, name: str) -> Path:
 @pytest.mark.usefixtures("example")
 def test_two_ranks_train_as_one_process_with_plain_torch_does(whole: Run) -> None:
     from loader import Share
-    from model import Initializer, llama_config
+    from model import Initializer, model_config
     from settings import load_settings
     from tokens import Tokens
     from transformers import LlamaForCausalLM
@@ -113,7 +113,7 @@ def test_two_ranks_train_as_one_process_with_plain_torch_does(whole: Run) -> Non
     settings = load_settings(EXAMPLE / "llama_toy.toml", words, environ={})
     (cache,) = (whole.folder.parent / "tokens").iterdir()
     tokens = Tokens.read(cache)
-    model = LlamaForCausalLM(llama_config(settings, 300, tokens.end_of_text))
+    model = LlamaForCausalLM(model_config(settings, 300, tokens.end_of_text))
     initialise = Initializer(model, 0)
     for module in model.modules():
         initialise(module)
@@ -200,7 +200,7 @@ def test_another_number_of_ranks_and_compiled_blocks_see_the_same_text(whole: Ru
     ended = start(1, [*arguments(folder), *words, "--accept-changes"])
     assert ended.codes == [0], ended
     assert "accepted: there were 2 ranks and are 1" in ended.output
-    assert "random numbers begin anew: states are of 2 rank(s), of 1" in ended.output
+    assert "random numbers begin anew" in ended.output
     expected, found = scalars(whole.folder, "loss/train"), scalars(folder, "loss/train")
     assert found == pytest.approx(expected, abs=1e-5)
     assert "tokens/s  memory" in ended.output
