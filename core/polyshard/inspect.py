@@ -287,9 +287,15 @@ class ShardedUnit:
         return reduction.layout.shard_numel * reduction.result_dtype.itemsize
 
     @property
-    def gather_buffer(self) -> torch.Tensor | None:
-        """The flat buffer that gathers fill, whose memory comes and goes; None where compute uses the master."""
-        return None if self._unit.permanent else self._unit.buffer.flat
+    def gather_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffer that gathers fill, and what is kept of it behind a forward; their memory comes and goes.
+
+        None where compute uses the master.
+        """
+        if self._unit.permanent:
+            return ()
+        buffer = self._unit.buffer
+        return (buffer.flat,) if buffer.post_forward is None else (buffer.flat, buffer.post_forward.memory)
 
     @property
     def reduction_buffers(self) -> tuple[torch.Tensor, ...]:

@@ -154,6 +154,19 @@ def test_a_unit_kept_after_forward_is_gathered_once() -> None:
     assert kept.most[Kind.GATHERED] == 2 * NUMEL
 
 
+def test_a_part_of_each_unit_is_kept_and_gathered_among_neighbours() -> None:
+    found, without, released = (
+        planned(8, precision="bf16", reshard_after_forward=releases, **batch)
+        for releases, batch in ((2, {}), (2, {"batch": None}), (True, {}))
+    )
+    rows = {row.ranks: row.received_nbytes for row in found.wire if row.operation is Operation.ALL_GATHER}
+    assert rows == {8: NUMEL * 2 * 7 // 8, 2: NUMEL * 2 // 2}
+    assert rows == {row.ranks: row.received_nbytes for row in without.wire if row.operation is Operation.ALL_GATHER}
+    # The halves of the layers, beside what is whole at the forward's end.
+    assert found.most[Kind.GATHERED] - released.most[Kind.GATHERED] == 4 * DEPTH * WIDTH * WIDTH
+    assert found.most[Kind.GATHERED] <= without.most[Kind.GATHERED]
+
+
 def test_without_a_batch_as_much_travels_as_with_one() -> None:
     with_batch, without = planned(4, precision="bf16"), planned(4, precision="bf16", batch=None)
     assert {(row.operation, row.ranks): row.received_nbytes for row in without.wire} == {

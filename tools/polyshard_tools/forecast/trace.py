@@ -138,8 +138,8 @@ class TracedModel:
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
         self._ledger.name(gradients, Kind.GRADIENTS)
         for unit in self.sharded.units:
-            if unit.gather_buffer is not None:
-                self._ledger.name([unit.gather_buffer], Kind.GATHERED)
+            if unit.gather_buffers:
+                self._ledger.name(unit.gather_buffers, Kind.GATHERED)
                 self._ledger.name(unit.reduction_buffers, Kind.REDUCTION)
         self.recorder.begin(Part.OPTIMIZER)
         self._optimizer.step(self._parameters, self.recorder, self._ledger)
