@@ -33,7 +33,7 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
 
 
 class FSDPModule(torch_fsdp.FSDPModule):
-    """The methods of a module that was given to ``fully_shard``.
+    """The methods of a module that was given to ``fully_shard``. Of modules of one list, each acts on all of them.
 
     Those that say so do nothing, since the engine decides by itself what they are for. Programs recognise such modules
     by torch's class, which has no method here that this one lacks.
