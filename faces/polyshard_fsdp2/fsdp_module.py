@@ -34,7 +34,7 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class FSDPModule(TorchFSDPModule):
-    """The methods of a module that was given to ``fully_shard``.
+    """The methods of a module that was given to ``fully_shard``. Of modules of one list, each acts on all of them.
 
     Those that say so do nothing, since the engine decides by itself what they are for. Programs recognise such modules
     by torch's class, which has no method here that this one lacks.

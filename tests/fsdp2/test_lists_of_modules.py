@@ -246,7 +246,7 @@ def _checkpointed(rank: int, reentrant: bool, number: int) -> None:
     both(run)
 
 
-@pytest.mark.parametrize(("reentrant", "number"), [(False, 1), (False, 2), (True, 1)])
+@pytest.mark.parametrize(("reentrant", "number"), [(False, 1), (False, 2), (True, 1), (True, 2)])
 def test_checkpoints_inside_a_group(ranks: KeptRanks, reentrant: bool, number: int) -> None:
     ranks.run(2, _checkpointed, reentrant, number)
 
