@@ -3,8 +3,8 @@
     python benchmarks/checkpoints.py --folder /local/disk/checkpoints --out benchmarks/results/checkpoints.json
     python benchmarks/checkpoints.py --gib 0.05 --small 200 --rounds 1
 
-A model and its AdamW of so many GiB together, in fp32, over gloo processes on the CPU; and one of many small
-parameters. Both write to the same folder and end with fsync; both read files that were just written, so that the disk
+A model and its AdamW of so many GiB together, in fp32, over gloo processes on the CPU; the same model over a mesh, of
+which one dimension of two ranks is tensor parallel; and one of many small parameters. Both write to the same folder and end with fsync; both read files that were just written, so that the disk
 does not count. The two take turns in going first. A time is the slowest rank's, and the median over rounds. *stall*:
 what ``async_save`` keeps the training from, beside what ``save`` takes. The folder's content is removed.
 """
@@ -35,6 +35,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 _GIB = 2**30
 #: AdamW has two values beside each parameter.
@@ -82,9 +84,19 @@ def small(count: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count // 2)))
 
 
-def measured(rank: int, model: nn.Module, what: str, folder: Path, rounds: int) -> Row:
+def parallel(model: nn.Module) -> tuple[nn.Module, polyshard.ShardConfig]:
+    """Pairs of layers cut over two ranks, columns and then rows, to be sharded over the others."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {name: RowwiseParallel() if int(name) % 2 else ColwiseParallel() for name, _ in model.named_children()}
+    parallelize_module(model, mesh["tp"], plan)
+    return model, polyshard.ShardConfig(mesh=mesh, shard="dp")
+
+
+def measured(
+    rank: int, model: nn.Module, what: str, folder: Path, rounds: int, config: polyshard.ShardConfig | None = None
+) -> Row:
     """Every rank calls it."""
-    polyshard.shard(model, polyshard.ShardConfig(collectives="gloo"))
+    polyshard.shard(model, config or polyshard.ShardConfig(collectives="gloo"))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -148,6 +160,9 @@ def _on_rank(rank: int, ranks: int, asked: argparse.Namespace, folder: Path, out
         measured(rank, large(asked.gib), "large parameters", folder, asked.rounds),
         measured(rank, small(asked.small), f"{asked.small} small ones", folder, min(2, asked.rounds)),
     ]
+    if ranks % 2 == 0:
+        model, config = parallel(large(asked.gib))
+        rows.insert(1, measured(rank, model, "large, tensor parallel", folder, asked.rounds, config))
     if rank == 0:
         out.write_text(json.dumps([asdict(row) for row in rows]))
     dist.destroy_process_group()

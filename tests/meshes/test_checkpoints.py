@@ -34,6 +34,11 @@ TP = Plan((1, 4), ("dp", "tp"), DENSE, ("dp",))
 #: Parts of 9 and 8 rows: units of other sizes, so that plain norms in their middle are cut elsewhere.
 UNEVEN = Plan((2, 2), ("dp", "tp"), DENSE, ("dp",))
 HSDP = Plan((2, 2), ("rep", "dp"), DENSE, ("dp",), replicate=("rep",))
+#: Of replicas one keeps the momentum of a piece.
+SHARED = [
+    Plan((2, 1, 2), ("rep", "dp", "tp"), DENSE, ("dp",), replicate=("rep",), optimizer="muon"),
+    dataclasses.replace(HSDP, optimizer="muon"),
+]
 
 
 def trained(rank: int, plan: Plan, folder: str, load: str | None, turns: range) -> tuple[Values, Values]:
@@ -170,7 +175,7 @@ def from_all_forms(rank: int, plan: Plan, folder: str, given: State) -> list[Sta
     return found
 
 
-@pytest.mark.parametrize(("one", "other"), [(UNEVEN, HSDP), (EP, FSDP_TP), (FSDP_TP, EP_FSDP)], ids=str)
+@pytest.mark.parametrize(("one", "other"), [(UNEVEN, HSDP), (EP, FSDP_TP), (FSDP_TP, EP_FSDP), SHARED], ids=str)
 def test_states_in_all_forms(one: Plan, other: Plan, tmp_path: Path) -> None:
     ranks = run(one.world_size, in_all_forms, one, str(tmp_path))
     wanted = ranks[0]

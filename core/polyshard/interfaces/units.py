@@ -199,7 +199,7 @@ class Arrangement:
     dim: int = 0
     """The dimension along which its one parameter is cut, which the ranks must divide evenly: slices have ``numel /
     shards`` elements then. Above 0 this rank's piece is shown with all dimensions, ``[.., n / shards, ..]``, and a
-    gather and a reduction copy the parameter once more. Checkpoints and state refuse such a parameter for now."""
+    gather and a reduction copy the parameter once more."""
 
 
 class Layout(ABC):

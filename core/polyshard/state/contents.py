@@ -79,6 +79,10 @@ class Joint:
             return found
         return {key: local_of(value) if is_dtensor(value) else value for key, value in found.items()}
 
+    def shares_work(self, parameter: nn.Parameter) -> bool:
+        """Whether of ranks with copies of ``parameter`` one alone may have its state."""
+        return hasattr(self._optimizer_of[parameter], "drop_outdated_state")
+
     def replace_state(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
         """Let its optimizer have ``state`` for ``parameter``; None or nothing in it for none."""
         if state and is_dtensor(parameter):

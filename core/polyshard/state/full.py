@@ -14,6 +14,8 @@ from torch import nn
 
 from ..errors import StateError, UnsupportedError
 from ..inspect import ShardedModel, ShardedParameter, ShardedUnit
+from ..interfaces import ReduceOp
+from ..io.boxes import Box, box_within, disjoint
 from .contents import Joint, model_state
 from .sharded import CheckpointTensor, Holding, holdings
 
@@ -69,18 +71,25 @@ def full_optimizer_state(
         for each in holding.sharded
         if each.part is not None and each.piece is not None
     }
-    mine = (specs, parts)
+    shared = {name for given, holding in held.items() if joint.shares_work(given) for name in holding.names}
+    extents = {
+        (name, key): [chunk.box for chunk in value.chunks]
+        for name, states in own["state"].items()
+        for key, value in (states.items() if name in shared else ())
+        if isinstance(value, CheckpointTensor)
+    }
+    mine = (specs, parts, extents)
     everyone = sharded.collectives.all_gather_object(mine) if sharded.collectives.world_size > 1 else [mine]
-    _require_alike([each for _, each in everyone])
+    _require_alike([each for _, each, _ in everyone])
     known: dict[str, dict[str, Any]] = {}
-    for each, _ in everyone:
+    for each, *_ in everyone:
         for name, states in each.items():
             for key, value in states.items():
                 known.setdefault(name, {}).setdefault(key, value)
     by_unit: dict[ShardedUnit, list[_Held]] = {}
     unit_of = {parameter.name: unit for unit in sharded.units for parameter in unit.parameters}
     for given, holding in held.items():
-        if holding.sharded:
+        if holding.sharded and not joint.shares_work(given):
             by_unit.setdefault(unit_of[holding.names[0]], []).append((given, holding))
     found: dict[str, dict[str, Any]] = {}
     for unit in sharded.units:
@@ -88,6 +97,8 @@ def full_optimizer_state(
             continue
         for name, key, tensor in _whole_states(unit, by_unit.get(unit, []), joint, known, receives=receives):
             found.setdefault(name, {})[key] = tensor
+    for name, key, tensor in _from_any(sharded, own, known, [each for *_, each in everyone], receives=receives):
+        found.setdefault(name, {})[key] = tensor
     if not receives:
         return {}
     for name, states in known.items():
@@ -171,6 +182,37 @@ def _whole_states(
                 del found
         # Not kept while the next one is gathered.
         del flat, own
+
+
+def _from_any(
+    sharded: ShardedModel,
+    own: Mapping[str, Any],
+    known: Mapping[str, Mapping[str, Any]],
+    everyone: Sequence[Mapping[tuple[str, str], Sequence[Box]]],
+    *,
+    receives: bool,
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Whole states of which ranks with copies of a parameter share the work, and so the pieces that they have.
+
+    ``everyone``: the boxes that each rank has, by names of the parameter and the state.
+    """
+    shapes = {each.name: each.shape for unit in sharded.units for each in unit.parameters}
+    for name, key in sorted({each for boxes in everyone for each in boxes}):
+        offers = [
+            (rank, number, box)
+            for rank, boxes in enumerate(everyone)
+            for number, box in enumerate(boxes.get((name, key), ()))
+        ]
+        tensor = torch.zeros(shapes[name], dtype=known[name][key].dtype, device=sharded.collectives.device)
+        for index, part in disjoint([box for *_, box in offers]):
+            rank, number, box = offers[index]
+            if rank == sharded.rank:
+                view = own["state"][name][key].chunks[number].view
+                box_within(tensor, Box.whole(tensor.shape), part).copy_(box_within(view, box, part))
+        if sharded.collectives.world_size > 1 and tensor.numel():
+            sharded.collectives.all_reduce(tensor, op=ReduceOp.SUM).wait()
+        if receives:
+            yield name, key, _on_host(tensor)
 
 
 def _put(own: torch.Tensor, holding: Holding, names: set[str], value: torch.Tensor) -> None:
