@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 _GIB = 2**30
 #: AdamW has two values beside each parameter.
@@ -87,7 +87,9 @@ def small(count: int) -> nn.Module:
 def parallel(model: nn.Module) -> tuple[nn.Module, polyshard.ShardConfig]:
     """Pairs of layers cut over two ranks, columns and then rows, to be sharded over the others."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    plan = {name: RowwiseParallel() if int(name) % 2 else ColwiseParallel() for name, _ in model.named_children()}
+    plan: dict[str, ParallelStyle] = {
+        name: RowwiseParallel() if int(name) % 2 else ColwiseParallel() for name, _ in model.named_children()
+    }
     parallelize_module(model, mesh["tp"], plan)
     return model, polyshard.ShardConfig(mesh=mesh, shard="dp")
 
