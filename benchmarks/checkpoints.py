@@ -4,9 +4,10 @@
     python benchmarks/checkpoints.py --gib 0.05 --small 200 --rounds 1
 
 A model and its AdamW of so many GiB together, in fp32, over gloo processes on the CPU; the same model over a mesh, of
-which one dimension of two ranks is tensor parallel; and one of many small parameters. Both write to the same folder and end with fsync; both read files that were just written, so that the disk
-does not count. The two take turns in going first. A time is the slowest rank's, and the median over rounds. *stall*:
-what ``async_save`` keeps the training from, beside what ``save`` takes. The folder's content is removed.
+which one dimension of two ranks is tensor parallel; and one of many small parameters. Both write to the same folder and
+end with fsync; both read files that were just written, so that the disk does not count. The two take turns in going
+first. A time is the slowest rank's, and the median over rounds. *stall*: what ``async_save`` keeps the training from,
+beside what ``save`` takes. The folder's content is removed.
 """
 
 from __future__ import annotations

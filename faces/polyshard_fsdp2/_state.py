@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from polyshard.config import ShardConfig
-from polyshard.errors import StateError, UnsupportedError
+from polyshard.errors import DeviceError, StateError, UnsupportedError
 from polyshard.extension import (
     MODULE_STATE_ATTRIBUTE,
     GroupedModules,
@@ -18,9 +20,11 @@ from polyshard.extension import (
     Reshard,
     Root,
     follow,
+    map_tensors,
     root_of,
     shard_module,
 )
+from polyshard.interfaces import InputCast
 from torch import nn
 
 from ._parameters import Placed, PlacedUnit
@@ -36,6 +40,21 @@ class Asked:
     config: ShardConfig
     ignored: Collection[nn.Parameter]
     placed: Placed
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """The cast of a module's inputs, which come to the device first: FSDP2 moves those of the outermost module."""
+
+    device: torch.device
+    cast: InputCast | None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = map_tensors(self._moved, (args, kwargs))
+        return (args, kwargs) if self.cast is None else self.cast(args, kwargs)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device)
 
 
 @dataclass(eq=False)
@@ -87,6 +106,7 @@ class State(PipelinedState):
                 root.idle_guard = None
             follow(root)
             use_hints(root)
+            self._move_inputs(root)
             self._answer_state_dicts()
 
     def apply(self) -> None:
@@ -116,6 +136,15 @@ class State(PipelinedState):
     def reduce_waiting(self) -> None:
         outermost(self, "A pipeline's reduction").reduce_waiting()
 
+    def _move_inputs(self, root: Root) -> None:
+        outermost, *inner = root.module_states
+        for each in inner:
+            if isinstance(each.input_cast, _OnDevice):
+                each.input_cast = each.input_cast.cast
+        device = self.asked.config.device
+        if isinstance(device, torch.device) and device.type != "cpu":
+            outermost.input_cast = _OnDevice(device, outermost.input_cast)
+
     def _answer_state_dicts(self) -> None:
         holders = dict.fromkeys(
             module for unit in self.units for parameter in unit.parameters for module, _ in parameter.sites
@@ -134,7 +163,9 @@ class State(PipelinedState):
             unit.reshard()
 
     def _after_load(self, *_: Any) -> None:
-        self.take_over()
+        # What is on another device may be moved yet; the next forward refuses it.
+        with suppress(DeviceError):
+            self.take_over()
 
 
 def state_of(module: nn.Module) -> State | None:

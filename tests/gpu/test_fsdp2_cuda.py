@@ -1,0 +1,62 @@
+"""``fully_shard`` of ``polyshard_fsdp2`` on a GPU: what only a device beside the host shows."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from polyshard.errors import DeviceError
+from polyshard_fsdp2 import CPUOffloadPolicy, fully_shard
+from processes import KeptRanks, device_of, gpu_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+pytestmark = pytest.mark.gpu
+
+WORLD_SIZE = gpu_ranks()
+RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
+
+
+def of_the_host(rank: int) -> float:
+    """How far the outputs of inputs in host memory are off."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    mesh = init_device_mesh("cuda", (WORLD_SIZE,))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).double().to(device)
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    return (model(x) - plain(x.to(device))).abs().max().item()
+
+
+def test_inputs_of_the_outermost_module_come_to_the_device() -> None:
+    assert all(off < 1e-12 for off in run(of_the_host))
+
+
+def loaded_elsewhere(rank: int) -> str:
+    """The refusal of parameters that were loaded onto the device where the policy wants them in host memory."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    mesh = init_device_mesh("cuda", (WORLD_SIZE,))
+    model = nn.Sequential(nn.Linear(6, 8))
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    state = model.state_dict()
+    model.load_state_dict({name: value.to(device) for name, value in state.items()}, assign=True)
+    try:
+        model(torch.randn(4, 6))
+    except DeviceError as error:
+        refused = str(error)
+    model.load_state_dict(state, assign=True)
+    assert model(torch.randn(4, 6)).isfinite().all()
+    return refused
+
+
+def test_parameters_on_another_device_are_refused_by_the_next_forward() -> None:
+    for refused in run(loaded_elsewhere):
+        assert "non-CPU device: [('0.weight'" in refused
