@@ -92,6 +92,27 @@ class ShardedParameter:
     """Whether ranks hold different elements of it."""
     part: TensorPart | None
     """The part of a larger tensor that all of the above is about; None for a parameter that was no ``DTensor``."""
+    first: bool = True
+    """Whether this rank is of the first group of ranks that holds the parameter, where others hold copies of it."""
+    cut_alike: bool = True
+    """Whether all of these groups cut it at the same places."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, over all ranks of the model."""
+        return self.slot.shape if self.part is None else self.part.shape
+
+    def whole(self, flat: torch.Tensor) -> torch.Tensor:
+        """All of it, out of its gathered unit (``[padded_numel]``): a view, or a copy of what ranks with parts have.
+
+        Where it is a ``part``, all ranks of that one's mesh call it.
+        """
+        slot = self.slot
+        view = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+        if self.part is None:
+            return view
+        with torch.no_grad():
+            return self.part.whole(view)
 
     @property
     def name(self) -> str:
@@ -127,9 +148,19 @@ class ShardedUnit:
         """In the order of the flat buffer."""
         unit = self._unit
         pieces = {piece.slot: piece for piece in unit.pieces}
+        ranks, sharded = unit.ranks, unit.ranks.owner is not None
+        # Parts of different sizes move what lies behind them in the flat buffer.
+        alike = ranks.alike or all(each.part is None or each.part.is_even for each in unit.parameters)
         return tuple(
             ShardedParameter(
-                unit.held_for(index)[-1], each.names, slot, pieces.get(index), unit.ranks.owner is not None, each.part
+                unit.held_for(index)[-1],
+                each.names,
+                slot,
+                pieces.get(index),
+                sharded,
+                each.part,
+                ranks.alike or ranks.is_first(each.part),
+                alike,
             )
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )
@@ -375,30 +406,33 @@ class ShardedModel:
         """
         self._root.refuse_ended(call)
 
-    def refuse_parts(self, call: str) -> None:
-        """Raise where other ranks hold what no unit of this rank has: their parts of tensors, or their experts.
+    def refuse_unnamed(self, call: str) -> None:
+        """Raise where ranks have other parameters under the same names, and nothing says which part of what each is.
 
         Raises:
             UnsupportedError: naming a parameter; ``call`` begins the message.
         """
+        here = self._root.collectives.world_size
+        # Ranks that compute with other samples, and share no gradients of a parameter, have another one each.
+        most = max((unit.ranks.number for unit in self._root.units), default=1)
         for unit in self._root.units:
-            ranks, name = unit.ranks, unit.parameters[0].names[0]
-            cut = next((each.names[0] for each in unit.parameters if each.part is not None), None)
-            staged = unit.layout.staged
-            if cut is not None:
-                what = f"'{cut}' is a part of a larger tensor"
-            elif staged:
-                index = staged[0]
-                what = f"'{unit.parameters[index].names[0]}' is cut along dimension {unit.layout.slots[index].dim}"
-            elif ranks.number < ranks.world.world_size:
-                what = f"'{name}' belongs to {ranks.number} of {ranks.world.world_size} ranks"
-            else:
-                continue
-            raise UnsupportedError(
-                f"{call}: {what} (rank {ranks.world.rank}), and what other ranks have is not put together yet. Take "
-                "whole values inside of 'with polyshard.unsharded(model)', by full_tensor() of each parameter that is "
-                "a DTensor there, or save polyshard.local_state_dict(model) on each rank, for the same mesh."
-            )
+            ranks = unit.ranks
+            for each in unit.parameters:
+                if each.part is not None and here < ranks.number * each.part.number:
+                    what = f"has parts on other ranks than the {here} of the model"
+                    remedy = "Shard the model over a mesh that has them too"
+                elif each.part is None and (ranks.spread > 1 or ranks.number < most):
+                    what = f"belongs to {ranks.number} of {here} ranks, and others have another one of its name"
+                    remedy = (
+                        "Say before shard() which part of the whole each rank has, by DTensor.from_local(parameter, "
+                        "mesh['ep'], [Shard(0)])"
+                    )
+                else:
+                    continue
+                raise UnsupportedError(
+                    f"{call}: '{each.names[0]}' {what} (rank {ranks.world.rank}). {remedy}, or save "
+                    "polyshard.local_state_dict(model) on each rank, for the same mesh."
+                )
 
     def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
         """Take over what the user did to parameters since the last forward; see ``Root.adopt_changes``.
@@ -689,10 +723,10 @@ def savable_model(model: nn.Module, call: str) -> ShardedModel:
 
     Raises:
         StateError, ParameterChangedError: as ``idle_model``.
-        UnsupportedError: as ``ShardedModel.refuse_parts``.
+        UnsupportedError: as ``ShardedModel.refuse_unnamed``.
     """
     found = idle_model(model, call)
-    found.refuse_parts(call)
+    found.refuse_unnamed(call)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from polyshard.errors import ConfigError
 from polyshard.inspect import ShardedModel, ShardedUnit, savable_model, send_from_first
-from polyshard.io.boxes import Box, Chunk, slabs
+from polyshard.io.boxes import Box, Chunk, box_within, slabs
 from polyshard.io.files import path_of
 from polyshard.state.exchange import (
     coordinates,
@@ -164,6 +164,12 @@ def _read_for_all(
     """Rank 0 reads, and sends to each rank what it keeps: one shard of one unit at a time. ``kept``: not sent."""
     collectives = sharded.collectives
     for unit in sharded.units:
+        if any(each.part is not None for each in unit.parameters):
+            # Of other parts this rank knows no shards.
+            for target in held:
+                if target.unit == unit and target.names[0] not in kept:
+                    _read_whole(sharded, unit, target, found, saved, files)
+            continue
         for shard_rank in range(unit.layout.world_size):
             shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.device)
             with together(collectives, f"Reading unit '{unit.name}'"):
@@ -177,6 +183,24 @@ def _read_for_all(
         if found is not None and saved is not None:
             _read(others, found, saved, files)
     send_from_first([chunk.view for each in others for chunk in each.chunks], collectives, sharded.units[0].device)
+
+
+def _read_whole(
+    sharded: ShardedModel,
+    unit: ShardedUnit,
+    target: ModelTensor,
+    found: Match | None,
+    saved: Saved | None,
+    files: OpenFiles,
+) -> None:
+    whole = torch.zeros(target.shape, dtype=target.dtype, device=unit.device)
+    with together(sharded.collectives, f"Reading '{target.names[0]}'"):
+        if found is not None and saved is not None:
+            _read([target.of(whole)], found, saved, files)
+    send_from_first([whole], sharded.collectives, whole.device)
+    with torch.no_grad():
+        for chunk in target.chunks:
+            chunk.view.copy_(box_within(whole, Box.whole(target.shape), chunk.box))
 
 
 def _take(unit: ShardedUnit, shard: torch.Tensor, kept: Collection[str]) -> None:

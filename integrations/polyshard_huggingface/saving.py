@@ -139,9 +139,10 @@ def save_through(
         else:
             for unit in sharded.units:
                 whole = unit.gather(unit.master)
-                with together(collectives, f"Writing unit '{unit.name}' for {what}"):
-                    if writes:
-                        _write(of_whole(unit, whole), plan, placed, files)
+                for parameters in of_whole(unit, whole):
+                    with together(collectives, f"Writing unit '{unit.name}' for {what}"):
+                        if writes:
+                            _write(parameters, plan, placed, files)
                 del whole
         with together(collectives, f"Writing {what}"):
             if coordinates(collectives):

@@ -27,10 +27,16 @@ class ModelTensor:
     """This rank's elements, as views of its memory."""
     unit: ShardedUnit | None = None
     """The unit that it is sharded with; None where every rank has it whole."""
+    writes: bool = True
+    """Whether this rank writes its elements, of which ranks with other parts of the model may have copies."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def of(self, whole: torch.Tensor) -> ModelTensor:
+        """The same, all of it in the memory of ``whole``."""
+        return replace(self, chunks=(Chunk(Box.whole(self.shape), whole),) if self.numel else ())
 
 
 def tensors_of(sharded: ShardedModel) -> list[ModelTensor]:
@@ -51,25 +57,34 @@ def of_shard(unit: ShardedUnit, shard: torch.Tensor, shard_rank: int | None = No
     return _of_pieces(unit, shard, {piece.slot: piece for piece in pieces})
 
 
-def of_whole(unit: ShardedUnit, flat: torch.Tensor) -> list[ModelTensor]:
-    """The parameters of ``unit`` out of all its elements, ``flat`` (``[padded_numel]``)."""
+def of_whole(unit: ShardedUnit, flat: torch.Tensor) -> Iterator[list[ModelTensor]]:
+    """The parameters of ``unit`` out of all its elements, ``flat`` (``[padded_numel]``).
+
+    Those that are parts of larger tensors come one by one, whole: all ranks with parts of them go through all of it.
+    """
     slots = enumerate(unit.layout.slots)
-    return _of_pieces(unit, flat, {index: Piece(index, 0, slot.numel, slot.offset) for index, slot in slots})
+    found = _of_pieces(unit, flat, {index: Piece(index, 0, slot.numel, slot.offset) for index, slot in slots})
+    yield [tensor for tensor, each in zip(found, unit.parameters, strict=True) if each.part is None]
+    for tensor, each in zip(found, unit.parameters, strict=True):
+        if each.part is not None:
+            yield [tensor.of(each.whole(flat))]
 
 
 def _of_pieces(unit: ShardedUnit, flat: torch.Tensor, pieces: Mapping[int, Piece]) -> list[ModelTensor]:
     found = []
     for index, parameter in enumerate(unit.parameters):
-        slot, piece = parameter.slot, pieces.get(index)
+        piece = pieces.get(index)
         chunks: tuple[Chunk, ...] = ()
         if piece is not None and piece.numel:
-            chunks = of_piece(slot, piece, flat.detach().narrow(0, piece.shard_offset, piece.numel)).chunks
-        found.append(ModelTensor(parameter.names, slot.shape, flat.dtype, chunks, unit))
+            chunks = of_piece(parameter, piece, flat.detach().narrow(0, piece.shard_offset, piece.numel)).chunks
+        found.append(ModelTensor(parameter.names, parameter.shape, flat.dtype, chunks, unit, parameter.first))
     return found
 
 
 def shared_out(tensor: ModelTensor) -> ModelTensor:
     """The part that this rank writes, where other ranks hold the same elements."""
+    if not tensor.writes:
+        return replace(tensor, chunks=())
     replicate = tensor.unit.replicate if tensor.unit is not None else None
     if replicate is None:
         return tensor

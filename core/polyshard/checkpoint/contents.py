@@ -25,7 +25,8 @@ from ..state.contents import (
     require_entry,
 )
 from ..state.exchange import Answers, together
-from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings
+from ..state.sharded import MODEL, OPTIMIZER, Holding, holdings
+from ..state.source import in_chunks
 from .encoding import Encoder
 from .writing import Document, offered
 
@@ -41,7 +42,7 @@ def state_of(sharded: ShardedModel, model: nn.Module, optimizer: Optimizers | No
         values = {name: value for name, value in values.items() if name not in left_out}
     if sharded.rank != 0 and sharded.collectives.capabilities.can_communicate:
         # Buffers may differ between ranks (running statistics); one rank's must go together.
-        values = {name: value for name, value in values.items() if isinstance(value, CheckpointTensor)}
+        values = {name: value for name, value in values.items() if in_chunks(value)}
     state: dict[str, Any] = {MODEL: values}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer_state(model, optimizer)

@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import StateError
-from ..io.boxes import Box, span
+from ..io.boxes import Box, BoxIndex, span
 from ..io.files import DIGEST, REMEDY, damaged, is_digest, naming, opened, read_whole, sync_directory, write_whole
 from ..io.memory import DTYPES
 from ..state.source import listed
@@ -66,11 +67,16 @@ class StoredChunk:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
+
+    @cached_property
+    def index(self) -> BoxIndex:
+        """Finds those of ``chunks`` that a box needs: there may be one for each rank of the save."""
+        return BoxIndex(chunk.box for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,9 +131,9 @@ def examine(manifest: Manifest, problems: Callable[[Exception], None]) -> None:
 def _wanted(target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
     itemsize = stored.dtype.itemsize
     for have in chunks_of(target):
-        for chunk in stored.chunks:
-            common = chunk.box.overlap(have.box)
-            if common is not None and common.numel:
+        for number, common in stored.index.overlapping(have.box):
+            chunk = stored.chunks[number]
+            if common.numel:
                 start = tuple(map(operator.sub, common.offsets, chunk.box.offsets))
                 first, stop = span(chunk.box.sizes, Box(start, common.sizes))
                 part = box_within(have.view, have.box, common)

@@ -15,10 +15,11 @@ import torch
 
 from ..errors import ConfigTypeError, PolyshardError
 from ..interfaces import Collectives
+from ..io.boxes import Box, Chunk, box_within, disjoint
 from ..io.files import DIGEST, begin_flush, carried_out, created, digest_of, write_at, write_whole
 from ..io.memory import DTYPES, NAMES, HostCopy, pieces_of
 from ..state.exchange import coordinates, gather_to_first, scatter_from_first, speaks, together
-from ..state.sharded import MODEL, OPTIMIZER
+from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor
 from ..state.source import chunks_of
 from .encoding import Encoder, Json, render, require_plain
 from .manifest import ALIGNMENT, BLOCK, NAME, chunk_as_json, file_of, tensor_as_json
@@ -155,10 +156,11 @@ def plan_writing(
     shares = manifest = None
     with together(collectives, what):
         if offers is not None and document is not None:
-            shares, stored = share_out(offers, [file_of(number) for number in numbers])
+            complete = len(offers) == collectives.world_size
+            shares, stored = share_out(offers, [file_of(number) for number in numbers], complete=complete)
             manifest = _manifest(offers, stored, document)
     share = scatter_from_first(collectives, shares)
-    tensors = [views[key][index] for key, index in share]
+    tensors = [_part_of(views[key][index], part) for key, index, part in share]
     starts, size = places(tensor.numel() * tensor.element_size() for tensor in tensors)
     return Writing(directory, file_of(collectives.rank), tensors, starts, size, manifest)
 
@@ -179,13 +181,13 @@ def write_all(writing: Writing, collectives: Collectives) -> tuple[dict[str, int
 
 def offered(
     state: Mapping[str, Any], within: Iterable[tuple[Any, torch.Tensor]]
-) -> tuple[Offer, dict[Key, list[torch.Tensor]]]:
+) -> tuple[Offer, dict[Key, list[Chunk]]]:
     """What this rank can write of ``state`` and of tensors ``within`` a document, and the memory of each chunk of it.
 
     Raises ConfigTypeError: there is a tensor, or a value, that no checkpoint holds; names it.
     """
     offer = Offer()
-    views: dict[Key, list[torch.Tensor]] = {}
+    views: dict[Key, list[Chunk]] = {}
 
     def take(key: Key, value: torch.Tensor, where: str) -> None:
         # What says of itself which chunks it has is no plain tensor, and need not be.
@@ -197,16 +199,19 @@ def offered(
         if chunks or not value.numel():
             extents = tuple((chunk.box.offsets, chunk.box.sizes) for chunk in chunks)
             offer.tensors[key] = (NAMES[value.dtype], tuple(value.shape), extents)
-            views[key] = [chunk.view for chunk in chunks]
+            views[key] = chunks
 
     for name, value in state[MODEL].items():
         take((MODEL, name), value, f"model[{name!r}]")
     encoder = Encoder()
     for name, states in state.get(OPTIMIZER, {}).get("state", {}).items():
+        is_part = any(isinstance(value, CheckpointTensor) and value.is_part for value in states.values())
         for key, value in states.items():
             where = f"optimizer.state[{name!r}][{key!r}]"
             if isinstance(value, torch.Tensor):
                 take((OPTIMIZER, name, key), value, where)
+                if is_part and value.numel() == 1 and not isinstance(value, CheckpointTensor):
+                    offer.numbers[OPTIMIZER, name, key] = repr(value.item())
             else:
                 offer.values[OPTIMIZER, name, key] = encoder.encode(value, where)
     for number, (_, tensor) in enumerate(within):
@@ -290,18 +295,26 @@ class Offer:
     """Name of the dtype, shape of the whole tensor, and the boxes of it, each with elements."""
     values: dict[Key, Json] = field(default_factory=dict)
     """Optimizer state that is no tensor, encoded."""
+    numbers: dict[Key, str] = field(default_factory=dict)
+    """Of ``tensors``, those of one element that other ranks have of other parts of the parameter, in words."""
 
 
-#: One rank's chunks in the order of its file: keys, and which of the boxes that it offered.
-Share = list[tuple[Key, int]]
+#: One rank's chunks in the order of its file: keys, which of the boxes that it offered, and the part of that box to be
+#: written; None for all of it.
+Share = list[tuple[Key, int, Extent | None]]
 
 
-def share_out(offers: Sequence[Offer], files: Sequence[str]) -> tuple[list[Share], dict[Key, Json]]:
+def share_out(
+    offers: Sequence[Offer], files: Sequence[str], *, complete: bool = False
+) -> tuple[list[Share], dict[Key, Json]]:
     """Let each chunk be written by one rank, of those that hold it the one that has least to write so far.
 
-    Returns each rank's share, and every tensor as the manifest has it; ``files``: the name of each rank's file.
+    Where ranks cut their copies otherwise than others do, a chunk is the part of a box that no other chunk has.
 
-    Raises PolyshardError: ranks differ in what a tensor is, or hold parts of it that overlap.
+    Returns each rank's share, and every tensor as the manifest has it. ``files``: the name of each rank's file;
+    ``complete``: whether all ranks offer, so that nothing may be missing.
+
+    Raises PolyshardError: ranks differ in what a tensor is, or lack parts of it.
     """
     kinds: dict[Key, tuple[str, tuple[int, ...]]] = {}
     holders: dict[tuple[Key, Extent], list[tuple[int, int]]] = {}
@@ -314,31 +327,32 @@ def share_out(offers: Sequence[Offer], files: Sequence[str]) -> tuple[list[Share
                 )
             for index, extent in enumerate(extents):
                 holders.setdefault((key, extent), []).append((rank, index))
-    _require_apart(kinds, holders)
-    shares: list[list[tuple[int, Key, int, Extent]]] = [[] for _ in offers]
+    chosen = _apart(kinds, holders, complete=complete)
+    _require_alike(offers)
+    shares: list[list[tuple[int, Key, int, Extent | None, Extent]]] = [[] for _ in offers]
     loads = [0] * len(offers)
     shared = []
-    for (key, extent), candidates in holders.items():
-        nbytes = math.prod(extent[1]) * DTYPES[kinds[key][0]].itemsize
+    for key, extent, part, candidates in chosen:
+        nbytes = math.prod((part or extent)[1]) * DTYPES[kinds[key][0]].itemsize
         if len(candidates) > 1:
-            shared.append((nbytes, key, extent, candidates))
+            shared.append((nbytes, key, extent, part, candidates))
             continue
         ((rank, index),) = candidates
-        shares[rank].append((nbytes, key, index, extent))
+        shares[rank].append((nbytes, key, index, part, part or extent))
         loads[rank] += nbytes
     # The largest first: smaller ones even out the rest.
-    for nbytes, key, extent, candidates in sorted(shared, key=lambda each: -each[0]):
+    for nbytes, key, extent, part, candidates in sorted(shared, key=lambda each: -each[0]):
         rank, index = min(candidates, key=lambda each: loads[each[0]])
-        shares[rank].append((nbytes, key, index, extent))
+        shares[rank].append((nbytes, key, index, part, part or extent))
         loads[rank] += nbytes
     chunks: dict[Key, list[Json]] = {key: [] for key in kinds}
-    found = []
+    found: list[Share] = []
     for file, share in zip(files, shares, strict=True):
         share.sort(key=lambda each: each[0] > _IN_FRONT)
         starts, _ = places(each[0] for each in share)
-        for at, (nbytes, key, _, (offsets, sizes)) in zip(starts, share, strict=True):
+        for at, (nbytes, key, _, _, (offsets, sizes)) in zip(starts, share, strict=True):
             chunks[key].append(chunk_as_json(offsets, sizes, file, at, nbytes))
-        found.append([(key, index) for _, key, index, _ in share])
+        found.append([(key, index, part) for _, key, index, part, _ in share])
     return found, {key: tensor_as_json(*kinds[key], chunks[key]) for key in kinds}
 
 
@@ -352,15 +366,54 @@ def places(sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-def _require_apart(
-    kinds: Mapping[Key, tuple[str, tuple[int, ...]]], holders: Mapping[tuple[Key, Extent], Sequence[object]]
-) -> None:
-    held = dict.fromkeys(kinds, 0)
-    for key, (_, sizes) in holders:
-        held[key] += math.prod(sizes)
-    wrong = next((key for key, numel in held.items() if numel > math.prod(kinds[key][1])), None)
-    if wrong is not None:
-        raise PolyshardError(
-            f"Ranks hold parts of '{'.'.join(wrong)}' that overlap without being the same. Lay it out alike on every "
-            "rank that holds it."
-        )
+#: Ranks, and which of the boxes that they offered.
+_Candidates = list[tuple[int, int]]
+
+
+def _apart(
+    kinds: Mapping[Key, tuple[str, tuple[int, ...]]],
+    holders: Mapping[tuple[Key, Extent], _Candidates],
+    *,
+    complete: bool,
+) -> Iterator[tuple[Key, Extent, Extent | None, _Candidates]]:
+    """Boxes that have each element once: with the part of the box, where it is not all of it, and who holds it.
+
+    Raises PolyshardError: together they are no whole tensor, though they are to be.
+    """
+    held: dict[Key, list[tuple[Extent, _Candidates]]] = {key: [] for key in kinds}
+    for (key, extent), candidates in holders.items():
+        held[key].append((extent, candidates))
+    for key, boxes in held.items():
+        numel, wanted = sum(math.prod(sizes) for (_, sizes), _ in boxes), math.prod(kinds[key][1])
+        parts: list[tuple[int, Extent | None]] = [(number, None) for number in range(len(boxes))]
+        if numel > wanted:
+            cut = [
+                (number, (box.offsets, box.sizes)) for number, box in disjoint([Box(*extent) for extent, _ in boxes])
+            ]
+            parts = [(number, None if part == boxes[number][0] else part) for number, part in cut]
+            numel = sum(math.prod(sizes) for _, (_, sizes) in cut)
+        if numel < wanted and complete:
+            raise PolyshardError(
+                f"Ranks hold {numel} of the {wanted} elements of '{'.'.join(key)}': some have no such state of their "
+                "part of the parameter. Let every rank step its part, by a gradient of zeros where it has no other."
+            )
+        for number, part in parts:
+            yield key, boxes[number][0], part, boxes[number][1]
+
+
+def _require_alike(offers: Sequence[Offer]) -> None:
+    """Raise PolyshardError where ranks with different parts of a parameter have another number each for its state."""
+    known: dict[Key, tuple[int, str]] = {}
+    for rank, offer in enumerate(offers):
+        for key, number in offer.numbers.items():
+            first, other = known.setdefault(key, (rank, number))
+            if number != other:
+                raise PolyshardError(
+                    f"'{'.'.join(key)}' is {other} on rank {first} and {number} on rank {rank}, which hold different "
+                    "parts of the parameter: a checkpoint has one for all of it. Let every rank step its part as "
+                    "often, by a gradient of zeros where it has no other."
+                )
+
+
+def _part_of(chunk: Chunk, part: Extent | None) -> torch.Tensor:
+    return chunk.view if part is None else box_within(chunk.view, chunk.box, Box(*part))

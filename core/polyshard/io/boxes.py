@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +43,26 @@ class Box:
         """The part of it that ``Tensor.narrow(dim, begin, size)`` of its memory is."""
         offsets = (*self.offsets[:dim], self.offsets[dim] + begin, *self.offsets[dim + 1 :])
         return Box(offsets, (*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
+
+    def moved(self, offsets: Sequence[int]) -> Box:
+        """The same box in a larger tensor, in which its own tensor begins at ``offsets``."""
+        return Box(tuple(map(operator.add, self.offsets, offsets)), self.sizes)
+
+    def minus(self, other: Box) -> Iterator[Box]:
+        """What ``other`` lacks of it, as disjoint boxes: at most two for each dimension."""
+        common = self.overlap(other)
+        if common is None:
+            yield self
+            return
+        left = self
+        for dim, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
+            before = start - left.offsets[dim]
+            behind = left.sizes[dim] - before - size
+            if before:
+                yield left.narrowed(dim, 0, before)
+            if behind:
+                yield left.narrowed(dim, before + size, behind)
+            left = left.narrowed(dim, before, size)
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -95,6 +118,44 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 def _in_row(row: int, boxes: list[Box]) -> list[Box]:
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
+
+
+class BoxIndex:
+    """Boxes of one tensor, to be asked which of them overlap another without a look at all."""
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        self._boxes = sorted(enumerate(boxes), key=lambda each: each[1].offsets[:1])
+        self._starts = [_rows(box)[0] for _, box in self._boxes]
+        #: The furthest end of any box up to each: ascending, whatever their sizes are.
+        self._ends = list(itertools.accumulate((_rows(box)[1] for _, box in self._boxes), max))
+
+    def overlapping(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """The number of each box that has elements of ``box``, and these."""
+        start, stop = _rows(box)
+        for index in range(bisect.bisect_right(self._ends, start), bisect.bisect_left(self._starts, stop)):
+            number, each = self._boxes[index]
+            common = each.overlap(box)
+            if common is not None:
+                yield number, common
+
+
+def _rows(box: Box) -> tuple[int, int]:
+    """First and one past the last index of dimension 0; of a tensor without dimensions one row."""
+    return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
+
+
+def disjoint(boxes: Sequence[Box]) -> Iterator[tuple[int, Box]]:
+    """Boxes that together have all elements of ``boxes``, each once: which one it is of, and itself."""
+    taken: list[tuple[int, Box]] = []
+    for number, box in sorted(enumerate(boxes), key=lambda each: each[1].offsets[:1]):
+        # Those that end before its rows end before the rows of all that follow.
+        taken = [(stop, each) for stop, each in taken if stop > _rows(box)[0]]
+        left = [box]
+        for _, other in taken:
+            left = [part for each in left for part in each.minus(other)]
+        for part in left:
+            taken.append((_rows(part)[1], part))
+            yield number, part
 
 
 def storage_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

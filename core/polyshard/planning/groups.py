@@ -53,7 +53,7 @@ class UnitRanks:
     """Groups of ranks in ``world`` that have other plain parameters under the unit's names, as experts do; 1 where all
     of them hold copies."""
     place: int = 0
-    """Which of these groups is this rank's."""
+    """Which is this rank's of the groups in ``world`` that have other parameters, or copies."""
 
     @classmethod
     def over(cls, world: Collectives, owner: Collectives | None, replicate: Collectives | None, **more: Any) -> Self:
@@ -105,6 +105,16 @@ class UnitRanks:
             others = part.number if self.spread == 1 else max(1, self.spread // part.copies)
         number = max(self.world.world_size, self.number)
         return 0 if number % (self.number * others) else number // (self.shard_size * others)
+
+    def is_first(self, part: TensorPart | None = None) -> bool:
+        """Whether this rank is of the first group that holds its elements of a plain parameter, or of ``part``.
+
+        One along dimensions that the mesh of ``part`` does not have counts as first: all of them do then.
+        """
+        if part is None:
+            return self.spread > 1 or self.place == 0
+        coordinate = part.mesh.get_coordinate() or ()
+        return all(each.is_shard() or not index for index, each in zip(coordinate, part.placements, strict=False))
 
     @property
     def blends(self) -> bool:
@@ -319,7 +329,7 @@ class FormedGroups:
             owner, replicate = self._group(lists.shard), self._group(lists.replicate)
             # Groups along a mesh of their own have other parameters each.
             spread = 1 if lists is self._lists else self.world.world_size // lists.data_ranks
-            joined = lists.whole().replicate if spread > 1 else []
+            joined = lists.whole().replicate if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
             found = UnitRanks.over(
                 self.world, owner, replicate, divisor=divisor, label=lists.label, spread=spread, place=place

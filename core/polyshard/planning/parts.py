@@ -128,6 +128,12 @@ class TensorPart:
             )
         return leaf.requires_grad_(local.requires_grad)
 
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of which ranks have ``local`` (``sizes``) each. Every rank of ``mesh`` calls it."""
+        placed = cast("DTensor", self.as_leaf(local))
+        found: torch.Tensor = placed.full_tensor()
+        return found
+
     @torch.no_grad()
     def own(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``value``, a ``DTensor``: its local tensor, once it is placed as the parameter is.

@@ -6,13 +6,13 @@ No rank has more than one unit whole on the device that computes, and beside tha
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError
+from ..errors import StateError, UnsupportedError
 from ..inspect import ShardedModel, ShardedParameter, ShardedUnit
 from .contents import Joint, model_state
 from .sharded import CheckpointTensor, Holding, holdings
@@ -36,11 +36,15 @@ def whole_parameters(sharded: ShardedModel, *, receives: bool) -> Iterator[tuple
     """
     sharded.refuse_moved()
     for unit in sharded.units:
-        if unit.shard is None and not receives:
+        parameters = _taking_part(unit, receives=receives)
+        if unit.shard is None and not parameters:
             continue
         flat = unit.gather(unit.master)
-        for parameter in unit.parameters if receives else ():
-            yield parameter.name, _on_host(_view(flat, parameter))
+        for parameter in parameters:
+            found = parameter.whole(flat)
+            if receives:
+                yield parameter.name, _on_host(found)
+            del found
         # Not kept while the next one is gathered.
         del flat
 
@@ -58,21 +62,29 @@ def full_optimizer_state(
 ) -> dict[str, Any]:
     """As ``own``, which ``optimizer_state`` gave of ``joint``, of whole tensors."""
     held = holdings(sharded, joint.groups)
-    mine = _specs(own["state"])
+    specs = _specs(own["state"])
+    parts = {
+        (each.name, each.part.offset): specs.get(each.name, {})
+        for holding in held.values()
+        for each in holding.sharded
+        if each.part is not None and each.piece is not None
+    }
+    mine = (specs, parts)
     everyone = sharded.collectives.all_gather_object(mine) if sharded.collectives.world_size > 1 else [mine]
+    _require_alike([each for _, each in everyone])
     known: dict[str, dict[str, Any]] = {}
-    for each in everyone:
+    for each, _ in everyone:
         for name, states in each.items():
             for key, value in states.items():
                 known.setdefault(name, {}).setdefault(key, value)
-    by_unit: dict[ShardedUnit, list[Holding]] = {}
+    by_unit: dict[ShardedUnit, list[_Held]] = {}
     unit_of = {parameter.name: unit for unit in sharded.units for parameter in unit.parameters}
-    for holding in held.values():
+    for given, holding in held.items():
         if holding.sharded:
-            by_unit.setdefault(unit_of[holding.names[0]], []).append(holding)
+            by_unit.setdefault(unit_of[holding.names[0]], []).append((given, holding))
     found: dict[str, dict[str, Any]] = {}
     for unit in sharded.units:
-        if unit.shard is None and not receives:
+        if unit.shard is None and not _taking_part(unit, receives=receives):
             continue
         for name, key, tensor in _whole_states(unit, by_unit.get(unit, []), joint, known, receives=receives):
             found.setdefault(name, {})[key] = tensor
@@ -88,6 +100,31 @@ def full_optimizer_state(
     order = [name for group in own["param_groups"] for name in group["params"] if name in found]
     groups = [{setting: _on_host(value) for setting, value in group.items()} for group in own["param_groups"]]
     return {"state": {name: {key: found[name][key] for key in known[name]} for name in order}, "param_groups": groups}
+
+
+#: A parameter as the optimizer has it, which may be a ``DTensor``, and what it stands for.
+_Held = tuple[nn.Parameter, Holding]
+
+
+def _require_alike(everyone: Sequence[Mapping[tuple[str, tuple[int, ...]], Mapping[str, Any]]]) -> None:
+    """Raise StateError where the parts of a parameter have not the same state; on all ranks. By name and offset."""
+    of_parts: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    for rank, states in enumerate(everyone):
+        for part, its in states.items():
+            numbers = [f"{key}={value!r}" for key, value in its.items() if not isinstance(value, _TensorSpec)]
+            words = ", ".join([*numbers, *(key for key, value in its.items() if isinstance(value, _TensorSpec))])
+            # Of several replicas one may keep it for all.
+            if not of_parts.get(part, (rank, ""))[1]:
+                of_parts[part] = rank, words
+    known: dict[str, tuple[int, str]] = {}
+    for (name, _), (rank, words) in of_parts.items():
+        first, other = known.setdefault(name, (rank, words))
+        if words != other:
+            raise StateError(
+                f"The optimizer's state of '{name}' is {other or 'none'} on rank {first} and {words or 'none'} on rank "
+                f"{rank}, which hold different parts of the parameter: there is no state of the whole. Let every rank "
+                "step its part as often, by a gradient of zeros where it has no other."
+            )
 
 
 class _TensorSpec(NamedTuple):
@@ -110,10 +147,10 @@ def _specs(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _whole_states(
-    unit: ShardedUnit, held: list[Holding], joint: Joint, known: Mapping[str, Mapping[str, Any]], *, receives: bool
+    unit: ShardedUnit, held: list[_Held], joint: Joint, known: Mapping[str, Mapping[str, Any]], *, receives: bool
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     wanted: dict[tuple[str, torch.dtype], list[ShardedParameter]] = {}
-    for holding in held:
+    for _, holding in held:
         for parameter in holding.sharded:
             for key, value in known.get(parameter.name, {}).items():
                 if isinstance(value, _TensorSpec) and value.cut:
@@ -121,13 +158,17 @@ def _whole_states(
     for (key, dtype), parameters in wanted.items():
         own = torch.zeros_like(unit.master, dtype=dtype)
         names = {parameter.name for parameter in parameters}
-        for holding in held:
-            value = joint.state_of(holding.parameter).get(key)
+        for given, holding in held:
+            value = joint.state_of(given).get(key)
             if isinstance(value, torch.Tensor) and value.ndim and value.shape == holding.parameter.shape:
                 _put(own, holding, names, value)
         flat = unit.gather(own)
-        for parameter in parameters if receives else ():
-            yield parameter.name, key, _on_host(_view(flat, parameter))
+        for parameter in parameters:
+            if receives or parameter.part is not None:
+                found = parameter.whole(flat)
+                if receives:
+                    yield parameter.name, key, _on_host(found)
+                del found
         # Not kept while the next one is gathered.
         del flat, own
 
@@ -146,9 +187,9 @@ def _put(own: torch.Tensor, holding: Holding, names: set[str], value: torch.Tens
     own.as_strided(*shown, own.storage_offset() + piece.shard_offset).copy_(value)
 
 
-def _view(flat: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:
-    slot = parameter.slot
-    return flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+def _taking_part(unit: ShardedUnit, *, receives: bool) -> list[ShardedParameter]:
+    """The parameters that this rank puts together: those of which others need its part, and all if it receives."""
+    return [each for each in unit.parameters if receives or each.part is not None]
 
 
 def _on_host(value: Any) -> Any:

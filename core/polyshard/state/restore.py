@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import ConfigError
-from ..inspect import NOT_BY_ELEMENT, ShardedModel
+from ..inspect import NOT_BY_ELEMENT, ShardedModel, is_dtensor
 from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
 from .source import SavedState, Source, in_lines, listed, opening, problem_with
@@ -119,7 +119,8 @@ class OptimizerRestore:
                     self._taken.append(parameter)
                     self.targets.update(flat.targets)
                     continue
-                if not holding.here:
+                # Of a DTensor, torch's functions ask every rank for the state.
+                if not holding.here and not is_dtensor(parameter):
                     continue
                 self._taken.append(parameter)
                 for name, key in saved.get(holding.names[0], {}).items():
@@ -162,7 +163,7 @@ class OptimizerRestore:
 
         Seen at the other parameters; where there are none, ``torch.optim`` is asked.
         """
-        shapes = {each.name: each.slot.shape for holding in held for each in holding.sharded}
+        shapes = {each.name: each.shape for holding in held for each in holding.sharded}
         numbers: set[str] = set()
         elements: set[str] = set()
         for parameter, states in saved.items():
@@ -224,7 +225,7 @@ class OptimizerRestore:
         local = present.get(name)
         what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
         _require_dtype(local, dtype, what, self._source, where)
-        whole_shape = holding.sharded[0].slot.shape if holding.sharded else None
+        whole_shape = holding.sharded[0].shape if holding.sharded else None
         if shape == whole_shape and (shape or name not in self._numbers):
             if not _fits(local, parameter.shape, dtype):
                 local = torch.zeros_like(parameter, dtype=dtype)
@@ -340,7 +341,7 @@ class _FlatState:
 
     def _has_shapes(self, keys: Mapping[str, str]) -> bool:
         """Whether every parameter's entry has the shape of the parameter."""
-        shapes = {each.name: each.slot.shape for each in self._holding.sharded}
+        shapes = {each.name: each.shape for each in self._holding.sharded}
         entries = {each: self._source.entry(key) for each, key in keys.items()}
         return all(
             isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shapes[each]

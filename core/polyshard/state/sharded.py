@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +37,24 @@ class CheckpointTensor(torch.Tensor):
 
     #: None for a stand-in that ``torch.distributed.checkpoint.async_save`` makes, and gives those of its copy.
     chunks: tuple[Chunk, ...] = ()
+    #: Whether other ranks hold other parts of the parameter by tensor or expert parallelism.
+    is_part: bool = False
+    #: Whether ``torch.distributed.checkpoint`` is to write from here: not where other ranks cut their copy otherwise.
+    offers: bool = True
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, chunks: Iterable[Chunk]
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        chunks: Iterable[Chunk],
+        is_part: bool = False,
+        offers: bool = True,
     ) -> CheckpointTensor:
         with torch.inference_mode(False), torch.no_grad():
             stand_in = torch.empty((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
-        stand_in.chunks = tuple(chunks)
+        stand_in.chunks, stand_in.is_part, stand_in.offers = tuple(chunks), is_part, offers
         return stand_in
 
     @classmethod
@@ -66,7 +77,8 @@ class CheckpointTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Through chunks, which travel to a process of ``async_save`` in shared memory."""
-        return CheckpointTensor, (tuple(self.shape), self.dtype, self.device, self.chunks)
+        described = (tuple(self.shape), self.dtype, self.device)
+        return CheckpointTensor, (*described, self.chunks, self.is_part, self.offers)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         boxes = ", ".join(f"{list(chunk.box.offsets)}+{list(chunk.box.sizes)}" for chunk in self.chunks)
@@ -82,7 +94,7 @@ class CheckpointTensor(torch.Tensor):
                     chunk=_metadata_of(chunk.box), properties=TensorProperties(dtype=self.dtype), size=self.shape
                 ),
             )
-            for chunk in self.chunks
+            for chunk in (self.chunks if self.offers else ())
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -126,19 +138,20 @@ def _metadata_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def of_piece(slot: Slot, piece: Piece | None, flat: torch.Tensor) -> CheckpointTensor:
-    """The parameter of ``slot``, or a tensor of its geometry; this rank holds ``piece`` of it.
+def of_piece(parameter: ShardedParameter, piece: Piece | None, flat: torch.Tensor) -> CheckpointTensor:
+    """``parameter``, or a tensor of its geometry, of which this rank holds ``piece``.
 
     Args:
-        slot: The whole parameter.
-        piece: The range of its elements that this rank holds; None for none.
-        flat: Shape ``[piece.numel]``, contiguous: these elements in storage order.
+        parameter: Where it lies in its unit, and in the whole.
+        piece: The elements that this rank holds; None for none.
+        flat: Shape ``[piece.numel]``, contiguous: these elements as they lie in the shard.
     """
-    # Empty parameters lie in no shard, and would be missing from the checkpoint if nobody wrote them.
-    if slot.numel == 0:
-        return whole(flat.new_empty(slot.shape))
-    chunks = []
-    if piece is not None:
+    slot = parameter.slot
+    chunks: list[Chunk] = []
+    if piece is not None and slot.dim and piece.numel < slot.numel:
+        sizes, _ = slot.shown(piece.numel)
+        chunks.append(Chunk(_block(slot, piece, sizes), flat.view(sizes)))
+    elif piece is not None:
         order = storage_order(slot.shape, slot.stride)
         back = inverse(order)
         cursor = 0
@@ -146,29 +159,44 @@ def of_piece(slot: Slot, piece: Piece | None, flat: torch.Tensor) -> CheckpointT
             part = flat.narrow(0, cursor, box.numel).view(box.sizes).permute(back)
             chunks.append(Chunk(box.permuted(back), part))
             cursor += box.numel
-    return CheckpointTensor(slot.shape, flat.dtype, flat.device, chunks)
+    return _within_whole(parameter, chunks, flat)
 
 
 def of_parameter(parameter: ShardedParameter, local: torch.Tensor) -> CheckpointTensor:
     """``local``, of this rank's shape of ``parameter``, as a part of a tensor of the whole one's."""
     slot, piece, local = parameter.slot, parameter.piece, local.detach()
     if not parameter.sharded:
-        return whole(local)
-    if not slot.by_rows or local.ndim <= 1 or slot.numel == 0:
-        return of_piece(slot, piece, local)
-    chunks = []
-    if piece is not None:
-        # Whole rows, with any strides.
-        first = piece.start * slot.shape[0] // slot.numel
-        chunks.append(Chunk(Box((first, *(0 for _ in slot.shape[1:])), tuple(local.shape)), local))
-    return CheckpointTensor(slot.shape, local.dtype, local.device, chunks)
+        return _within_whole(parameter, [Chunk(Box.whole(slot.shape), local)] if slot.numel else [], local)
+    if not (slot.by_rows or slot.dim) or local.ndim <= 1 or slot.numel == 0:
+        return of_piece(parameter, piece, local)
+    # With any strides.
+    chunks = [] if piece is None else [Chunk(_block(slot, piece, tuple(local.shape)), local)]
+    return _within_whole(parameter, chunks, local)
+
+
+def _block(slot: Slot, piece: Piece, sizes: tuple[int, ...]) -> Box:
+    """The box of ``sizes`` that ``piece`` is, of a parameter that is cut between indices of one dimension."""
+    first = piece.start * slot.shape[slot.dim] // slot.numel
+    return Box(tuple(first if dim == slot.dim else 0 for dim in range(len(sizes))), sizes)
+
+
+def _within_whole(parameter: ShardedParameter, chunks: list[Chunk], local: torch.Tensor) -> CheckpointTensor:
+    """``chunks`` of what the unit holds, as parts of the whole parameter; ``local`` has its dtype and device."""
+    part, shape = parameter.part, parameter.shape
+    # Empty parameters lie in no shard, and would be missing from the checkpoint if nobody wrote them.
+    if math.prod(shape) == 0:
+        return whole(local.new_empty(shape))
+    if part is not None:
+        chunks = [Chunk(chunk.box.moved(part.offset), chunk.view) for chunk in chunks]
+    offers = parameter.first or parameter.cut_alike
+    return CheckpointTensor(shape, local.dtype, local.device, chunks, part is not None, offers)
 
 
 def of_shard(parameter: ShardedParameter, shard: torch.Tensor) -> CheckpointTensor:
     """The part of ``parameter`` in ``shard``, which has the shape of this rank's shard of the unit; a view."""
     piece = parameter.piece
     start, numel = (0, 0) if piece is None else (piece.shard_offset, piece.numel)
-    return of_piece(parameter.slot, piece, shard.detach().narrow(0, start, numel))
+    return of_piece(parameter, piece, shard.detach().narrow(0, start, numel))
 
 
 def whole(tensor: torch.Tensor) -> CheckpointTensor:
@@ -196,7 +224,7 @@ class Holding:
     @property
     def partial(self) -> bool:
         """Whether its shape on this rank is not that of a parameter of the unsharded model."""
-        return self.unit is not None or any(each.sharded for each in self.sharded)
+        return self.unit is not None or any(each.sharded or each.part is not None for each in self.sharded)
 
     @property
     def here(self) -> tuple[str, ...]:
@@ -207,7 +235,7 @@ class Holding:
         """
         if not self.sharded:
             return self.names
-        return tuple(each.name for each in self.sharded if each.piece is not None or each.slot.numel == 0)
+        return tuple(each.name for each in self.sharded if each.piece is not None or 0 in each.shape)
 
     def parts(self, local: torch.Tensor) -> dict[str, CheckpointTensor]:
         """``local``, of the shape of ``parameter``, cut into those of ``here``. Only for parameters of units."""

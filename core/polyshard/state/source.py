@@ -190,7 +190,7 @@ class StateDictSource(Source):
         size = torch.Size(spec.shape)
         chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
         value: Any = self._values.get(key)
-        if _in_chunks(value) and not _is_dtensor(value):
+        if in_chunks(value) and not _is_dtensor(value):
             chunks = list(value.__create_chunk_list__())
         return TensorStorageMetadata(TensorProperties(dtype=spec.dtype), size, chunks)
 
@@ -262,7 +262,7 @@ class StateDictSource(Source):
 
 def _refuse_parts(given: Mapping[_Path, Any]) -> None:
     for path, value in given.items():
-        if _in_chunks(value):
+        if in_chunks(value):
             raise ConfigError(
                 f"'{'.'.join(map(str, path[1:]))}' of the state dict of rank 0 is a {type(value).__name__}, of which "
                 "rank 0 holds a part. Give whole tensors, as the form 'full_on_rank_0' has them, or let every rank "
@@ -314,15 +314,16 @@ def _spec(path: _Path, value: Any) -> _ValueSpec:
     if not isinstance(value, torch.Tensor):
         return _ValueSpec(path, value=value)
     # Scalars go with the names: one message less for each number of steps.
-    scalar = value.ndim == 0 and not _in_chunks(value)
+    scalar = value.ndim == 0 and not in_chunks(value)
     return _ValueSpec(path, tuple(value.shape), value.dtype, value.detach().cpu() if scalar else None)
 
 
 def _is_dtensor(value: Any) -> bool:
-    return _in_chunks(value) and not isinstance(value, CheckpointTensor) and hasattr(value, "full_tensor")
+    return in_chunks(value) and not isinstance(value, CheckpointTensor) and hasattr(value, "full_tensor")
 
 
-def _in_chunks(value: Any) -> bool:
+def in_chunks(value: Any) -> bool:
+    """Whether ``value`` is a tensor that says which chunks of it are here: one of this package's, or a ``DTensor``."""
     return isinstance(value, torch.Tensor) and hasattr(value, "__create_chunk_list__")
 
 
@@ -337,7 +338,7 @@ def chunks_of(value: torch.Tensor) -> Iterable[Chunk]:
     """This rank's parts of ``value``."""
     if isinstance(value, CheckpointTensor):
         return value.chunks
-    if not _in_chunks(value):
+    if not in_chunks(value):
         return whole(value).chunks
     parts: Any = value
     return [

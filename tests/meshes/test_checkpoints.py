@@ -1,0 +1,220 @@
+"""Checkpoints of models on a mesh, loaded on another: bit for bit, and trained on as the whole model is."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import polyshard_huggingface
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import tensors_in
+from meshed_models import Shape
+from meshes import Plan, Polyshard, coordinate_of, make, meshed, optimizers, run
+from plain_states import differing
+from polyshard import checkpoint
+from polyshard import state as states
+from polyshard.errors import PolyshardError
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+Values = dict[str, torch.Tensor]
+MOE = Shape(experts=3, kept="dtensor")
+DENSE = Shape(tied=True, blocks=1, hidden=17)
+FSDP_TP = Plan((2, 2), ("dp", "tp"), MOE, ("dp",))
+#: The last rank has none of three experts.
+EP = Plan((1, 4), ("edp", "ep"), MOE, ("edp", "ep"), experts=("edp",))
+EP_FSDP = Plan((2, 2), ("edp", "ep"), MOE, ("edp", "ep"), experts=("edp",))
+PLAIN = Plan((3,), ("dp",), MOE, ("dp",))
+#: Parts of 5, 5, 5 and 2 rows.
+TP = Plan((1, 4), ("dp", "tp"), DENSE, ("dp",))
+#: Parts of 9 and 8 rows: units of other sizes, so that plain norms in their middle are cut elsewhere.
+UNEVEN = Plan((2, 2), ("dp", "tp"), DENSE, ("dp",))
+HSDP = Plan((2, 2), ("rep", "dp"), DENSE, ("dp",), replicate=("rep",))
+
+
+def trained(rank: int, plan: Plan, folder: str, load: str | None, turns: range) -> tuple[Values, Values]:
+    """Whole parameters at the beginning, or as they were loaded, and behind ``turns``; both states are saved."""
+    with meshed(plan, rank) as (model, mesh):
+        trainer = Polyshard(plan, model, mesh)
+        held = trainer.optimizers(plan.optimizer)
+        if load is not None:
+            checkpoint.load(Path(load), model, held)
+            checkpoint.save(Path(folder), 0, model, held)
+        before = trainer.whole()
+        data_rank = plan.data_rank(coordinate_of(mesh))
+        for turn in turns:
+            model(plan.batch(turn, data_rank, 0)).backward()
+            for each in held:
+                each.step()
+                each.zero_grad()
+        checkpoint.save(Path(folder), 1, model, held)
+        after = trainer.whole()
+        trainer.close()
+    return before, after
+
+
+def train_whole(model: torch.nn.Module, held: list[torch.optim.Optimizer], plan: Plan, turns: range) -> Values:
+    """The same without a mesh: the mean of the losses of all data ranks."""
+    for turn in turns:
+        for rank in range(plan.data_size):
+            (model(plan.batch(turn, rank, 0)) / plan.data_size).backward()
+        for each in held:
+            each.step()
+            each.zero_grad()
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def assert_same(found: Values, wanted: Values) -> None:
+    assert found.keys() == wanted.keys()
+    assert not [name for name, value in found.items() if not torch.equal(value, wanted[name])]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "optimizer"),
+    [(FSDP_TP, EP, "adamw"), (EP_FSDP, PLAIN, "muon"), (TP, HSDP, "flat")],
+    ids=str,
+)
+def test_there_and_back(one: Plan, other: Plan, optimizer: Any, tmp_path: Path) -> None:
+    plans = [dataclasses.replace(each, optimizer=optimizer) for each in (one, other, one)]
+    model = make(plans[0])
+    held = optimizers(model, optimizer, sharded=False)
+    load: Path | None = None
+    last: Values = {}
+    for number, plan in enumerate(plans):
+        turns, folder = range(2 * number, 2 * number + 2), tmp_path / str(number)
+        ranks = run(plan.world_size, trained, plan, str(folder), load and str(load), turns)
+        if load is not None:
+            assert_same(tensors_in(folder / "step-00000000"), tensors_in(load))
+        load = folder / "step-00000001"
+        wanted, saved = train_whole(model, held, plan, turns), tensors_in(load)
+        for before, after in ranks:
+            # Of the loads, too: whole parameters by DTensor's own gathers.
+            assert_same({name: value for name, value in before.items() if last}, last)
+            assert_same(after, {name: saved[f"model.{name}"] for name in after})
+        last = ranks[0][1]
+        for name, value in wanted.items():
+            torch.testing.assert_close(saved[f"model.{name}"], value, rtol=0, atol=1e-12, msg=name)
+        names = {each: name for name, each in model.named_parameters()}
+        for parameter, its in next(each for each in held if type(each) is torch.optim.AdamW).state.items():
+            for key, value in its.items():
+                found = saved[f"optimizer.state.{names[parameter]}.{key}"]
+                torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+FULL = states.StateOptions(form="full")
+State = dict[str, Any]
+
+
+def told(plan: Plan, trainer: Polyshard, held: list[torch.optim.Optimizer]) -> State:
+    one, other = states.get_state_dict(trainer.model, held, FULL)
+    return {"model": one, "state": other["state"], "whole": trainer.whole()}
+
+
+def in_all_forms(rank: int, plan: Plan, folder: str) -> State:
+    """Trained, and written by torch and as safetensors; the whole state."""
+    with meshed(plan, rank) as (model, mesh):
+        trainer = Polyshard(plan, model, mesh)
+        held = trainer.optimizers(plan.optimizer)
+        for turn in range(2):
+            model(plan.batch(turn, plan.data_rank(coordinate_of(mesh)), 0)).backward()
+            for each in held:
+                each.step()
+                each.zero_grad()
+        shown = states.get_state_dict(model, held)
+        dcp.save({"model": shown[0], "optimizer": shown[1]}, checkpoint_id=f"{folder}/stock")
+        for ranks in ("all", "first"):
+            polyshard_huggingface.save(model, f"{folder}/{ranks}", ranks=ranks)
+        first = states.get_state_dict(model, held, states.StateOptions(form="full_on_rank_0"))
+        assert bool(first[0]) == (rank == 0)
+        found = {**told(plan, trainer, held), "optimizer": states.get_optimizer_state_dict(model, held, FULL)}
+        trainer.close()
+    return found
+
+
+def from_all_forms(rank: int, plan: Plan, folder: str, given: State) -> list[State]:
+    """What a model has that was given it from memory, by each rank or the first, and from the files of others."""
+    found = []
+    for way in ("every_rank", "rank_0", "stock", "load_dcp", "all", "first"):
+        with meshed(plan, rank) as (model, mesh):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            trainer = Polyshard(plan, model, mesh)
+            held = trainer.optimizers(plan.optimizer)
+            if way in ("all", "first"):
+                polyshard_huggingface.load(model, f"{folder}/{way}", ranks=way)
+                found.append({"whole": trainer.whole()})
+                trainer.close()
+                continue
+            if way == "stock":
+                for each in held:
+                    states.init_optimizer_state(model, each)
+                one, other = states.get_state_dict(model, held)
+                dcp.load({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/stock")
+                states.set_state_dict(model, held, model_state_dict=one, optim_state_dict=other)
+            elif way == "load_dcp":
+                checkpoint.load_dcp(Path(folder, "stock"), model, held)
+            else:
+                one, other = given["model"], given["optimizer"]
+                if way == "rank_0" and rank:
+                    one = other = {}
+                states.set_state_dict(
+                    model, held, model_state_dict=one, optim_state_dict=other, options=states.StateOptions(origin=way)
+                )
+            found.append(told(plan, trainer, held))
+            trainer.close()
+    return found
+
+
+@pytest.mark.parametrize(("one", "other"), [(UNEVEN, HSDP), (EP, FSDP_TP), (FSDP_TP, EP_FSDP)], ids=str)
+def test_states_in_all_forms(one: Plan, other: Plan, tmp_path: Path) -> None:
+    ranks = run(one.world_size, in_all_forms, one, str(tmp_path))
+    wanted = ranks[0]
+    for each in ranks:
+        assert_same(each["whole"], {name: each["model"][name] for name in each["whole"]})
+        assert not differing(each, wanted)
+    for folder in ("all", "first"):
+        weights = load_file(tmp_path / folder / "model.safetensors")
+        assert_same(weights, {name: wanted["model"][name] for name in weights})
+        assert len(weights) == len(wanted["whole"])
+    for ways in run(other.world_size, from_all_forms, other, str(tmp_path), wanted):
+        for found in ways:
+            assert not differing(found, {key: wanted[key] for key in found})
+
+
+def parts_stepped_apart(rank: int, folder: str, missing: range) -> str:
+    """What a save raises where half of the experts got no gradient in the turns ``missing``."""
+    with meshed(EP_FSDP, rank) as (model, mesh):
+        trainer = Polyshard(EP_FSDP, model, mesh)
+        held = trainer.optimizers("adamw")
+        for turn in range(2):
+            model(EP_FSDP.batch(turn, EP_FSDP.data_rank(coordinate_of(mesh)), 0)).backward()
+            if turn in missing and coordinate_of(mesh)["ep"]:
+                model.get_parameter("blocks.0.feed.experts.up").grad = None
+            held[0].step()
+            held[0].zero_grad()
+        with pytest.raises(PolyshardError) as caught:
+            checkpoint.save(Path(folder), 1, model, held)
+        with pytest.raises(PolyshardError, match=r"'blocks.0.feed.experts.up' is .* on rank 0 and .* on rank 1"):
+            states.get_optimizer_state_dict(model, held, FULL)
+        trainer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        # Two of three experts, of 10 rows of 8.
+        (range(2), "Ranks hold 160 of the 240 elements of 'optimizer.blocks.0.feed.experts.up.exp_avg'"),
+        (range(1, 2), "'optimizer.blocks.0.feed.experts.up.step' is 2.0 on rank 0 and 1.0 on rank 1"),
+    ],
+)
+def test_experts_whose_state_is_no_whole_are_refused(missing: range, words: str, tmp_path: Path) -> None:
+    for text in run(4, parts_stepped_apart, str(tmp_path), missing):
+        assert words in text
+        assert "step its part" in text
+    assert checkpoint.latest(tmp_path) is None
