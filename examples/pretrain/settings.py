@@ -217,7 +217,7 @@ class Checkpoint:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        _at_least_one("checkpoint", self, besides=("every",) if self.every == 0 else ())
+        _at_least_one("checkpoint", self)
 
 
 @dataclass(frozen=True)
@@ -268,15 +268,6 @@ class Settings:
         ):
             if whole % parallel.tp:
                 raise ConfigError(f"parallel.tp {parallel.tp} does not divide {name} {whole}. Change one of them.")
-        self._refuse_parts()
-
-    def _refuse_parts(self) -> None:
-        """Until polyshard puts together what ranks along ``tp`` and ``ep`` have other parts of."""
-        if max(self.parallel.tp, self.parallel.ep) > 1 and (self.checkpoint.every or self.output.export):
-            raise ConfigError(
-                "Checkpoints and exports are not written yet where parallel.tp or parallel.ep divide parameters. Set "
-                "checkpoint.every = 0 and output.export = false."
-            )
 
     def deciding(self) -> dict[str, Any]:
         """The settings on which the numbers of a step depend, by ``table.name``; text and ranks aside."""

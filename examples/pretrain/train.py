@@ -94,8 +94,9 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
         with polyshard.tell_failures(training.model), polyshard.Preemption(training.model) as preemption:
             training.train(last, reporter, checkpoints, preemption)
         if training.done < last:
-            kept = "is saved: start it again to go on" if settings.checkpoint.every else "is lost"
-            reporter.note(f"a signal ended the run behind step {training.done}, which {kept}")
+            reporter.note(
+                f"a signal ended the run behind step {training.done}, which is saved: start it again to go on"
+            )
             code = preemption.exit_code
         elif settings.output.export and training.done >= settings.training.steps:
             export(training.model, tokens, output / "model", ranks)
@@ -145,8 +146,7 @@ def dry_run(settings: Settings, world_size: int) -> None:
         f"memory of a rank, activations aside: {readable(report.total_nbytes(_ADAMW_STATES))}; "
         f"{parameters:,} parameters in {report.units} units"
     )
-    if settings.checkpoint.every:
-        print(f"checkpoints of {readable(parameters * 4 * (1 + _ADAMW_STATES))}, {settings.checkpoint.keep} kept")
+    print(f"checkpoints of {readable(parameters * 4 * (1 + _ADAMW_STATES))}, {settings.checkpoint.keep} kept")
     if accumulation > 1:
         print("gradients of the whole model wait on each rank: more than one microbatch a step")
 

@@ -169,8 +169,7 @@ class Training:
             if preemption.requested():
                 last = self.done
             evaluates = self.done % settings.evaluation.every == 0 or self.done == settings.training.steps
-            every = settings.checkpoint.every
-            saves = every > 0 and (self.done % every == 0 or self.done == last)
+            saves = self.done % settings.checkpoint.every == 0 or self.done == last
             # The first step shows that all is well, and is not waited for as long.
             reports = self.done % settings.output.report_every == 0 or self.done == first + 1
             if not (evaluates or saves or reports):

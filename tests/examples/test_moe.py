@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from checkpoints import tensors_in
-from polyshard.errors import ConfigError
 from processes import KeptRanks, importing_from
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pretrain"
@@ -32,8 +33,7 @@ TINY = {
     "training.batch": 4,
     "optimizer.lr": 0.01,
     "schedule.warmup": 2,
-    "checkpoint.every": 0,
-    "output.export": "false",
+    "checkpoint.every": 2,
     "output.tensorboard": "false",
 }
 SHAPES = {
@@ -201,27 +201,33 @@ def run_program(rank: int, name: str, folder: Path, changes: dict[str, Any], *wo
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "changes", "others"),
     [
-        ("llama", HYBRID),
-        pytest.param(
+        ("llama", {**HYBRID, "training.microbatch": 1}, {"parallel.tp": 2, "training.microbatch": 2}),
+        (
             "mixtral",
-            {"parallel.ep": 2, "parallel.tp": 2},
-            marks=pytest.mark.xfail(raises=ConfigError, strict=True, reason="parts in checkpoints are not written yet"),
+            {"parallel.ep": 2, "parallel.tp": 2, "training.microbatch": 2},
+            {"parallel.ep": 4, "training.microbatch": 1},
         ),
     ],
 )
-def test_a_run_on_a_mesh_goes_on_as_if_it_had_never_stopped(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    changes = {**changes, "training.microbatch": 1, "checkpoint.every": 2, "training.steps": 4}
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    with importing_from(EXAMPLE):
-        # What is refused is so before ranks are started.
-        settings_of(name, whole, **changes)
+def test_a_run_goes_on_over_its_mesh_bit_for_bit_and_over_another_within_rounding(
+    name: str, changes: dict[str, Any], others: dict[str, Any], tmp_path: Path
+) -> None:
+    changes, others = ({**each, "training.steps": 4} for each in (changes, others))
+    whole, stopped, moved = tmp_path / "whole", tmp_path / "stopped", tmp_path / "moved"
     assert RANKS.run(4, run_program, name, whole, changes) == [0] * 4
     assert RANKS.run(4, run_program, name, stopped, changes, "--stop-after", "2") == [0] * 4
     assert [each.name for each in (stopped / "checkpoints").glob("step-*")] == ["step-00000002"]
+    shutil.copytree(stopped, moved)
     assert RANKS.run(4, run_program, name, stopped, changes) == [0] * 4
-    expected, found = (tensors_in(each / "checkpoints" / "step-00000004") for each in (whole, stopped))
-    assert expected.keys() == found.keys()
+    assert RANKS.run(4, run_program, name, moved, others, "--accept-changes") == [0] * 4
+    expected, same, other = (tensors_in(each / "checkpoints" / "step-00000004") for each in (whole, stopped, moved))
+    assert expected.keys() == same.keys() == other.keys()
     for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
+        assert torch.equal(same[key], tensor), key
+        # A step of AdamW without its state, or on other sequences, is off by the rate, 0.01.
+        torch.testing.assert_close(other[key], tensor, rtol=0, atol=1e-3, msg=key)
+    loaded = AutoModelForCausalLM.from_pretrained(whole / "model")
+    for key, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[f"model.{key}"]), key

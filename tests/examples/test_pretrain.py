@@ -97,8 +97,6 @@ def data_of(**changes: Any) -> Any:
         ("shard.strategy=hybrid_shard", "strategy is 'hybrid_shard' and parallel.dp_replicate 1"),
         ("parallel.ep=2", "parallel.ep is 2, but model.num_local_experts is 0"),
         ("parallel.tp=4", "parallel.tp 4 does not divide model.num_key_value_heads 2"),
-        # Until they are.
-        ("parallel.tp=2", "not written yet .* checkpoint.every = 0 and output.export = false"),
     ],
 )
 def test_a_wrong_setting_is_named(override: str, words: str) -> None:
