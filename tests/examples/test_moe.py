@@ -200,6 +200,7 @@ def run_program(rank: int, name: str, folder: Path, changes: dict[str, Any], *wo
         return train(settings_of(name, folder, **changes), ranks, parse_arguments(words))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "changes", "others"),
     [

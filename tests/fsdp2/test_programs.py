@@ -19,8 +19,8 @@ from safetensors.torch import load_file
     ("program", "args"),
     [
         # Torch's own compiler of backwards fails over sequence parallel norms (torch 2.13).
-        (titan.llama, ({"shard": 2, "tensor": 2}, "eager")),
-        (titan.llama, ({"replicate": 2, "shard": 2}, "aot_eager")),
+        pytest.param(titan.llama, ({"shard": 2, "tensor": 2}, "eager"), marks=pytest.mark.nightly),
+        pytest.param(titan.llama, ({"replicate": 2, "shard": 2}, "aot_eager"), marks=pytest.mark.nightly),
         (titan.mixture, (2,)),
     ],
     ids=["llama_tensor_parallel", "llama_replicated", "mixture"],

@@ -80,7 +80,11 @@ def assert_same(found: Values, wanted: Values) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other", "optimizer"),
-    [(FSDP_TP, EP, "adamw"), (EP_FSDP, PLAIN, "muon"), (TP, HSDP, "flat")],
+    [
+        pytest.param(FSDP_TP, EP, "adamw", marks=pytest.mark.nightly),
+        (EP_FSDP, PLAIN, "muon"),
+        pytest.param(TP, HSDP, "flat", marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_there_and_back(one: Plan, other: Plan, optimizer: Any, tmp_path: Path) -> None:
@@ -175,6 +179,7 @@ def from_all_forms(rank: int, plan: Plan, folder: str, given: State) -> list[Sta
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("one", "other"), [(UNEVEN, HSDP), (EP, FSDP_TP), (FSDP_TP, EP_FSDP), SHARED], ids=str)
 def test_states_in_all_forms(one: Plan, other: Plan, tmp_path: Path) -> None:
     ranks = run(one.world_size, in_all_forms, one, str(tmp_path))
