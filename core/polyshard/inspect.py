@@ -483,16 +483,16 @@ class ShardedModel:
         """Order compute on the current stream after every gather and reduction that was issued."""
         self._root.streams.drain()
 
-    def gathers_of(self, unit: ShardedUnit) -> tuple[int, ...]:
-        """Among how many ranks a forward and a backward gather ``unit``: twice where it is released in between."""
+    def gathers_of(self, unit: ShardedUnit) -> tuple[Collectives, ...]:
+        """Among whom a forward and a backward gather ``unit``: twice where it is released in between."""
         inner = unit._unit
         if unit.shard is None or inner.permanent:
             return ()
         # The backward of the outermost module follows its forward at once.
         if not inner.releases(inner in self._root.module_states[0].units):
-            return (unit.shard.world_size,)
+            return (unit.shard,)
         among = inner.neighbours if inner.reshard_policy is Reshard.PARTLY else None
-        return unit.shard.world_size, (among or unit.shard).world_size
+        return unit.shard, among or unit.shard
 
     def record_streams(self, recorder: StreamRecorder) -> None:
         """Run communication where it is issued from now on, and report to ``recorder`` the streams of a device."""

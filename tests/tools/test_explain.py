@@ -477,7 +477,9 @@ def test_a_mesh_is_told_with_the_units_over_its_dimensions(
     monkeypatch.setenv("POLYSHARD_SHARD", "edp,ep")
     monkeypatch.setenv("POLYSHARD_POLICY__OVERRIDES", '{"blocks.1" = {mesh = "edp", gradient_divisor = "group"}}')
     assert main(command) == 2
-    assert "shard names 'edp', 'ep', but there is no mesh" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "names 'edp', 'ep', of which --world-size says no sizes" in told
+    assert "--mesh edp=N,ep=N" in told
     at = command.index("--world-size")
     command[at : at + 2] = ["--mesh", "edp=2,ep=4,tp=2"]
     assert main(command) == 0

@@ -98,7 +98,12 @@ def test_units_over_dimensions_of_a_mesh(folder: Path, capsys: pytest.CaptureFix
     )
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
     # Gathered and reduced among four ranks; what the other dimension does is the model's own.
-    assert rows["all_gather"][0] == rows["reduce_scatter"][0] == "4"
+    assert rows["all_gather"][:2] == rows["reduce_scatter"][:2] == ["dp", "4"]
+    assert "Note: What the model itself sends along tp, activations or tokens, is not counted." in text
+    # In KiB: of four units, 4 bytes an element over four ranks, as much for gradients, twice for states, bf16 gathered.
+    assert rows["dp"] == ["-", "4", "64.00", "64.00", "128.00", "128.00"]
+    assert planned("--world-size", "8") == 2
+    assert "shard of [shard] in run.toml names 'dp', of which --world-size says no sizes" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("folder")

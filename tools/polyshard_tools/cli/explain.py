@@ -25,10 +25,10 @@ from .shared import (
     add_file_options,
     add_model_options,
     add_ranks_options,
+    config_of,
     importing_beside,
     model_of,
     print_table,
-    ranks_of,
 )
 
 _T = TypeVar("_T")
@@ -53,8 +53,7 @@ def add_explain(commands: Commands) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    world_size, mesh = ranks_of(arguments)
-    config = ShardConfig.from_toml(arguments.file, arguments.table, mesh=mesh)
+    config, world_size = config_of(arguments)
     # Prints of the user's modules stay out of the output.
     with importing_beside(arguments.file), redirect_stdout(sys.stderr):
         explanation = explain(config, model_of(arguments), world_size, device=arguments.device)

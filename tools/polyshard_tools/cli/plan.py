@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from polyshard import registry
-from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Collectives, Group, PluginContext, bytes_of
 
@@ -41,11 +40,11 @@ from .shared import (
     Commands,
     add_model_options,
     add_ranks_options,
+    config_of,
     function_at,
     importing_beside,
     model_of,
     print_table,
-    ranks_of,
 )
 
 _LAUNCH = "torchrun --standalone --nproc-per-node 2 -m polyshard bench-links --out links.json"
@@ -105,8 +104,7 @@ def add_plan(commands: Commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    world_size, mesh = ranks_of(arguments)
-    config = ShardConfig.from_toml(arguments.file, arguments.table, mesh=mesh)
+    config, world_size = config_of(arguments)
     if arguments.links and not arguments.device:
         raise ConfigError("--links is of no use without --device: nothing is timed. Name a device, or leave it out.")
     if arguments.batch_size is not None and not arguments.batch:
@@ -175,12 +173,17 @@ def _print(found: Plan) -> None:
         print()
     size, unit = _unit_of(found.peak_nbytes)
     _print_memory(found, size, unit)
+    _print_groups(found, size, unit)
     if found.wire:
         print()
-        rows = [("collective", "ranks", "launches", "units", f"{unit} received")]
+        named = any(row.over for row in found.wire)
+        rows: list[tuple[str, ...]] = [
+            ("collective", *["over"] * named, "ranks", "launches", "units", f"{unit} received")
+        ]
         for row in found.wire:
-            received = f"{row.received_nbytes / size:.2f}"
-            rows.append((row.operation.value, str(row.ranks), str(row.launches), str(row.collectives), received))
+            group = (row.over or "-",) if named else ()
+            numbers = str(row.ranks), str(row.launches), str(row.collectives), f"{row.received_nbytes / size:.2f}"
+            rows.append((row.operation.value, *group, *numbers))
         print_table(rows)
     _print_time(found)
     for note in found.notes:
@@ -200,6 +203,21 @@ def _print_memory(found: Plan, size: int, unit: str) -> None:
             f"\nThe peak is in the {found.peak_part}. {found.saved_nbytes / size:.2f} {unit} are saved for the "
             "backward."
         )
+
+
+def _print_groups(found: Plan, size: int, unit: str) -> None:
+    """The units over each group of a mesh, beside those over the others."""
+    if not found.over:
+        return
+    rows: list[tuple[str, ...]] = [
+        (f"{unit} of units over", "parts of", "units", "parameters", "gradients", "optimizer", "gather buffers")
+    ]
+    for group in found.groups:
+        sizes = group.parameters_nbytes, group.gradients_nbytes, group.optimizer_nbytes, group.gathered_nbytes
+        shown = (f"{nbytes / size:.2f}" for nbytes in sizes)
+        rows.append((group.over or "-", group.parts or "-", str(group.units), *shown))
+    print()
+    print_table(rows)
 
 
 def _print_time(found: Plan) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from polyshard.config import did_you_mean
+from polyshard.config import ShardConfig, did_you_mean
 from polyshard.errors import ConfigError
 from polyshard.planning.meshes import WorldMesh
 from torch import nn
@@ -46,7 +46,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ranks_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--world-size`` and ``--mesh``, which ``ranks_of`` reads."""
+    """Add ``--world-size`` and ``--mesh``, which ``config_of`` reads."""
     ranks = parser.add_mutually_exclusive_group(required=True)
     ranks.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
     ranks.add_argument(
@@ -56,18 +56,33 @@ def add_ranks_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def ranks_of(arguments: argparse.Namespace) -> tuple[int, Any]:
-    """The number of ranks that ``arguments`` name, and the mesh of these, if any.
+def config_of(arguments: argparse.Namespace) -> tuple[ShardConfig, int]:
+    """The configuration in ``arguments.file`` over the ranks that ``arguments`` name, and the number of these.
 
-    Raises ConfigError: the mesh is no names with sizes.
+    Raises ConfigError: as ``ShardConfig.from_toml``; the mesh is no names with sizes, or is missing.
     """
-    if arguments.mesh is None:
-        return arguments.world_size, None
-    pairs = [each.partition("=") for each in arguments.mesh.split(",")]
+    if arguments.mesh is not None:
+        sizes = _sizes_of(arguments.mesh)
+        mesh: Any = WorldMesh.pretended(sizes)
+        return ShardConfig.from_toml(arguments.file, arguments.table, mesh=mesh), math.prod(sizes.values())
+    config = ShardConfig.from_toml(arguments.file, arguments.table)
+    for setting in ("shard", "replicate"):
+        names = getattr(config, setting)
+        if names is not None:
+            raise ConfigError(
+                f"{setting} of [{arguments.table}] in {arguments.file} names {', '.join(map(repr, names))}, of which "
+                f"--world-size says no sizes. Give those of the mesh instead: --mesh "
+                f"{','.join(f'{name}=N' for name in names)}, with all of its dimensions, outermost first."
+            )
+    return config, arguments.world_size
+
+
+def _sizes_of(text: str) -> dict[str, int]:
+    pairs = [each.partition("=") for each in text.split(",")]
     sizes = {name.strip(): int(size) for name, _, size in pairs if size.strip().isdecimal() and int(size) > 0}
     if len(sizes) != len(pairs) or "" in sizes:
-        raise ConfigError(f"--mesh {arguments.mesh!r} is no mesh. Write sizes of different dimensions, as dp=4,tp=2.")
-    return math.prod(sizes.values()), WorldMesh.pretended(sizes)
+        raise ConfigError(f"--mesh {text!r} is no mesh. Write sizes of different dimensions, as dp=4,tp=2.")
+    return sizes
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

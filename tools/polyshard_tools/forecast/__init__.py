@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from .plan import Plan, Wire, largest_fitting, plan
+from .plan import Plan, UnitGroup, Wire, largest_fitting, plan
 from .recording import Kind, MemoryTimeline, Moment, Operation, Span
 from .timing import (
     DEVICES,
@@ -57,6 +57,7 @@ __all__ = [
     "StepTime",
     "TracedModel",
     "TracedStep",
+    "UnitGroup",
     "Wire",
     "batches_of",
     "find_device",

@@ -15,9 +15,9 @@ from polyshard.inspect import ShardedModel, ShardedUnit, Stream
 from torch import nn
 
 from ..explaining.explanation import plain
-from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Transfer
+from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Span, Transfer
 from .timing import Device, LinkModel, StepTime, find_links, timed
-from .trace import TracedModel
+from .trace import RecordedCollectives, TracedModel
 from .workload import BatchMaker, FusedAdamW, OptimizerModel
 
 #: Steps that a search for the largest batch may trace. Peaks grow by straight pieces, so few are needed; where hardly
@@ -30,12 +30,38 @@ class Wire:
     """The collectives of one kind in a step, added up."""
 
     operation: Operation
+    over: str
+    """The dimensions of the mesh along which its ranks lie: ``"dp"``, ``"edp, ep"``; empty without names."""
     ranks: int
     launches: int
     collectives: int
     """A launch may carry several."""
     received_nbytes: int
     """Bytes that reach one rank; as many leave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGroup:
+    """The units over one group of ranks, added up: what one rank has of them."""
+
+    over: str
+    """The dimensions of the mesh that they are cut and replicated over, ``"edp and dp_replicate"``; empty where these
+    have no names."""
+    parts: str
+    """The dimensions along which ranks have other parts of their parameters, ``DTensor`` ones: ``"tp"``; else empty."""
+    shards: int
+    """Ranks that share them."""
+    replicas: int
+    """Ranks that hold the same shard."""
+    units: int
+    parameters_nbytes: int
+    """Master shards."""
+    gradients_nbytes: int
+    """Gradient shards."""
+    optimizer_nbytes: int
+    """The optimizer's state; of one that is run it is known behind a step, so 0 without a batch."""
+    gathered_nbytes: int
+    """Gather buffers of all of them, of which few are there at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +77,7 @@ class Plan:
     """Elements of all units that belong to no parameter."""
     over: Mapping[str, tuple[str, ...]]
     """Names of units by the dimensions of the mesh that they are cut and replicated over, where these have names."""
+    groups: tuple[UnitGroup, ...]
     microbatches: int
     """Forwards and backwards of a step."""
     samples: int | None = None
@@ -155,7 +182,7 @@ def plan(
         "device": None if device is None else device.name,
     }
     if batch is None:
-        return Plan(**common, **_of_layout(traced))
+        return Plan(**common, groups=_groups(traced, layout.over), **_of_layout(traced))
     step = traced.step(batch(samples))
     time = None
     if device is not None:
@@ -174,6 +201,7 @@ def plan(
     peak = step.memory.peak
     return Plan(
         **common,
+        groups=_groups(traced, layout.over),
         samples=samples,
         peak=dict(peak.nbytes),
         most={kind: max(moment.nbytes[kind] for moment in step.memory.moments) for kind in Kind},
@@ -258,11 +286,11 @@ def _next_to_try(known: Mapping[int, int], fitting: int, above: int | None, limi
 
 
 def _wire_of_step(issued: Iterable[Issued]) -> tuple[Wire, ...]:
-    """The collectives of a step, by operation and number of ranks."""
-    found: dict[tuple[Operation, int], Wire] = {}
+    """The collectives of a step, by operation and group of ranks."""
+    found: dict[tuple[Operation, str, int], Wire] = {}
     for each in issued:
         if isinstance(each, Transfer):
-            key = each.operation, each.span.ranks
+            key = each.operation, ", ".join(each.span.over), each.span.ranks
             before = found.get(key, Wire(*key, 0, 0, 0))
             found[key] = Wire(
                 *key,
@@ -282,25 +310,49 @@ def _wire_of_layout(model: ShardedModel) -> tuple[Wire, ...]:
     """
     rows: list[Wire] = []
     for operation in Operation:
-        carried = [found for unit in model.units for found in _carried(model, unit, operation)]
-        for ranks in sorted({size for _, size in carried}):
-            those = [nbytes for nbytes, size in carried if size == ranks]
-            received = sum(operation.received_nbytes(nbytes, ranks) for nbytes in those)
-            rows.append(Wire(operation, ranks, len(those), len(those), received))
+        carried: dict[tuple[str, int], list[int]] = {}
+        for unit in model.units:
+            for nbytes, span in _carried(model, unit, operation):
+                carried.setdefault((", ".join(span.over), span.ranks), []).append(
+                    operation.received_nbytes(nbytes, span.ranks)
+                )
+        rows += [
+            Wire(operation, *group, len(received), len(received), sum(received)) for group, received in carried.items()
+        ]
     return tuple(rows)
 
 
-def _carried(model: ShardedModel, unit: ShardedUnit, operation: Operation) -> list[tuple[int, int]]:
+def _carried(model: ShardedModel, unit: ShardedUnit, operation: Operation) -> list[tuple[int, Span]]:
     """Whole bytes and ranks of each collective of ``operation`` that ``unit`` takes part in."""
-    shard, replicate = unit.shard, unit.replicate
     if operation is Operation.ALL_GATHER:
-        found = [(unit.gathered_nbytes, ranks) for ranks in model.gathers_of(unit)]
+        found: list[tuple[int, object]] = [(unit.gathered_nbytes, among) for among in model.gathers_of(unit)]
     elif operation is Operation.REDUCE_SCATTER:
-        found = [] if shard is None else [(unit.reduction_nbytes, shard.world_size)]
+        found = [(unit.reduction_nbytes, unit.shard)]
     else:
-        nbytes = unit.reduction_nbytes if shard is None else unit.reduced_nbytes
-        found = [] if replicate is None else [(nbytes, replicate.world_size)]
-    return [(nbytes, ranks) for nbytes, ranks in found if nbytes]
+        found = [(unit.reduction_nbytes if unit.shard is None else unit.reduced_nbytes, unit.replicate)]
+    return [(nbytes, among.span) for nbytes, among in found if nbytes and isinstance(among, RecordedCollectives)]
+
+
+def _groups(traced: TracedModel, over: Mapping[str, tuple[str, ...]]) -> tuple[UnitGroup, ...]:
+    """The units by group; ``over``: their names by dimensions."""
+    labels = {name: dimensions for dimensions, names in over.items() for name in names}
+    found: dict[tuple[str, str, int, int], list[ShardedUnit]] = {}
+    for unit in traced.sharded.units:
+        meshes = [each.part.mesh for each in unit.parameters if each.part is not None]
+        parts = dict.fromkeys(name for mesh in meshes for name in mesh.mesh_dim_names or ())
+        sizes = [1 if group is None else group.world_size for group in (unit.shard, unit.replicate)]
+        found.setdefault((labels.get(unit.name, ""), ", ".join(parts), sizes[0], sizes[1]), []).append(unit)
+    return tuple(
+        UnitGroup(
+            *group,
+            units=len(units),
+            parameters_nbytes=sum(unit.master.nbytes for unit in units),
+            gradients_nbytes=sum(unit.master.numel() * unit.grad_dtype.itemsize for unit in units if unit.trained),
+            optimizer_nbytes=sum(traced.state_nbytes(unit) for unit in units),
+            gathered_nbytes=sum(unit.gathered_nbytes for unit in units),
+        )
+        for group, units in found.items()
+    )
 
 
 _GIB = 2**30

@@ -39,8 +39,8 @@ class Span:
 
     members: Sequence[int]
     """Its ranks in the job, in ascending order."""
-    over: str = ""
-    """The dimensions of the mesh along which they lie: ``"dp"``, ``"edp, ep"``; empty where there is no mesh."""
+    over: tuple[str, ...] = ()
+    """The dimensions of the mesh along which they lie; empty where there is no mesh."""
 
     @property
     def ranks(self) -> int:

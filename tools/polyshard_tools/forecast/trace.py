@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from polyshard.api import no_sync, shard
 from polyshard.config import PluginSpec, ShardConfig
 from polyshard.errors import ConfigError, PolyshardError, UnsupportedError
-from polyshard.inspect import ShardedModel, outermost_model
+from polyshard.inspect import ShardedModel, ShardedUnit, is_dtensor, outermost_model
 from polyshard.interfaces import (
     COMPLETED,
     BufferRole,
@@ -29,7 +30,6 @@ from polyshard.interfaces import (
     ReduceOp,
     Work,
 )
-from polyshard.planning.meshes import WorldMesh
 from torch import nn
 
 from ._torch_private import TorchDispatchMode, tree_leaves
@@ -79,16 +79,16 @@ class TracedModel:
             raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
         self.recorder = StepRecorder()
         self.notes: list[str] = []
-        sizes = None
-        if isinstance(config.mesh, WorldMesh):
-            sizes = dict(zip(config.mesh.names, config.mesh.mesh.shape, strict=True))
+        sizes = _sizes_of(config.mesh, world_size)
         collectives = RecordedCollectives(self.recorder, range(world_size), sizes)
+        _refuse_other_job(model, world_size)
         with warnings.catch_warnings():
             # That of a single rank, which is as planned. On the meta device there is nothing to initialise.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             self.model = shard(model, self._on_meta(config, collectives), initializer=lambda module: None)
         self.sharded: ShardedModel = outermost_model(self.model, "plan")
         self.sharded.record_streams(self.recorder)
+        self._note_uncounted(sizes or {})
         self._optimizer = optimizer
         self._microbatches = microbatches
         self._ledger = Ledger(self.recorder)
@@ -103,6 +103,10 @@ class TracedModel:
     def standing_nbytes(self) -> Mapping[Kind, int]:
         """Bytes that are there throughout, and that no tensor on the meta device stands for."""
         return {Kind.OPTIMIZER: self._optimizer.standing_nbytes(self._parameters), Kind.BUFFERS: self._workspace_nbytes}
+
+    def state_nbytes(self, unit: ShardedUnit) -> int:
+        """Bytes of the optimizer's state of ``unit``, as far as steps were run."""
+        return self._optimizer.state_nbytes([each for each in unit.tensors if each.requires_grad])
 
     def step(self, batch: Batch) -> TracedStep:
         """Forward, backward, optimizer and ``zero_grad``, as they repeat.
@@ -124,6 +128,16 @@ class TracedModel:
             self._ledger.restart()
             self._once(batch)
         return TracedStep(tuple(self.recorder.issued), self._ledger.timeline(self.standing_nbytes))
+
+    def _note_uncounted(self, sizes: Mapping[str, int]) -> None:
+        reached = [spans_of(unit) for unit in self.sharded.units]
+        own = [
+            name
+            for name, size in sizes.items()
+            if size > 1 and any(all(name not in span.over for span in spans) for spans in reached)
+        ]
+        if own:
+            self._note(f"What the model itself sends along {', '.join(own)}, activations or tokens, is not counted.")
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -246,6 +260,11 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
     return found if found.ndim == 0 else found.sum()
 
 
+def spans_of(unit: ShardedUnit) -> list[Span]:
+    """The groups that a unit of a traced model is sharded and replicated over."""
+    return [each.span for each in (unit.shard, unit.replicate) if isinstance(each, RecordedCollectives)]
+
+
 _META = torch.device("meta")
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
 
@@ -264,7 +283,7 @@ class RecordedCollectives(Collectives):
     def __init__(self, recorder: StepRecorder, members: Sequence[int], sizes: Mapping[str, int] | None = None) -> None:
         self._recorder = recorder
         self._sizes = sizes
-        self.span = Span(members, "" if sizes is None else _over(members, sizes))
+        self.span = Span(members, () if sizes is None else _over(members, sizes))
 
     @property
     def capabilities(self) -> CollectivesCapabilities:
@@ -333,7 +352,36 @@ class RecordedCollectives(Collectives):
         return COMPLETED
 
 
-def _over(members: Sequence[int], sizes: Mapping[str, int]) -> str:
+def _sizes_of(mesh: Any, world_size: int) -> Mapping[str, int] | None:
+    """Sizes of the dimensions of ``mesh``, outermost first; None where it has no names.
+
+    Raises ConfigError: it is no mesh of ``world_size`` ranks.
+    """
+    if mesh is None or not mesh.mesh_dim_names:
+        return None
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    if mesh.mesh.flatten().tolist() != list(range(world_size)):
+        shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"the mesh {shown} is not one of the ranks 0 to {world_size - 1} in order. Plan with a mesh of all ranks, "
+            "as WorldMesh.pretended makes it of sizes, and their number as world_size."
+        )
+    return sizes
+
+
+def _refuse_other_job(model: nn.Module, world_size: int) -> None:
+    """Raise ``ConfigError`` where parameters are ``DTensor`` over the ranks of a job of another size."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == world_size:
+        return
+    name = next((name for name, each in model.named_parameters() if is_dtensor(each)), None)
+    if name is not None:
+        raise ConfigError(
+            f"'{name}' is a DTensor over ranks of a job of {dist.get_world_size()}, and the plan is of {world_size} "
+            "ranks. Make the mesh that the model is parallelized over of the sizes that are planned."
+        )
+
+
+def _over(members: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The dimensions of more than one rank along which ``members``, rank 0 among them, lie; empty for none."""
     found, whole, stride = [], 1, math.prod(sizes.values())
     for name, size in sizes.items():
@@ -342,4 +390,4 @@ def _over(members: Sequence[int], sizes: Mapping[str, int]) -> str:
             found.append(name)
             whole *= size
     # Of a mesh that is another's, a group may lie across.
-    return ", ".join(found) if whole == len(members) else ""
+    return tuple(found) if whole == len(members) else ()

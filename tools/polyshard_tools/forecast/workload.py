@@ -120,6 +120,10 @@ class OptimizerModel:
         """Bytes of its state that no tensor on the meta device stands for."""
         return 0
 
+    def state_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Bytes of its state of some ``parameters``, after a step."""
+        return self.standing_nbytes(parameters)
+
     def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         """Record one step with the gradients that are there."""
 
@@ -157,6 +161,11 @@ class RunOptimizer(OptimizerModel):
         self._factory = factory
         self._label = label
         self._optimizer: torch.optim.Optimizer | None = None
+
+    def state_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        states = {} if self._optimizer is None else self._optimizer.state
+        held = [value for each in parameters for value in states.get(each, {}).values()]
+        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor) and value.is_meta)
 
     def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         try:
