@@ -231,7 +231,7 @@ def refusals(face: ModuleType) -> None:
         assert type(model.norm) is nn.LayerNorm
         assert type(model.norm.weight) is nn.Parameter
     pair = face.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], mesh=mesh)
-    with pytest.raises(RuntimeError, match="FSDP requires a single root module but got"):
+    with pytest.raises(RuntimeError, match="single root module"):
         pair[0](torch.ones(1, 2))
 
 

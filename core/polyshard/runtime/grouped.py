@@ -74,7 +74,7 @@ class GroupedHooks(ForwardHooks):
     def _refuse_root(self) -> None:
         kinds = ", ".join(type(each).__name__ for each in self.module_state.modules)
         raise StateError(
-            f"FSDP requires a single root module but got ({kinds}), a list that was sharded as one group: rank "
+            f"A single root module is required, but ({kinds}) are a list that was sharded as one group: rank "
             f"{self.module_state.rank} called its {type(self.module).__name__}, and nothing around them is sharded. "
             "Call fully_shard on a module that contains all of them."
         )
