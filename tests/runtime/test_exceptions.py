@@ -27,6 +27,7 @@ from parity import (
     whole_of,
 )
 from polyshard.errors import CollectiveError
+from polyshard.interfaces import Collectives
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -326,6 +327,8 @@ def test_after_a_gather_that_could_not_be_issued_no_memory_stays(
         return whole(self, out, shard)
 
     monkeypatch.setattr(FakeCollectives, "all_gather", fails)
+    # One by one, as the contract's own does.
+    monkeypatch.setattr(FakeCollectives, "all_gather_many", Collectives.all_gather_many)
     config = polyshard.ShardConfig(
         collectives={"name": "fake", "world_size": 2},
         policy=units_of(Block),
