@@ -48,11 +48,11 @@ class GroupsForManyRanks(Sound):
         return {nn.ModuleList(found): {}} if context.shards > 1000 else found
 
 
-class OneForTrue(Sound):
-    """Keeps parameters gathered where ranks are few, by a number."""
+class FractionOfRanks(Sound):
+    """Says by a fraction, where ranks are few, how much of the parameters to keep."""
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        return dict.fromkeys(super().plan(root, context), {"reshard_after_forward": 1} if context.shards == 1 else {})
+        return dict.fromkeys(super().plan(root, context), {"reshard_after_forward": 0.5} if context.shards == 1 else {})
 
 
 class Misspells(Sound):
@@ -167,7 +167,7 @@ TRAINING = "training_is_that_of_the_unsharded_model"
 FAULTS = [
     *local_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault(GroupsForManyRanks, "plan_names_modules_of_the_model"),
-    fault(OneForTrue, OVERRIDES),
+    fault(FractionOfRanks, OVERRIDES),
     fault(Misspells, OVERRIDES, TRAINING, why="polyshard refuses it as well"),
     fault(MisspellsAnOption, OVERRIDES, TRAINING, why="polyshard refuses it as well"),
     fault(Marks, LEFT),
