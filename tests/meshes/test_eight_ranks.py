@@ -51,6 +51,15 @@ EXPERTS = ("dp_replicate", "edp", "ep")
             settings=(("layout", "rows"),),
             optimizer="muon",
         ),
+        # Neighbours of dense units are others than those of experts, and as many.
+        Plan(
+            (4, 2),
+            ("edp", "ep"),
+            Shape(experts=4),
+            ("edp", "ep"),
+            experts=("edp",),
+            settings=(("reshard_after_forward", 2),),
+        ),
     ],
     ids=str,
 )

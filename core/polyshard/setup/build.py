@@ -233,10 +233,12 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
 
 def _share_neighbours(states: Iterable[ModuleState]) -> None:
     """Let units that equal ranks gather for backward share launches, whichever calls made their groups."""
-    shared: dict[int, Collectives] = {}
+    shared: dict[tuple[int, int], Collectives] = {}
     for unit in (unit for state in states for unit in state.units):
         if unit.neighbours is not None:
-            unit.use_neighbours(shared.setdefault(unit.neighbours.world_size, unit.neighbours))
+            # Units with a mesh of their own have other neighbours.
+            key = id(unit.ranks.owner), unit.neighbours.world_size
+            unit.use_neighbours(shared.setdefault(key, unit.neighbours))
 
 
 def _groups(plan: ShardPlan, groups: FormedGroups) -> tuple[Collectives, ...]:
