@@ -421,7 +421,7 @@ class ShardedModel:
         """
         here = self._root.collectives.world_size
         # Ranks that compute with other samples, and share no gradients of a parameter, have another one each.
-        most = max((unit.ranks.number for unit in self._root.units), default=1)
+        most = self._root.data_ranks
         for unit in self._root.units:
             ranks = unit.ranks
             for each in unit.parameters:

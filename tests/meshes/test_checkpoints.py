@@ -6,13 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import polyshard
 import polyshard_huggingface
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import tensors_in
 from meshed_models import Shape
-from meshes import Plan, Polyshard, coordinate_of, make, meshed, optimizers, run
+from meshes import Plan, Polyshard, coordinate_of, make, mesh_of, meshed, optimizers, run
 from plain_states import differing
 from polyshard import checkpoint
 from polyshard import state as states
@@ -228,3 +229,23 @@ def test_experts_whose_state_is_no_whole_are_refused(missing: range, words: str,
         assert words in text
         assert "step its part" in text
     assert checkpoint.latest(tmp_path) is None
+
+
+def saved_over_more(rank: int, folder: str) -> None:
+    """A unit over ``dp`` and ``tp``, beside one over ``dp`` of which ranks along ``tp`` have copies."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7))
+    mesh = mesh_of((2, 2), ("dp", "tp"), "cpu")
+    policy = {"name": "custom", "fn": lambda module: {"mesh": ("dp", "tp")} if module is model[1] else False}
+    polyshard.shard(model, polyshard.ShardConfig(mesh=mesh, shard="dp", policy=policy))
+    checkpoint.save(Path(folder), 0, model)
+    polyshard.close(model)
+
+
+def test_units_over_more_ranks_than_others(tmp_path: Path) -> None:
+    run(4, saved_over_more, str(tmp_path))
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7))
+    directory = checkpoint.latest(tmp_path)
+    assert directory is not None
+    assert not differing(checkpoint.read(directory)["model"], dict(whole.named_parameters()))

@@ -97,6 +97,8 @@ class Root(Step):
         self.owned_locally: Collection[torch.Tensor] = frozenset()
         #: Ranks that must see the same batch, as those of tensor parallelism, until they compared it; None elsewhere.
         self.same_batch: Collectives | None = None
+        #: Ranks that compute with other samples each, by the configuration.
+        self.data_ranks = collectives.world_size
         #: How often the host still waits to compare ranks' norms of parameters outside of units.
         self.norms_to_compare = 3
         #: Seconds that ranks wait for each other, by the configuration.

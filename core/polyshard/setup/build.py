@@ -210,6 +210,7 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
     )
     root.timeout_s = config.timeout_s
     root.same_batch = groups.batch
+    root.data_ranks = plan.ranks.cut.data_ranks
     root.owned_locally = plan.request.owned_locally.union(*(each.owned_locally for each in inner_roots))
     if config.check_ranks:
         peers = root.recorder.peers = peers_of(groups.world)
