@@ -1,4 +1,4 @@
-"""Ranks for the tests of ``fully_shard``: processes over gloo, kept for all of them."""
+"""Ranks for the tests of ``fully_shard``: processes over gloo, kept for those of a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from processes import KeptRanks
 
 
-@pytest.fixture(scope="session")
+# Models of ``fully_shard`` are not closed, and each thread of their gloo groups wakes a hundred times a second.
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[KeptRanks]:
     """Runs a function on every rank of a group that is kept."""
     kept = KeptRanks()

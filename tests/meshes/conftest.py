@@ -1,4 +1,4 @@
-"""The processes that all tests of meshes share."""
+"""The processes that tests of meshes share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import meshes
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def close_pools() -> Iterator[None]:
-    """They leave at the end of the run."""
+    """They leave behind each file: the threads of gloo groups that nobody uses keep waking."""
     yield
     meshes.POOLS.close()
