@@ -8,7 +8,7 @@ import pytest
 from fsdp_parity.ranks import Pools
 
 
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Pools]:
     """Runs a body on every rank of a persistent group, once on each kind of device."""
     pools = Pools(request.param)
