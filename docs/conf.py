@@ -38,6 +38,7 @@ _UNNAMED = (
     r"polyshard_plugins\.stand_in\.StandIn",
     r"polyshard\.(planning|runtime|functions|setup|capture)\..*",
     r"polyshard\.checkpoint\.pending\.Notes",
+    r"polyshard\.inspect\.ShardedUnit",
     r"polyshard_lightning\.(fabric\.ShardedModule|common\.Strategy)",
     r"polyshard_tools\.forecast\.(memory|recording|timing)\..*",
     r"polyshard_testing\.(plugin|ranks)\..*",
