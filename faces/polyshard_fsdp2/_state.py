@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from polyshard.extension import (
 )
 from polyshard.interfaces import InputCast
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ._parameters import Placed, PlacedUnit
 from ._torch_private import PipelinedState
@@ -69,6 +70,8 @@ class State(PipelinedState):
     """Whose gathers follow this one's in forward; the recorded order decides where there are none."""
     backward_hints: tuple[State, ...] = ()
     """The same in backward."""
+    moving: list[RemovableHandle] = field(default_factory=list)
+    """Hooks that move the inputs of modules without parameters, until a module around them is sharded."""
 
     @property
     def module_state(self) -> ModuleState | None:
@@ -108,6 +111,11 @@ class State(PipelinedState):
             use_hints(root)
             self._move_inputs(root)
             self._answer_state_dicts()
+        elif (device := self._device()) is not None:
+            move = _OnDevice(device, None)
+            for each in self.modules:
+                hook = each.register_forward_pre_hook(lambda _, args, kwargs: move(args, kwargs), with_kwargs=True)
+                self.moving.append(hook)
 
     def apply(self) -> None:
         """Let the units do what was set."""
@@ -141,9 +149,17 @@ class State(PipelinedState):
         for each in inner:
             if isinstance(each.input_cast, _OnDevice):
                 each.input_cast = each.input_cast.cast
-        device = self.asked.config.device
-        if isinstance(device, torch.device) and device.type != "cpu":
+        for module in self.modules:
+            for state in states_in(module):
+                while state.moving:
+                    state.moving.pop().remove()
+        if (device := self._device()) is not None:
             outermost.input_cast = _OnDevice(device, outermost.input_cast)
+
+    def _device(self) -> torch.device | None:
+        """Where inputs belong; None where that is the host."""
+        device = self.asked.config.device
+        return device if isinstance(device, torch.device) and device.type != "cpu" else None
 
     def _answer_state_dicts(self) -> None:
         holders = dict.fromkeys(

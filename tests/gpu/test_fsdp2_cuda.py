@@ -39,6 +39,47 @@ def test_inputs_of_the_outermost_module_come_to_the_device() -> None:
     assert all(off < 1e-12 for off in run(of_the_host))
 
 
+class Sum(nn.Module):
+    """Has no parameters."""
+
+    def forward(self, x: torch.Tensor, more: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        assert all(tensor.is_cuda for tensor in (x, *more))
+        return x + sum(more)
+
+
+class Outer(nn.Module):
+    """Gives what is in host memory to a module without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = Sum()
+        self.linear = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.sum(x.cpu(), (x.cpu(),))
+        return out
+
+
+def without_parameters(rank: int) -> str:
+    """What becomes of inputs of a module without parameters: by itself, then in another that is sharded, too."""
+    torch.cuda.set_device(device_of(rank))
+    mesh = init_device_mesh("cuda", (WORLD_SIZE,))
+    alone = fully_shard(Sum(), mesh=mesh)
+    assert alone(torch.ones(3), (torch.ones(3), torch.ones(3))).tolist() == [3.0] * 3
+    outer = Outer()
+    fully_shard(outer.sum, mesh=mesh)
+    fully_shard(outer, mesh=mesh)
+    try:
+        outer(torch.ones(3))
+    except AssertionError:
+        return "left where they were"
+    return "moved"
+
+
+def test_modules_without_parameters_move_inputs_where_they_are_outermost() -> None:
+    assert set(run(without_parameters)) == {"left where they were"}
+
+
 def loaded_elsewhere(rank: int) -> str:
     """The refusal of parameters that were loaded onto the device where the policy wants them in host memory."""
     device = device_of(rank)
