@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ._parameters import Placed, PlacedUnit
-from ._torch_private import PipelinedState
+from ._torch_private import TorchState
 
 STATE_ATTRIBUTE = "_polyshard_fsdp2_state"
 
@@ -59,7 +59,7 @@ class _OnDevice:
 
 
 @dataclass(eq=False)
-class State(PipelinedState):
+class State(TorchState):
     """Of one call."""
 
     modules: tuple[nn.Module, ...]
@@ -140,6 +140,17 @@ class State(PipelinedState):
         """Let what was done to the parameters from outside be what the units have."""
         for unit in self.units:
             unit.take_over()
+
+    def check_root(self) -> None:
+        if len(self.modules) > 1 and (state := self.module_state) and root_of(state).module_states[0] is state:
+            kinds = [type(module).__name__ for module in self.modules]
+            raise StateError(
+                f"FSDP requires a single root module but got {kinds} (rank {state.rank}). Call fully_shard on a module "
+                "that contains all of them."
+            )
+        for unit in self.units:
+            unit.take_over()
+            unit.refuse_meta("The first forward")
 
     def reduce_waiting(self) -> None:
         outermost(self, "A pipeline's reduction").reduce_waiting()

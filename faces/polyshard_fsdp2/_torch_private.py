@@ -41,11 +41,12 @@ def places() -> list[ModuleType]:
     return found
 
 
-class PipelinedState:
-    """What ``torch.distributed.pipelining`` asks of a stage's state behind the last microbatch.
+class TorchState:
+    """What torch and programs ask of the state that ``fully_shard`` keeps of a module, by torch's private names.
 
-    It walks over the groups of parameters in torch's own state, of which this names none, and calls what ends a
-    backward there. A public call is on its way (pytorch#196640).
+    ``torch.distributed.pipelining`` walks over the groups of parameters, of which this names none, and calls what ends
+    a backward behind the last microbatch. A public call is on its way (pytorch#196640). Programs that call a part of a
+    model first let the whole decide that it is the root.
     """
 
     _state_ctx = SimpleNamespace(all_states=())
@@ -53,12 +54,19 @@ class PipelinedState:
     def _root_post_backward_final_callback(self) -> None:
         self.reduce_waiting()
 
+    def _lazy_init(self) -> None:
+        self.check_root()
+
+    def check_root(self) -> None:
+        """Raise what the first forward of the root would raise before it computes."""
+        raise NotImplementedError
+
     def reduce_waiting(self) -> None:
         """Reduce gradients that backwards left whole."""
         raise NotImplementedError
 
 
-def note_composed(module: nn.Module, state: PipelinedState) -> None:
+def note_composed(module: nn.Module, state: TorchState) -> None:
     """Let ``replicate`` see that ``module`` is sharded, and torch's ``fully_shard.state`` answer ``state``.
 
     Both look into what composable functions keep in a module, under keys of their own. The compiler, and Transformers

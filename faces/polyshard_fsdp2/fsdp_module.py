@@ -258,6 +258,14 @@ class FSDPModule(TorchFSDPModule):
         """Nothing, as ``set_allocate_memory_from_process_group_for_comm``."""
         _state(self)
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing: gathers are asynchronous. Programs call torch's private method of this name."""
+        _state(self)
+
+    def _get_fsdp_state(self) -> Any:
+        """For programs that call torch's private method of this name, as ``model._get_fsdp_state()._lazy_init()``."""
+        return _state(self)
+
     def set_custom_all_gather(self, comm: object) -> NoReturn:
         """Refused.
 

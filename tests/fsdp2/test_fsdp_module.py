@@ -195,6 +195,7 @@ def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
     model.set_allocate_memory_from_process_group_for_comm(True)
     model.set_symm_mem_for_comm()
     model.set_reduce_scatter_divide_factor(dist.get_world_size())
+    model._set_unshard_async_op(True)
     OURS.share_comm_ctx([model])
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
         with pytest.raises(NotImplementedError, match=f"{name}: what moves bytes is a plugin"):

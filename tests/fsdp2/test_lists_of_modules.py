@@ -230,9 +230,15 @@ def refusals(face: ModuleType) -> None:
     if face is OURS:
         assert type(model.norm) is nn.LayerNorm
         assert type(model.norm.weight) is nn.Parameter
-    pair = face.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], mesh=mesh)
+    pair, other = (face.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], mesh=mesh) for _ in range(2))
+    with pytest.raises(RuntimeError, match="FSDP requires a single root module but got"):
+        other[0]._get_fsdp_state()._lazy_init()
     with pytest.raises(RuntimeError, match="single root module"):
         pair[0](torch.ones(1, 2))
+    with torch.device("meta"):
+        unmade = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="materialized from meta device"):
+        face.fully_shard(unmade, mesh=mesh)._get_fsdp_state()._lazy_init()
 
 
 def _checkpointed(rank: int, reentrant: bool, number: int) -> None:
