@@ -78,6 +78,8 @@ class PlacedUnit(Unit):
     - Parameters may be on the meta device, and be moved and cast, until the first forward.
     """
 
+    answers_state_dicts = True
+
     def __init__(self, *args: Any, placed: Placed, **kwargs: Any) -> None:
         self.placed = placed
         #: Whether gradients arrive in the plain parameters.

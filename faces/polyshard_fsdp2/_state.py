@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from polyshard.config import ShardConfig
@@ -102,7 +103,6 @@ class State(TorchState):
                     stays_on_meta=True,
                 )
             )
-            root.answers_state_dicts = True
             if root.idle_guard is not None:
                 # What computes with DTensors between steps is right, or torch refuses it.
                 root.idle_guard.leave()
@@ -177,9 +177,9 @@ class State(TorchState):
             module for unit in self.units for parameter in unit.parameters for module, _ in parameter.sites
         )
         for module in holders:
-            module.register_state_dict_pre_hook(self._before_save)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(_weak(self._before_save))  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_weak(self._before_load))  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(_weak(self._after_load))  # type: ignore[no-untyped-call]
 
     def _before_save(self, *_: Any) -> None:
         for unit in self.units:
@@ -193,6 +193,17 @@ class State(TorchState):
         # What is on another device may be moved yet; the next forward refuses it.
         with suppress(DeviceError):
             self.take_over()
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """``method`` as a hook: a part of a model that someone keeps does not keep the memory of the whole."""
+    of = WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        if (bound := of()) is not None:
+            bound(*args)
+
+    return hook
 
 
 def state_of(module: nn.Module) -> State | None:

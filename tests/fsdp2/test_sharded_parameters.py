@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from fsdp2_models import (
     FACES,
+    OURS,
     Words,
     alike,
     as_whole,
@@ -363,6 +366,21 @@ def copies_are_refused(face: ModuleType) -> Any:
 
 
 #: Bodies, and on how many ranks each runs.
+def parts_that_outlive_the_model(face: ModuleType) -> Any:
+    model: Any = shard_all(face, make())
+    square_of(model, next(batches(1))).backward()
+    kept, blocks = model.head, [weakref.ref(block) for block in model.blocks]
+    saved = as_whole(kept.weight)
+    del model
+    gc.collect()
+    if face is OURS:
+        # Torch keeps them here.
+        assert [block() for block in blocks] == [None] * len(blocks)
+    # What is kept still answers for itself.
+    assert as_whole(kept.state_dict()["weight"]).equal(saved)
+    return saved
+
+
 BODIES: dict[Callable[[ModuleType], object], int] = {
     optimizers: 3,
     initialised_by_loops: 3,
@@ -377,6 +395,7 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
     shared_parameters: 2,
     scaled_gradients: 2,
     copies_are_refused: 2,
+    parts_that_outlive_the_model: 2,
 }
 
 

@@ -154,7 +154,7 @@ class OptimizerCheck:
             if first_look:
                 _warn_of_lost_decay(optimizer, groups)
                 warn_of_cut_blocks(optimizer, groups)
-            answered = all(each.root.answers_state_dicts for group in groups for each in group)
+            answered = all(each.unit.answers_state_dicts for group in groups for each in group)
             if optimizer not in self._guarded and not answered:
                 self._guarded.add(optimizer)
                 # That module makes the first step itself, to create a state.

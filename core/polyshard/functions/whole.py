@@ -210,6 +210,8 @@ def state_dicts_of_pieces() -> Iterator[None]:
 def guard_state_dicts(units: Iterable[Unit]) -> None:
     """Let state dicts of the modules that hold parameters of ``units`` be whole, or refused."""
     for unit in units:
+        if unit.answers_state_dicts:
+            continue
         slots: dict[nn.Module, dict[str, int]] = {}
         for index, parameter in enumerate(unit.parameters):
             for module, key in parameter.sites:
@@ -240,7 +242,7 @@ class _Guard:
 
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Leave this rank's piece of each whole parameter in ``state_dict``, which is ``load_state_dict``'s own."""
-        if self._is_left_alone:
+        if _of_pieces.get():
             return
         pieces = {piece.slot: piece for piece in self.unit.pieces}
         for key, index in self.slots.items():
@@ -284,13 +286,7 @@ class _Guard:
     def _shows_pieces(self) -> bool:
         root = self.unit.step
         assert isinstance(root, Root)
-        return not (self.unit.ranks.owner is None or root.unsharded or self._is_left_alone)
-
-    @property
-    def _is_left_alone(self) -> bool:
-        root = self.unit.step
-        assert isinstance(root, Root)
-        return root.answers_state_dicts or _of_pieces.get()
+        return not (self.unit.ranks.owner is None or root.unsharded or _of_pieces.get())
 
     def _parameter(self, index: int) -> str:
         return self.unit.parameters[index].names[0]

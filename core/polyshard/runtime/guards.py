@@ -358,7 +358,9 @@ class _Uncopied:
     """An attribute of a module that holds a piece. Copying the module copies it, which raises."""
 
     def __init__(self, unit: Unit, parameter: ManagedParameter) -> None:
-        self._unit = unit
+        # Weak: a part of a model that someone keeps must not keep the memory of the whole.
+        self._unit = ref(unit)
+        self._rank = unit.ranks.world.rank
         self._parameter = parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -369,13 +371,14 @@ class _Uncopied:
         return type(None), ()
 
     def _refuse(self, done: str) -> None:
-        unit = self._unit
-        unsharded = unit.step is not None and unit.step.unsharded
-        if unsharded or (unit.prepared and unit.bindings.shown is Shown.VIEWS):
-            # Whole. The copy is a plain module: its attribute is None.
-            return
-        name, rank = self._parameter.names[0], unit.ranks.world.rank
+        unit = self._unit()
+        if unit is not None:
+            unsharded = unit.step is not None and unit.step.unsharded
+            if unsharded or (unit.prepared and unit.bindings.shown is Shown.VIEWS):
+                # Whole. The copy is a plain module: its attribute is None.
+                return
         raise StateError(
-            f"A module that holds a piece of '{name}' cannot be {done} (rank {rank}): the copy would take the "
-            "piece for the whole. Copy it before sharding, or inside of 'with polyshard.unsharded(model)'."
+            f"A module that holds a piece of '{self._parameter.names[0]}' cannot be {done} (rank {self._rank}): the "
+            "copy would take the piece for the whole. Copy it before sharding, or inside of 'with "
+            "polyshard.unsharded(model)'."
         )

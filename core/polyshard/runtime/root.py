@@ -91,8 +91,6 @@ class Root(Step):
         self.idle_guard: IdleCallGuard | None = None
         #: Collectives that were made for this model, closed with it in this order on every rank.
         self.owned: tuple[Collectives, ...] = ()
-        #: Whether a drop-in makes state dicts of the model and its optimizers whole.
-        self.answers_state_dicts = False
         #: Trained parameters outside of units of which each rank has one of its own, such as experts.
         self.owned_locally: Collection[torch.Tensor] = frozenset()
         #: Ranks that must see the same batch, as those of tensor parallelism, until they compared it; None elsewhere.

@@ -95,6 +95,8 @@ class Unit:
 
     #: Whether large linear layers write their weight gradients into the reduction's input.
     writes_gradients_directly = True
+    #: Whether a drop-in makes state dicts of its modules and of optimizers whole.
+    answers_state_dicts = False
 
     def __init__(
         self,
