@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import EntryPoints
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from polyshard.interfaces import Group
-from polyshard.registry.find import name_and_version, scan
 from polyshard_testing import plugin_context
 from polyshard_testing.plugin import LocalPluginSuite, PluginSuite
 
@@ -96,20 +91,7 @@ def failing(suite: type[Any], fault: Fault) -> set[str]:
         def make(self) -> Any:
             return fault.make()
 
-    # Hundreds of models are sharded, which would read the installed metadata as often: a third of the time.
-    scanned = mock.Mock(return_value=_scanned())
-    read_once = mock.patch("importlib.metadata.entry_points", scanned)
-    with read_once, mock.patch("polyshard.registry.find.name_and_version", _name_and_version):
-        return {name for name in names_of(fault.within or suite) if not _passes(Suite, f"test_{name}")}
-
-
-_name_and_version = functools.cache(name_and_version)
-
-
-@functools.cache
-def _scanned() -> EntryPoints:
-    found = scan()
-    return EntryPoints(each for group in Group for each in found.select(group=group.value))
+    return {name for name in names_of(fault.within or suite) if not _passes(Suite, f"test_{name}")}
 
 
 def _passes(suite: type[Any], name: str) -> bool:

@@ -3,7 +3,7 @@
 ``identity`` says what ranks compare of each.
 """
 
-from .find import Installed, Permission, PluginState, installed, scan
+from .find import Installed, Permission, PluginState, installed
 from .identity import engine_digest, fingerprint
 from .make import Constructed, Resolved, UsedPlugin, construct, resolve, used
 
@@ -19,6 +19,5 @@ __all__ = [
     "fingerprint",
     "installed",
     "resolve",
-    "scan",
     "used",
 ]

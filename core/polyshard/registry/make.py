@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint
 from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 from stevedore import DriverManager
@@ -113,32 +113,21 @@ def option_parameters(signature: inspect.Signature) -> dict[str, inspect.Paramet
 
 
 @overload
-def resolve(
-    group: Literal[Group.COLLECTIVES], choice: PluginChoice, entry_points: EntryPoints | None = None
-) -> Resolved[Collectives]: ...
+def resolve(group: Literal[Group.COLLECTIVES], choice: PluginChoice) -> Resolved[Collectives]: ...
 @overload
-def resolve(
-    group: Literal[Group.PRECISION], choice: PluginChoice, entry_points: EntryPoints | None = None
-) -> Resolved[PrecisionCaster]: ...
+def resolve(group: Literal[Group.PRECISION], choice: PluginChoice) -> Resolved[PrecisionCaster]: ...
 @overload
-def resolve(
-    group: Literal[Group.OFFLOAD], choice: PluginChoice, entry_points: EntryPoints | None = None
-) -> Resolved[OffloadManager]: ...
+def resolve(group: Literal[Group.OFFLOAD], choice: PluginChoice) -> Resolved[OffloadManager]: ...
 @overload
-def resolve(
-    group: Literal[Group.POLICIES], choice: PluginChoice, entry_points: EntryPoints | None = None
-) -> Resolved[WrapPolicy]: ...
+def resolve(group: Literal[Group.POLICIES], choice: PluginChoice) -> Resolved[WrapPolicy]: ...
 @overload
-def resolve(
-    group: Literal[Group.LAYOUTS], choice: PluginChoice, entry_points: EntryPoints | None = None
-) -> Resolved[Layout]: ...
+def resolve(group: Literal[Group.LAYOUTS], choice: PluginChoice) -> Resolved[Layout]: ...
 @overload
-def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[object]: ...
-def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[Any]:
+def resolve(group: Group, choice: PluginChoice) -> Resolved[object]: ...
+def resolve(group: Group, choice: PluginChoice) -> Resolved[Any]:
     """Find the plugin that ``choice`` names, import it, and compare it with its contract.
 
     An object that fulfils the group's contract resolves to itself. Nothing is constructed and no rank communicates.
-    ``entry_points``: what ``scan`` returned, for several calls in a row; None reads the installed metadata anew.
 
     Raises ``ConfigError`` for a choice that names nothing, ``PluginNotFoundError``, ``PluginConflictError`` where
     several distributions but polyshard offer the name, ``PluginRefusedError`` before anything is imported where the
@@ -149,7 +138,7 @@ def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None
     spec = PluginSpec.parse(choice)
     if not isinstance(spec, PluginSpec):
         return _given(group, spec)
-    offer = choose(group, spec, entry_points)
+    offer = choose(group, spec)
     where = f"plugin {spec.name!r} of {group.value} ({offer.value}, from {offer.origin})"
     refusal = Permission.read().refusal(offer)
     if refusal:
@@ -230,19 +219,17 @@ InnerMaker = Callable[[Group, PluginChoice, PluginContext], Constructed[Any]]
 def construct(
     resolved: Resolved[_T_co],
     context: PluginContext,
-    entry_points: EntryPoints | None = None,
     make_inner: InnerMaker | None = None,
 ) -> Constructed[_T_co]:
     """Construct ``resolved``; its factory may construct others through ``context.construct``.
 
-    ``entry_points``: what ``scan`` returned; None reads the installed metadata anew where the factory asks for a
-    plugin. ``make_inner``: makes the plugins that the factory asks for; by default they are resolved and constructed.
+    ``make_inner``: makes the plugins that the factory asks for; by default they are resolved and constructed.
 
     Raises what ``Resolved.construct`` does, and what ``resolve`` does for the names that the factory asks for.
     """
 
     def usual(group: Group, choice: PluginChoice, asked_with: PluginContext) -> Constructed[Any]:
-        return construct(resolve(group, choice, entry_points), asked_with, entry_points)
+        return construct(resolve(group, choice), asked_with)
 
     inner = _Inner(resolved.described, make_inner or usual)
     try:

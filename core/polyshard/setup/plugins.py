@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import EntryPoints
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -81,15 +80,13 @@ class ChosenPlugins:
     """All of them, the collectives first."""
     collectives_choice: object
     """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
-    entry_points: EntryPoints
-    """What is installed, for the plugins that a policy names."""
     mesh: WorldMesh | None
     """All ranks, by the dimensions of their mesh; None where all of them shard the same."""
 
     def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
         """The plugin that a policy names for one unit, constructed; raises what a configuration's would."""
-        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
-        return registry.construct(resolved, self.context, self.entry_points)
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice)
+        return registry.construct(resolved, self.context)
 
     def told(self) -> str:
         """All of them, in words."""
@@ -108,7 +105,6 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
     world = world_of(request, mesh)
     if world is not None:
         process_group = agreement.process_group = _group_of(world, process_group)
-    entry_points = registry.scan()
     context = PluginContext(
         name="",
         device=compute_device(config, request.module, request.ignored_modules),
@@ -116,15 +112,15 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
-    resolved = registry.resolve(Group.COLLECTIVES, choice, entry_points)
-    constructed = registry.construct(resolved, context, entry_points)
+    resolved = registry.resolve(Group.COLLECTIVES, choice)
+    constructed = registry.construct(resolved, context)
     collectives = agreement.collectives = constructed.instance
     if world is not None and len(world.ranks) != collectives.world_size:
         raise WorldSizeError(
             f"The mesh is of ranks {world.ranks}, but the collectives are of {collectives.world_size} (rank "
             f"{collectives.rank}). Give collectives of the ranks of the mesh, or name them."
         )
-    return construct_plugins(config, context, constructed, entry_points, world)
+    return construct_plugins(config, context, constructed, world)
 
 
 def world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
@@ -165,7 +161,6 @@ def construct_plugins(
     config: ShardConfig,
     context: PluginContext,
     constructed: registry.Constructed[Collectives],
-    entry_points: EntryPoints,
     mesh: WorldMesh | None = None,
 ) -> ChosenPlugins:
     """Every plugin that ``config`` names, but for the collectives, which are ``constructed``.
@@ -174,19 +169,19 @@ def construct_plugins(
     not serve the device or the number of ranks.
     """
     collectives = constructed.instance
-    precision = registry.resolve(Group.PRECISION, config.precision, entry_points)
-    offload = registry.resolve(Group.OFFLOAD, config.offload, entry_points)
-    policy = registry.resolve(Group.POLICIES, policy_choice(config.policy), entry_points)
-    layout = registry.resolve(Group.LAYOUTS, config.layout, entry_points)
-    listeners = [registry.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
+    precision = registry.resolve(Group.PRECISION, config.precision)
+    offload = registry.resolve(Group.OFFLOAD, config.offload)
+    policy = registry.resolve(Group.POLICIES, policy_choice(config.policy))
+    layout = registry.resolve(Group.LAYOUTS, config.layout)
+    listeners = [registry.resolve(Group.PLUGINS, choice) for choice in config.listeners]
     refuse_unable(collectives, collectives.rank)
     refuse_unserved(constructed, context, collectives.world_size)
     watched = dataclasses.replace(context, rank=collectives.rank, world_size=collectives.world_size)
-    caster = registry.construct(precision, context, entry_points)
-    manager = registry.construct(offload, context, entry_points)
-    wraps = registry.construct(policy, context, entry_points)
-    arranges = registry.construct(layout, context, entry_points)
-    watching = [registry.construct(plugin, watched, entry_points) for plugin in listeners]
+    caster = registry.construct(precision, context)
+    manager = registry.construct(offload, context)
+    wraps = registry.construct(policy, context)
+    arranges = registry.construct(layout, context)
+    watching = [registry.construct(plugin, watched) for plugin in listeners]
     used: tuple[registry.Constructed[Any], ...] = (constructed, caster, manager, wraps, arranges, *watching)
     chosen = constructed.resolved
     return ChosenPlugins(
@@ -199,7 +194,6 @@ def construct_plugins(
         Events([(each.resolved.name, each.instance) for each in watching]),
         used,
         chosen.options if chosen.distribution else collectives,
-        entry_points,
         mesh,
     )
 

@@ -235,7 +235,7 @@ def _found_in(group: Group, choice: PluginChoice) -> str:
         registry.construct(resolved, context)
     elif group is Group.COLLECTIVES:
         with suppress(DeviceError):
-            Workbench(1, registry.scan()).construct(group, choice, context)
+            Workbench(1).construct(group, choice, context)
     return f"{resolved.value} ({resolved.distribution} {resolved.version})"
 
 

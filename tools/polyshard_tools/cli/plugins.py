@@ -157,10 +157,9 @@ def _check(arguments: argparse.Namespace) -> int:
 def _group(arguments: argparse.Namespace) -> Group:
     if arguments.group is not None:
         return group_named(arguments.group)
-    scanned = registry.scan()
     spec = PluginSpec.parse(arguments.name)
     assert isinstance(spec, PluginSpec)
-    offers = {group: offers_of(group, scanned) for group in Group}
+    offers = {group: offers_of(group) for group in Group}
     wanted = None if spec.distribution is None else normalised(spec.distribution)
     groups = [
         group

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import EntryPoints
 from typing import Any, TypeVar
 
 import torch
@@ -92,7 +91,7 @@ def explain(
     world = world_of(request, mesh)
     if world is not None and len(world.ranks) != world_size:
         raise WorldSizeError(f"the mesh is of {len(world.ranks)} ranks, not {world_size}. Give its number of ranks.")
-    workbench = Workbench(world_size, registry.scan())
+    workbench = Workbench(world_size)
     made = {
         setting: workbench.construct(group, _choice(config, setting), context)
         for setting, group in GROUP_OF_SETTING.items()
@@ -113,7 +112,6 @@ def explain(
         Events([]),
         tuple(made.values()),
         collectives.instance,
-        workbench.entry_points,
         world,
         workbench,
     )
@@ -238,7 +236,7 @@ def _listeners(config: ShardConfig, workbench: Workbench) -> list[ExplainedPlugi
     source = config.source_of("listeners")
     found = []
     for position, choice in enumerate(config.listeners):
-        resolved: registry.Resolved[Any] = registry.resolve(Group.PLUGINS, choice, workbench.entry_points)
+        resolved: registry.Resolved[Any] = registry.resolve(Group.PLUGINS, choice)
         resolved.check_options()
         given = None if resolved.distribution else choice
         plugin = _plugin(registry.Constructed(resolved, given), f"listeners[{position}]", lambda option: source)
@@ -287,14 +285,13 @@ class Workbench:
 
     world_size: int
     """Number of ranks that collectives are stood in for with."""
-    entry_points: EntryPoints
 
     def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried[Any]:
         """The plugin of ``choice``, constructed, or a stand-in where it needs ranks or a device.
 
         Raises what ``registry.resolve`` and ``registry.construct`` do for whatever else is wrong.
         """
-        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice)
         inner: list[registry.Constructed[Any]] = []
         choices: list[object] = []
         refused: list[PolyshardError] = []
@@ -309,7 +306,7 @@ class Workbench:
             return inner[-1]
 
         try:
-            made = registry.construct(resolved, context, self.entry_points, make_inner)
+            made = registry.construct(resolved, context, make_inner)
         except _MISSES as error:
             # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
             if group not in _STAND_INS or error in refused:
@@ -322,8 +319,8 @@ class Workbench:
         choice = dict(_STAND_INS[group])
         if group is Group.COLLECTIVES:
             choice["world_size"] = self.world_size
-        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
-        return registry.construct(resolved, replace(context, process_group=None), self.entry_points).instance
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice)
+        return registry.construct(resolved, replace(context, process_group=None)).instance
 
 
 #: Replacements of plugins that may need ranks or a device. Plugins of the other groups only choose.

@@ -201,7 +201,7 @@ def _class_name(kind: Kind, name: str) -> str:
             f"a plugin cannot be called {name!r}: its name is its module's, too. Give lower-case words joined by "
             f"underscores, beginning with a letter.{cure}"
         )
-    if any(offer.built_in for offer in offers_of(kind.group, name=name)):
+    if any(offer.built_in and offer.name == name for offer in offers_of(kind.group)):
         raise ConfigError(
             f"{name!r} is a built-in plugin of {kind.group.value}, and that name goes on meaning it. Choose "
             f"another, 'my_{name}' for example."
