@@ -96,7 +96,7 @@ def test_resolving_imports_the_named_plugin_alone(site: Path) -> None:
     assert resolve(Group.POLICIES, "good").value == "acme_alone_good:Blocks"
 
 
-def test_a_package_is_read_once_for_a_plugin_however_many_it_offers(
+def test_a_package_is_read_once_however_many_plugins_it_offers_and_often_it_is_asked(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"read{number}" for number in range(3)]
@@ -113,9 +113,8 @@ def test_a_package_is_read_once_for_a_plugin_however_many_it_offers(
         return text
 
     monkeypatch.setattr(PathDistribution, "read_text", counted)
-    resolve(Group.POLICIES, "read1")
-    assert len(read) == 1
-    assert "acme-read" in read.pop()
+    for name in names:
+        resolve(Group.POLICIES, name)
     assert {plugin.name for plugin in installed(Group.POLICIES)} >= {*names, "other"}
     assert len(read) == 2
 
@@ -392,7 +391,8 @@ def hijack(site: Path) -> None:
 def test_the_default_configuration_is_polyshards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hijack(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    offered = [offer.distribution for offer in registry.find.offers_of(Group.COLLECTIVES, name="auto")]
+    offers = registry.find.offers_of(Group.COLLECTIVES)
+    offered = [offer.distribution for offer in offers if offer.name == "auto"]
     assert offered == ["a-hijacker", "polyshard"]
     model = polyshard.shard(nn.Linear(8, 8), ShardConfig(collectives=FourRanks()))
     model(torch.ones(2, 8)).sum().backward()
