@@ -21,13 +21,14 @@ from .functions.lookup import live_roots
 from .functions.optimizers import NOT_BY_ELEMENT
 from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.torch_functions import replacing_values
-from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
+from .functions.whole import WholeGather, gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
 from .planning.parts import TensorPart, is_dtensor, local_of
 from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
 from .runtime import graph
+from .runtime.gather import view_of
 from .runtime.grouped import GroupedState
 from .runtime.module_state import ModuleState
 from .runtime.root import root_of
@@ -59,6 +60,7 @@ __all__ = [
     "StreamRecorder",
     "TensorPart",
     "WaitingTimes",
+    "WholeFlats",
     "find",
     "idle_model",
     "is_dtensor",
@@ -109,7 +111,7 @@ class ShardedParameter:
         Where it is a ``part``, all ranks of that one's mesh call it.
         """
         slot = self.slot
-        view = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+        view = view_of(flat, slot.shape, slot.stride, slot.offset)
         if self.part is None:
             return view
         with torch.no_grad():
@@ -396,6 +398,7 @@ class ShardedModel:
         root = self._root
         root.leave_failed_backward()
         root.refuse_ended(call)
+        root.refuse_open_stream(call)
         if root.phase is not Phase.IDLE:
             raise StateError(
                 f"{call} was called inside a {root.phase.value} of the model (rank {root.rank}). Call it between steps."
@@ -520,6 +523,31 @@ class ShardedModel:
         with replacing_values(self._root, context, values):
             yield
 
+    @contextmanager
+    def handing_out(self) -> Iterator[None]:
+        """Inside, whole weights are handed out: nothing may change masters or begin a step.
+
+        Raises:
+            StateError: as ``refuse_inside_step``.
+        """
+        root = self._root
+        self.refuse_inside_step("stream()")
+        root.phase = Phase.STREAM
+        try:
+            with replacing_values(root, "polyshard.stream()", "weights unchanged until all are handed out"):
+                yield
+        finally:
+            root.phase = Phase.IDLE if root.recorder.failure is None else Phase.FAILED
+
+    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype]]) -> WholeFlats:
+        """Issue a gather of whole masters, each in the dtype beside its unit. Every rank of the units calls it.
+
+        One communication for all of them that have the same ranks. What arrives is memory of its own.
+        """
+        names = ", ".join(f"'{unit.name}'" for unit, _ in units)
+        with self.meeting(f"gather of whole {names}", dict.fromkeys(unit.shard for unit, _ in units)):
+            return WholeGather([(unit._unit, unit.master, dtype) for unit, dtype in units])
+
     def copy_into_masters(self, values: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         """Copy ``values`` into ``places``, masters or parameters, behind everything that still reads these."""
         root = self._root
@@ -605,6 +633,13 @@ class ShardedModel:
     def tell_loaded(self, model: nn.Module, path: Path) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
+
+
+class WholeFlats(Protocol):
+    """Whole units on their way."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Order the current stream behind them; each unit whole (``[padded_numel]``). Called once."""
 
 
 class RecordedModel(Protocol):

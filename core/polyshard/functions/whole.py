@@ -6,7 +6,7 @@ Pieces under the names of whole parameters would look like a model to whoever sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .. import _torch_private
 from ..errors import ParameterChangedError, StateError
 from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter
-from ..runtime.gather import FlatBuffer, piece_in, shard_in, slices_of, view_of
+from ..runtime.gather import FlatBuffer, GatherRecord, piece_in, shard_in, slices_of, view_of
 from ..runtime.parameters import become
 from ..runtime.root import Root
 from ..runtime.step import Phase
@@ -39,6 +39,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
         ParameterChangedError: on leaving, what is to be kept has another shape, or was tied to another parameter.
     """
     root.leave_failed_backward()
+    root.refuse_open_stream("unsharded()")
     if root.phase is not Phase.IDLE:
         raise StateError(
             f"Cannot manually unshard parameters during forward/backward (rank {root.rank}, phase {root.phase.value}). "
@@ -102,21 +103,64 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
 
     Where nothing is cut and ``own`` is there already, ``own`` itself.
     """
-    shard = unit.ranks.owner
-    with torch.inference_mode(False), torch.no_grad():
-        if shard is None:
+    if unit.ranks.owner is None:
+        with torch.inference_mode(False), torch.no_grad():
             return own.to(unit.spec.device if unit.parks else own.device)
-        layout = unit.layout
-        whole = torch.empty(layout.padded_numel, dtype=own.dtype, device=unit.spec.device)
-        buffer = FlatBuffer(whole, layout, resizable=False, rank=unit.ranks.shard_rank)
-        for stage in buffer.stages:
-            stage.attach()
-        for place, part in zip(buffer.owns, slices_of(own, layout), strict=True):
-            place.copy_(part)
-        (shard.all_gather_many(buffer.pairs) if layout.segments else shard.all_gather(*buffer.pairs[0])).wait()
-        for stage in buffer.stages:
-            stage.empty()
+    (whole,) = WholeGather([(unit, own, own.dtype)]).wait()
     return whole
+
+
+class WholeGather:
+    """A gather of whole units into memory of its own, on its way. All ranks of the units make it and wait for it.
+
+    The memory is the current stream's, beside the units' gather buffers: a step finds these as they were.
+    """
+
+    def __init__(self, shards: Sequence[tuple[Unit, torch.Tensor, torch.dtype]]) -> None:
+        """Issue it, as one communication for each group of ranks.
+
+        Args:
+            shards: Units of one model, what this rank has of each (``[shard_numel]``), and in which dtype it travels.
+        """
+        root = shards[0][0].step
+        assert isinstance(root, Root)
+        self._streams = root.streams
+        with torch.inference_mode(False), torch.no_grad():
+            self._records = [_record_of(*shard) for shard in shards]
+            # The memory may be what compute read last.
+            root.begin_gathers()
+            self._streams.gather(self._records)
+
+    def wait(self) -> list[torch.Tensor]:
+        """Order the current stream behind it; each unit whole (``[padded_numel]``). Called once."""
+        with torch.inference_mode(False), torch.no_grad():
+            for record in self._records:
+                self._streams.arrive(record)
+        return [record.buffer.flat for record in self._records]
+
+
+def _record_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype) -> GatherRecord:
+    """A gather of ``own`` (``[shard_numel]``) into memory of its own."""
+    layout, owner = unit.layout, unit.ranks.owner
+    whole = torch.empty(layout.padded_numel, dtype=dtype, device=unit.spec.device)
+    buffer = FlatBuffer(whole, layout, resizable=False, rank=unit.ranks.shard_rank)
+    return GatherRecord(
+        unit.spec,
+        owner,
+        own,
+        buffer,
+        owner or unit.ranks.world,
+        # A manager fetches masters in the dtype of compute alone.
+        None,
+        unit.caster,
+        # What a caster encodes is close to the values.
+        None,
+        (),
+        [],
+        slices_of(own, layout),
+        buffer.pairs,
+        buffer.owns,
+    )
 
 
 def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:
