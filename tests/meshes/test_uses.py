@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -45,6 +46,36 @@ def test_evaluation_and_changes_of_whole_parameters(plan: Plan) -> None:
     for losses, off in run(4, losses_without_a_step, plan):
         assert max(losses) < 1e-12
         assert off == 0.0
+
+
+def handed_out(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
+    """Whole weights: as they are, in bf16 on one rank alone, and doubled by pairs that every rank has."""
+    with meshed(plan, rank) as (model, mesh):
+        trainer = Polyshard(plan, model, mesh)
+        found: list[dict[str, torch.Tensor]] = []
+        for settings in ({}, {"dtype": torch.bfloat16, "ranks": [2], "bucket_nbytes": 1 << 20}):
+            found.append({})
+            for names, tensors in polyshard.stream(model, **settings):
+                found[-1].update(zip(names, tensors, strict=True))
+        polyshard.load_stream(model, ((name, 2 * each) for name, each in found[0].items()))
+        found.append(trainer.whole())
+        trainer.close()
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    "plan", [TP, EP, dataclasses.replace(TP, settings=(("layout", "rows"), ("strategy", "shard_grad_op")))], ids=str
+)
+def test_weights_are_handed_out_whole(plan: Plan) -> None:
+    wanted = {name: each.detach() for name, each in make(plan).named_parameters()}
+    for rank, (whole, narrow, doubled) in enumerate(run(4, handed_out, plan)):
+        assert whole.keys() == doubled.keys() == wanted.keys()
+        assert narrow.keys() == (wanted.keys() if rank == 2 else set())
+        for name, value in wanted.items():
+            assert torch.equal(whole[name], value), name
+            assert torch.equal(doubled[name], 2 * value), name
+        for name, value in narrow.items():
+            assert torch.equal(value, wanted[name].bfloat16()), name
 
 
 def partly_frozen(rank: int, plan: Plan) -> float:

@@ -424,3 +424,124 @@ def test_a_module_inside_of_the_model_is_refused_by_name(call: str, where: str, 
     for message in on_ranks(2, on_rank):
         assert f"{call}() needs" in message
         assert words in message
+
+
+@pytest.mark.parametrize(("world_size", "settings"), SETTINGS)
+def test_whole_weights_are_written_back_in_place(world_size: int, settings: dict[str, Any]) -> None:
+    other = seeded(Odd, seed=7)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(seeded(Odd), rank, world, **BLOCKS, **settings)
+        places = [each.data_ptr() for each in model.parameters()]
+        # Of another dtype, in another order, and with tied ones under both names.
+        pairs = [(name, each.float()) for name, each in reversed(other.state_dict().items())]
+        assert polyshard.load_stream(model, iter(pairs)) == polyshard.state.Unmatched()
+        assert [each.data_ptr() for each in model.parameters()] == places
+        return collected(model)
+
+    wanted = {name: each.float().to(each.dtype) for name, each in expected(other).items()}
+    for got in on_ranks(world_size, on_rank):
+        assert_equal(got, wanted)
+
+
+def test_an_optimizer_goes_on_with_weights_that_were_written_back() -> None:
+    plain = seeded(Net)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for turn in range(3):
+        if turn == 2:
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter.mul_(0.5)
+        for rank in range(2):
+            # Of the ranks' mean.
+            (model_loss(plain, rank) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for turn in range(3):
+            if turn == 2:
+                pairs = collected(model)
+                polyshard.load_stream(model, [(name, each * 0.5) for name, each in pairs.items()])
+            model_loss(model, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(model)
+
+    for got in on_ranks(2, on_rank):
+        wanted = {name: each.detach() for name, each in plain.named_parameters()}
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def given(change: Callable[[dict[str, torch.Tensor]], Any]) -> list[tuple[str, torch.Tensor]]:
+    """The pairs of a whole model of zeros, but for what ``change`` does to them."""
+    state = {name: torch.zeros_like(each) for name, each in seeded(Odd).state_dict().items()}
+    found = change(state)
+    return [*state.items(), *(found if isinstance(found, list) else [])]
+
+
+@pytest.mark.parametrize("form", [list, iter])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: [("lost", torch.zeros(2))], ["got 'lost', which the model lacks"]),
+        (lambda state: [("mean", torch.zeros(5))], ["got 'mean' twice"]),
+        (lambda state: state.update(scale=torch.zeros(1)), ["'scale' in shape (1,)", "the model has ()"]),
+        (lambda state: state.pop("blocks.1.up.bias"), ["got no 'blocks.1.up.bias'"]),
+        (lambda state: state.update(mean=3), ["a pair of str and int"]),
+        (lambda state: state.update({"head.weight": torch.ones(11, 5)}), ["other values for 'head.weight'"]),
+    ],
+)
+def test_pairs_that_do_not_fit_are_refused_by_name(
+    form: Callable[[Any], Any], change: Callable[[dict[str, torch.Tensor]], Any], words: list[str]
+) -> None:
+    plain = seeded(Odd)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[str, dict[str, torch.Tensor]]:
+        model = sharded_copy(plain, rank, world, **BLOCKS)
+        with pytest.raises((ConfigError, ConfigTypeError)) as caught:
+            polyshard.load_stream(model, form(given(change)))
+        return str(caught.value), collected(model)
+
+    for rank, (message, after) in enumerate(on_ranks(2, on_rank)):
+        for word in (*words, f"(rank {rank})"):
+            assert word in message
+        if form is list:
+            # Nothing was written.
+            assert_equal(after, expected(plain))
+
+
+def test_names_that_do_not_match_are_told_where_that_is_allowed() -> None:
+    plain = seeded(Odd)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[Any, dict[str, torch.Tensor]]:
+        model = sharded_copy(plain, rank, world, **BLOCKS)
+        pairs = given(lambda state: [("lost", state.pop("mean"))])
+        return polyshard.load_stream(model, pairs, strict=False), collected(model)
+
+    for unmatched, after in on_ranks(2, on_rank):
+        assert unmatched == polyshard.state.Unmatched(missing=("mean",), unexpected=("lost",))
+        wanted = {name: each if name == "mean" else torch.zeros_like(each) for name, each in expected(plain).items()}
+        assert_equal(after, wanted)
+
+
+def test_ranks_that_are_given_other_names_or_fail_are_told() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
+        model = sharded_copy(seeded(Odd), rank, world, **BLOCKS)
+        messages = []
+        for change in (
+            lambda state: state.pop("mean") if rank else None,
+            lambda state: state.update(scale=torch.zeros(1)) if rank else None,
+        ):
+            with pytest.raises((RankMismatchError, ConfigError)) as caught:
+                polyshard.load_stream(model, given(change), strict=False)
+            messages.append(str(caught.value))
+        return messages
+
+    (names, shape), (_, own) = on_ranks(2, on_rank)
+    assert "'names' is" in names
+    assert "failed on other ranks" in shape
+    assert "'scale' in shape (1,)" in shape
+    assert "'scale' in shape (1,)" in own

@@ -319,17 +319,15 @@ def load_stream(model: nn.Module, pairs: Iterable[tuple[str, torch.Tensor]], *, 
     with together(sharded.collectives, "Loading a stream of weights", called):
         targets = _Targets(model, sharded, strict=strict)
         if isinstance(pairs, Collection):
-            seen = _Targets(model, sharded, strict=strict)
-            for name, tensor in pairs:
-                seen.find(name, tensor)
-            seen.end()
+            _Targets(model, sharded, strict=strict).refuse_all(pairs)
         for name, tensor in pairs:
             target = targets.find(name, tensor)
-            if target is not None:
-                if targets.came_before(name):
-                    _refuse_other(name, target, tensor.detach(), sharded.rank)
-                else:
-                    _write(sharded, target, tensor.detach())
+            if target is None:
+                continue
+            if targets.came_before(name):
+                targets.refuse_other(name, target, tensor)
+            else:
+                _write(sharded, target, tensor.detach())
         unmatched = targets.end()
         called["names"] = _digest(sorted(targets.seen))
     return unmatched
@@ -389,6 +387,26 @@ class _Targets:
         """Whether the tensor came under another name before, as tied ones do in a state dict."""
         return self._taken[self._first.get(name, name)] != name
 
+    def refuse_other(self, name: str, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Raise ConfigError where ``tensor`` is not what came under another name: what this rank has of ``target``."""
+        for each in chunks_of(target):
+            given = box_within(tensor, Box.whole(tensor.shape), each.box)
+            if not torch.equal(given.to(each.view.device, each.view.dtype), each.view):
+                raise ConfigError(
+                    f"load_stream() got other values for '{name}' than under another name of the same tensor "
+                    f"{self._where}. Give tied tensors once, or alike."
+                )
+
+    def refuse_all(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raise ConfigError where one of all the ``pairs`` does not fit, or one is missing."""
+        given: dict[str, torch.Tensor] = {}
+        for name, tensor in pairs:
+            if self.find(name, tensor) is not None:
+                other = given.setdefault(self._first[name], tensor)
+                if other is not tensor:
+                    self.refuse_other(name, other, tensor)
+        self.end()
+
     def end(self) -> Unmatched:
         """All came. Raises ConfigError: some did not, where that is not allowed."""
         missing = [name for name in self._targets if name not in self._taken]
@@ -398,17 +416,6 @@ class _Targets:
                 "strict=False."
             )
         return Unmatched(tuple(missing), tuple(self._unexpected))
-
-
-def _refuse_other(name: str, target: torch.Tensor, whole: torch.Tensor, rank: int) -> None:
-    """Raise ConfigError where ``whole`` is not what was written into ``target`` under another of its names."""
-    for each in chunks_of(target):
-        given = box_within(whole, Box.whole(whole.shape), each.box)
-        if not torch.equal(given.to(each.view.device, each.view.dtype), each.view):
-            raise ConfigError(
-                f"load_stream() got other values for '{name}' than under another name of the same tensor (rank {rank})"
-                ". Give tied tensors once, or alike."
-            )
 
 
 def _write(sharded: ShardedModel, target: torch.Tensor, whole: torch.Tensor) -> None:
