@@ -21,7 +21,7 @@ from .functions.lookup import live_roots
 from .functions.optimizers import NOT_BY_ELEMENT
 from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.torch_functions import replacing_values
-from .functions.whole import WholeGather, gather_whole, state_dicts_of_pieces, whole_on_this_rank
+from .functions.whole import ToSome, WholeGather, gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
 from .planning.parts import TensorPart, is_dtensor, local_of
 from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
@@ -62,6 +62,7 @@ __all__ = [
     "WaitingTimes",
     "WholeFlats",
     "find",
+    "gathers_to",
     "idle_model",
     "is_dtensor",
     "is_sharded",
@@ -539,14 +540,16 @@ class ShardedModel:
         finally:
             root.phase = Phase.IDLE if root.recorder.failure is None else Phase.FAILED
 
-    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype]]) -> WholeFlats:
-        """Issue a gather of whole masters, each in the dtype beside its unit. Every rank of the units calls it.
+    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype, Collectives | None]]) -> WholeFlats:
+        """Issue gathers of whole masters: one communication for all units that have the same ranks.
 
-        One communication for all of them that have the same ranks. What arrives is memory of its own.
+        Args:
+            units: At least one, each with the dtype in which it travels, and its ``shard`` or what ``gathers_to`` made
+                of that. Every rank of a unit calls it. What arrives is memory of its own.
         """
-        names = ", ".join(f"'{unit.name}'" for unit, _ in units)
-        with self.meeting(f"gather of whole {names}", dict.fromkeys(unit.shard for unit, _ in units)):
-            return WholeGather([(unit._unit, unit.master, dtype) for unit, dtype in units])
+        names = ", ".join(f"'{unit.name}'" for unit, *_ in units)
+        with self.meeting(f"gather of whole {names}", dict.fromkeys(among for *_, among in units)):
+            return WholeGather([(unit._unit, unit.master, dtype, among) for unit, dtype, among in units])
 
     def copy_into_masters(self, values: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         """Copy ``values`` into ``places``, masters or parameters, behind everything that still reads these."""
@@ -640,6 +643,11 @@ class WholeFlats(Protocol):
 
     def wait(self) -> list[torch.Tensor]:
         """Order the current stream behind them; each unit whole (``[padded_numel]``). Called once."""
+
+
+def gathers_to(receivers: Sequence[int], among: Collectives) -> Collectives:
+    """Collectives of the same ranks, whose gathers reach ``receivers`` of them alone."""
+    return ToSome(among, receivers)
 
 
 class RecordedModel(Protocol):

@@ -154,6 +154,10 @@ def weights_are_handed_out(rank: int) -> None:
             wanted = {name: each for name, each in wholes(other).items() if not (made is tied and "head" in name)}
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[name], each) for name, each in wanted.items())
+            for names, tensors in polyshard.stream(model, ranks=[1]):
+                assert len(names) == len(tensors)
+                assert bool(names) == (rank == 1)
+                assert all(map(torch.equal, tensors, map(wanted.get, names)))
         polyshard.load_stream(model, [(name, each + 1) for name, each in found.items()])
         same(wholes(model), {name: each + 1 for name, each in wholes(other).items()}, rtol=0, atol=0)
 

@@ -19,6 +19,7 @@ from parity import (
     sgd,
     sharded_copy,
     square_step,
+    threaded,
     train,
     train_reference,
     units_of,
@@ -197,7 +198,7 @@ def live_nbytes(least: int) -> int:
     """Bytes of all storages of at least ``least`` bytes that are alive."""
     storages = {}
     for each in gc.get_objects():
-        if type(each) is torch.Tensor and each.untyped_storage().nbytes() >= least:
+        if type(each) is torch.Tensor and not each.is_meta and each.untyped_storage().nbytes() >= least:
             storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(storages.values())
 
@@ -222,6 +223,22 @@ def test_two_units_are_whole_at_a_time(inside: bool) -> None:
             assert tensor.shape == (width, width)
     assert before == 0
     assert most == 2 * whole_unit
+
+
+def test_ranks_that_get_nothing_hold_no_whole_unit() -> None:
+    width, world_size = 64, 4
+
+    def on_rank(rank: int, world: ThreadedWorld) -> int:
+        plain = seeded(lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3))))
+        model = polyshard.shard(plain, threaded(world, rank, policy=units_of(nn.Linear)))
+        gc.collect()
+        most = 0
+        for _ in polyshard.stream(model, ranks=[1]):
+            # Of all ranks together. A look by another one would keep alive what it finds.
+            most = max(most, live_nbytes(8 * width * width) if rank == 1 else 0)
+        return most
+
+    assert max(on_ranks(world_size, on_rank)) == 2 * 8 * width * width
 
 
 def test_tensors_that_are_kept_stay_as_they_were() -> None:

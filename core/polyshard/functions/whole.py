@@ -18,9 +18,10 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError
+from ..interfaces import Collectives, CollectivesDecorator, Work
 from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter
-from ..runtime.gather import FlatBuffer, GatherRecord, piece_in, shard_in, slices_of, view_of
+from ..runtime.gather import FlatBuffer, GatherRecord, Then, piece_in, shard_in, slices_of, view_of
 from ..runtime.parameters import become
 from ..runtime.root import Root
 from ..runtime.step import Phase
@@ -106,7 +107,7 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
     if unit.ranks.owner is None:
         with torch.inference_mode(False), torch.no_grad():
             return own.to(unit.spec.device if unit.parks else own.device)
-    (whole,) = WholeGather([(unit, own, own.dtype)]).wait()
+    (whole,) = WholeGather([(unit, own, own.dtype, unit.ranks.owner)]).wait()
     return whole
 
 
@@ -116,11 +117,12 @@ class WholeGather:
     The memory is the current stream's, beside the units' gather buffers: a step finds these as they were.
     """
 
-    def __init__(self, shards: Sequence[tuple[Unit, torch.Tensor, torch.dtype]]) -> None:
+    def __init__(self, shards: Sequence[tuple[Unit, torch.Tensor, torch.dtype, Collectives | None]]) -> None:
         """Issue it, as one communication for each group of ranks.
 
         Args:
-            shards: Units of one model, what this rank has of each (``[shard_numel]``), and in which dtype it travels.
+            shards: Units of one model, what this rank has of each (``[shard_numel]``), in which dtype it travels, and
+                among whom: the unit's owners, or ``ToSome`` of them.
         """
         root = shards[0][0].step
         assert isinstance(root, Root)
@@ -132,24 +134,73 @@ class WholeGather:
             self._streams.gather(self._records)
 
     def wait(self) -> list[torch.Tensor]:
-        """Order the current stream behind it; each unit whole (``[padded_numel]``). Called once."""
+        """Order the current stream behind it; each unit whole (``[padded_numel]``), without memory where this rank gets
+        none. Called once.
+        """
         with torch.inference_mode(False), torch.no_grad():
             for record in self._records:
                 self._streams.arrive(record)
         return [record.buffer.flat for record in self._records]
 
 
-def _record_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype) -> GatherRecord:
+class ToSome(CollectivesDecorator):
+    """Collectives whose gathers reach some of the ranks: the others send, and need no memory for what is gathered."""
+
+    api_version = 1
+
+    def __init__(self, inner: Collectives, receivers: Sequence[int]) -> None:
+        super().__init__(inner)
+        self.receivers = receivers
+
+    @property
+    def receives(self) -> bool:
+        """Whether gathers reach this rank."""
+        return self.rank in self.receivers
+
+    def around(self, inner: Collectives) -> Collectives:
+        raise NotImplementedError("gathers to some ranks are among those of a unit")
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        return self.all_gather_many(((out, shard),))
+
+    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        """One exchange of bytes; where ``receives``, ``out`` of each pair is filled."""
+        own = torch.cat([shard.view(torch.uint8) for _, shard in pairs])
+        numel, ranks = own.numel(), range(self.world_size)
+        arrives = numel if self.receives else 0
+        (out, _), *others = pairs
+        direct = self.receives and not others
+        received = out.view(torch.uint8) if direct else own.new_empty(self.world_size * arrives)
+        sent = own.repeat(len(self.receivers))
+        sizes = [numel if rank in self.receivers else 0 for rank in ranks]
+        work = self.inner.all_to_all(received, [arrives for _ in ranks], sent, sizes)
+
+        def deliver(until_then: torch.Tensor = sent) -> None:
+            if direct or not self.receives:
+                return
+            rows, start = received.view(self.world_size, numel), 0
+            for out, shard in pairs:
+                out.view(torch.uint8).view(self.world_size, shard.nbytes).copy_(rows.narrow(1, start, shard.nbytes))
+                start += shard.nbytes
+
+        return Then([deliver], work)
+
+
+def _record_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype, among: Collectives | None) -> GatherRecord:
     """A gather of ``own`` (``[shard_numel]``) into memory of its own."""
-    layout, owner = unit.layout, unit.ranks.owner
-    whole = torch.empty(layout.padded_numel, dtype=dtype, device=unit.spec.device)
+    layout, device = unit.layout, unit.spec.device
+    receives = not isinstance(among, ToSome) or among.receives
+    whole = torch.empty(layout.padded_numel, dtype=dtype, device=device if receives else "meta")
     buffer = FlatBuffer(whole, layout, resizable=False, rank=unit.ranks.shard_rank)
+    if not receives:
+        buffer.owns = slices_of(torch.empty(layout.shard_numel, dtype=dtype, device=device), layout)
+        buffer.pairs = [(out, part) for (out, _), part in zip(buffer.pairs, buffer.owns, strict=True)]
     return GatherRecord(
         unit.spec,
-        owner,
+        among,
         own,
         buffer,
-        owner or unit.ranks.world,
+        among or unit.ranks.world,
         # A manager fetches masters in the dtype of compute alone.
         None,
         unit.caster,

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError
-from ..inspect import ShardedModel, ShardedParameter, ShardedUnit, WholeFlats, is_dtensor, savable_model
+from ..inspect import ShardedModel, ShardedParameter, ShardedUnit, WholeFlats, gathers_to, is_dtensor, savable_model
+from ..interfaces import Collectives
 from ..io.boxes import Box, box_within
 from .contents import model_state, names_of
-from .exchange import speaks, together
+from .exchange import numbers_of_all, speaks, together
 from .restore import Unmatched
 from .sharded import CheckpointTensor
 from .source import chunks_of, listed
@@ -83,8 +84,8 @@ def stream(
             ranks=ranks if isinstance(ranks, str) else sorted(ranks),
             names=_digest(name for each in wanted for name in each.names),
         )
-    receives = _receives(sharded, ranks)
-    return _handed_out(sharded, _buckets(wanted, bucket_nbytes), receives)
+    receivers = _Receivers(sharded, ranks)
+    return _handed_out(sharded, _buckets(wanted, bucket_nbytes), receivers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +111,19 @@ class _Wanted:
 
 
 def _handed_out(
-    sharded: ShardedModel, buckets: Sequence[Sequence[_Wanted]], receives: bool
+    sharded: ShardedModel, buckets: Sequence[Sequence[_Wanted]], receivers: _Receivers
 ) -> Generator[Weights, None, None]:
     coming: WholeFlats | None = None
     with sharded.handing_out():
         try:
-            coming = _issued(sharded, buckets[0]) if buckets else None
+            coming = receivers.gather(buckets[0]) if buckets else None
             for number, bucket in enumerate(buckets):
                 arriving, coming = coming, None
                 flats = [] if arriving is None else arriving.wait()
                 del arriving
                 if number + 1 < len(buckets):
-                    coming = _issued(sharded, buckets[number + 1])
-                chosen, tensors = _weights(bucket, flats, receives)
+                    coming = receivers.gather(buckets[number + 1])
+                chosen, tensors = _weights(bucket, flats, receivers)
                 del flats
                 kept = [weakref.ref(tensor) for tensor in tensors]
                 yield chosen, tensors
@@ -134,37 +135,31 @@ def _handed_out(
                 coming.wait()
 
 
-def _issued(sharded: ShardedModel, bucket: Sequence[_Wanted]) -> WholeFlats | None:
-    units = [(each.unit, _sent(each.unit.master.dtype, each.dtype)) for each in bucket if each.unit is not None]
-    return sharded.gather_together(units) if units else None
-
-
 @torch.no_grad()
-def _weights(bucket: Sequence[_Wanted], flats: list[torch.Tensor], receives: bool) -> Weights:
+def _weights(bucket: Sequence[_Wanted], flats: list[torch.Tensor], receivers: _Receivers) -> Weights:
     """What ``bucket`` hands out of its units, which arrived in ``flats``. Every rank goes through it."""
     names: list[str] = []
     tensors: list[torch.Tensor] = []
+    receives = receivers.receives
     arrived = iter(flats)
     with torch.inference_mode(False):
         for each in bucket:
-            found: Iterable[torch.Tensor]
-            if each.unit is None:
-                found = (_copied(tensor, each.dtype) for tensor in each.outside if receives or is_dtensor(tensor))
-            else:
+            found = [_copied(tensor, each.dtype) for tensor in each.outside if receives or is_dtensor(tensor)]
+            if each.unit is not None and receivers.take_part(each):
                 flat = next(arrived)
                 if receives:
                     flat = flat.to(_cast(flat.dtype, each.dtype))
-                # Those that are parts need all ranks.
-                found = [
-                    parameter.whole(flat) for parameter in each.parameters if receives or parameter.part is not None
-                ]
+                for parameter in each.parameters:
+                    # Those that are parts need all ranks.
+                    if receives or parameter.part is not None:
+                        whole = parameter.whole(flat)
+                        if receives:
+                            found.append(whole)
+                        del whole
                 del flat
             if receives:
                 names += each.names
                 tensors += found
-            else:
-                for _ in found:
-                    pass
             del found
     return names, tensors
 
@@ -260,12 +255,54 @@ def _digest(names: Iterable[str]) -> str:
     return f"{len(found)} names of digest {hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
 
 
-def _receives(sharded: ShardedModel, ranks: Collection[int] | Literal["all", "hosts"]) -> bool:
-    if ranks == "hosts":
-        host = socket.gethostname()
-        hosts = sharded.collectives.all_gather_object(host) if speaks(sharded.collectives) else [host]
-        return hosts.index(host) == sharded.rank
-    return isinstance(ranks, str) or sharded.rank in ranks
+class _Receivers:
+    """Who gets weights, and the gathers that reach them."""
+
+    def __init__(self, sharded: ShardedModel, ranks: Collection[int] | Literal["all", "hosts"]) -> None:
+        """Every rank calls it."""
+        self._sharded = sharded
+        #: Whether this rank does.
+        self.receives = True
+        # Of groups some of whose ranks do not: who does, and gathers that reach these.
+        self._receivers: dict[Collectives, list[int]] = {}
+        self._among: dict[Collectives, Collectives] = {}
+        if ranks == "all":
+            return
+        world = sharded.collectives
+        if ranks == "hosts":
+            host = socket.gethostname()
+            self.receives = not speaks(world) or world.all_gather_object(host).index(host) == world.rank
+        else:
+            self.receives = world.rank in ranks
+        for group in dict.fromkeys(unit.shard for unit in sharded.units):
+            if group is not None and speaks(group) and group.capabilities.exchanges:
+                answers = numbers_of_all(group, [self.receives])
+                found = self._receivers[group] = [rank for rank, (receives,) in enumerate(answers) if receives]
+                if len(found) < group.world_size:
+                    self._among[group] = gathers_to(found, group)
+
+    def take_part(self, wanted: _Wanted) -> bool:
+        """Whether this rank takes part in a gather of a unit: where any of its ranks needs it."""
+        assert wanted.unit is not None
+        group = wanted.unit.shard
+        if _has_parts(wanted):
+            return True
+        return self.receives if group is None else bool(self._receivers.get(group, True))
+
+    def gather(self, bucket: Sequence[_Wanted]) -> WholeFlats | None:
+        """Issue the gathers of ``bucket``; None where this rank takes part in none."""
+        units: list[tuple[ShardedUnit, torch.dtype, Collectives | None]] = []
+        for each in bucket:
+            if each.unit is not None and self.take_part(each):
+                group = each.unit.shard
+                among = group if group is None or _has_parts(each) else self._among.get(group, group)
+                units.append((each.unit, _sent(each.unit.master.dtype, each.dtype), among))
+        return self._sharded.gather_together(units) if units else None
+
+
+def _has_parts(wanted: _Wanted) -> bool:
+    """Whether other ranks need what this one has of a unit, to put whole tensors together."""
+    return any(each.part is not None for each in wanted.parameters)
 
 
 def _refuse_arguments(dtype: Any, bucket_nbytes: Any, names: Any, ranks: Any, sharded: ShardedModel) -> None:
