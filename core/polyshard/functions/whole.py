@@ -165,13 +165,16 @@ class ToSome(CollectivesDecorator):
 
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         """One exchange of bytes; where ``receives``, ``out`` of each pair is filled."""
-        own = torch.cat([shard.view(torch.uint8) for _, shard in pairs])
+        (out, own), *others = pairs
+        direct = self.receives and not others
+        if others or direct:
+            # What lies in ``out`` would be written while it is sent.
+            own = torch.cat([shard.view(torch.uint8) for _, shard in pairs])
+        own = own.view(torch.uint8)
+        sent = own.repeat(len(self.receivers)) if len(self.receivers) > 1 else own
         numel, ranks = own.numel(), range(self.world_size)
         arrives = numel if self.receives else 0
-        (out, _), *others = pairs
-        direct = self.receives and not others
         received = out.view(torch.uint8) if direct else own.new_empty(self.world_size * arrives)
-        sent = own.repeat(len(self.receivers))
         sizes = [numel if rank in self.receivers else 0 for rank in ranks]
         work = self.inner.all_to_all(received, [arrives for _ in ranks], sent, sizes)
 

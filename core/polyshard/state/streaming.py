@@ -6,7 +6,7 @@ import hashlib
 import math
 import socket
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from ..errors import ConfigError, ConfigTypeError
 from ..inspect import ShardedModel, ShardedParameter, ShardedUnit, WholeFlats, gathers_to, is_dtensor, savable_model
 from ..interfaces import Collectives
 from ..io.boxes import Box, box_within
-from .contents import model_state, names_of
+from .contents import model_state, names_of, outside_units
 from .exchange import numbers_of_all, speaks, together
 from .restore import Unmatched
 from .sharded import CheckpointTensor
@@ -25,6 +25,8 @@ from .source import chunks_of, listed
 
 #: For each name of the unsharded model the one to hand out, or None to leave it out.
 Renaming = Callable[[str], str | None]
+#: Who gets weights; see ``stream``.
+Ranks = Collection[int] | Literal["all", "hosts"]
 #: Names, and whole tensors on the device that computes, in one order.
 Weights = tuple[list[str], list[torch.Tensor]]
 
@@ -37,7 +39,7 @@ def stream(
     dtype: torch.dtype | None = None,
     bucket_nbytes: int | None = None,
     names: Renaming | None = None,
-    ranks: Collection[int] | Literal["all", "hosts"] = "all",
+    ranks: Ranks = "all",
 ) -> Generator[Weights, None, None]:
     """Hand out the whole weights of a sharded model, unit by unit: ``(names, tensors)``, two lists of equal length.
 
@@ -75,17 +77,20 @@ def stream(
     sharded = savable_model(model, "stream()")
     called: dict[str, object] = {}
     with together(sharded.collectives, "Preparing a stream of weights", called):
-        sharded.refuse_moved()
         _refuse_arguments(dtype, bucket_nbytes, names, ranks, sharded)
-        wanted = _wanted(model, sharded, dtype, names)
+        wanted = _wanted(sharded, dtype, names)
         called.update(
             dtype=dtype,
             bucket_nbytes=bucket_nbytes,
             ranks=ranks if isinstance(ranks, str) else sorted(ranks),
             names=_digest(name for each in wanted for name in each.names),
         )
-    receivers = _Receivers(sharded, ranks)
-    return _handed_out(sharded, _buckets(wanted, bucket_nbytes), receivers)
+    return _handed_out(sharded, _buckets(wanted, bucket_nbytes), _Receivers(sharded, ranks))
+
+
+def whole_weights(sharded: ShardedModel, ranks: Ranks) -> Generator[Weights, None, None]:
+    """As ``stream`` of everything to ``ranks``, for arguments that were compared."""
+    return _handed_out(sharded, _buckets(_wanted(sharded, None, None), None), _Receivers(sharded, ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +199,7 @@ def _sent(kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return cast if cast.itemsize <= kept.itemsize else kept
 
 
-def _wanted(
-    model: nn.Module, sharded: ShardedModel, dtype: torch.dtype | None, names: Renaming | None
-) -> list[_Wanted]:
+def _wanted(sharded: ShardedModel, dtype: torch.dtype | None, names: Renaming | None) -> list[_Wanted]:
     """By unit, and last what is outside.
 
     Raises ConfigError: ``names`` answers no name, or one for two tensors.
@@ -218,18 +221,13 @@ def _wanted(
                 )
         return found
 
+    sharded.refuse_moved()
     wanted = []
-    inside: set[str] = set()
     for unit in sharded.units:
-        inside.update(each.name for each in unit.parameters)
         chosen = [(new, each) for each in unit.parameters if (new := name_for(each.name)) is not None]
         if chosen:
             wanted.append(_Wanted([new for new, _ in chosen], [each for _, each in chosen], (), unit, dtype))
-    outside = [
-        (new, value)
-        for name, value in model_state(model).items()
-        if name not in inside and (new := name_for(name)) is not None
-    ]
+    outside = [(new, value) for name, value in outside_units(sharded).items() if (new := name_for(name)) is not None]
     if outside:
         wanted.append(_Wanted([new for new, _ in outside], (), [value for _, value in outside], None, dtype))
     return wanted
@@ -258,7 +256,7 @@ def _digest(names: Iterable[str]) -> str:
 class _Receivers:
     """Who gets weights, and the gathers that reach them."""
 
-    def __init__(self, sharded: ShardedModel, ranks: Collection[int] | Literal["all", "hosts"]) -> None:
+    def __init__(self, sharded: ShardedModel, ranks: Ranks) -> None:
         """Every rank calls it."""
         self._sharded = sharded
         #: Whether this rank does.
@@ -355,6 +353,8 @@ def load_stream(model: nn.Module, pairs: Iterable[tuple[str, torch.Tensor]], *, 
     called: dict[str, object] = {}
     with together(sharded.collectives, "Loading a stream of weights", called):
         targets = _Targets(model, sharded, strict=strict)
+        if isinstance(pairs, Mapping):
+            raise ConfigTypeError(f"load_stream() got a mapping (rank {sharded.rank}). Give its items().")
         if isinstance(pairs, Collection):
             _Targets(model, sharded, strict=strict).refuse_all(pairs)
         for name, tensor in pairs:
