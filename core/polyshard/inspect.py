@@ -23,7 +23,7 @@ from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.torch_functions import replacing_values
 from .functions.whole import ToSome, WholeGather, gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
-from .planning.parts import TensorPart, is_dtensor, local_of
+from .planning.parts import TensorPart, is_dtensor, local_of, whole_tensors
 from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
@@ -76,6 +76,7 @@ __all__ = [
     "sharded_model",
     "state_dicts_of_pieces",
     "units_in",
+    "whole_tensors",
 ]
 
 
@@ -106,17 +107,16 @@ class ShardedParameter:
         """Of the whole parameter, over all ranks of the model."""
         return self.slot.shape if self.part is None else self.part.shape
 
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view of it in its gathered unit (``[padded_numel]``): of a ``part``, of what these ranks have of it."""
+        return view_of(flat, self.slot.shape, self.slot.stride, self.slot.offset)
+
     def whole(self, flat: torch.Tensor) -> torch.Tensor:
         """All of it, out of its gathered unit (``[padded_numel]``): a view, or a copy of what ranks with parts have.
 
         Where it is a ``part``, all ranks of that one's mesh call it.
         """
-        slot = self.slot
-        view = view_of(flat, slot.shape, slot.stride, slot.offset)
-        if self.part is None:
-            return view
-        with torch.no_grad():
-            return self.part.whole(view)
+        return self.within(flat) if self.part is None else self.part.whole(self.within(flat))
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from typing import Any
+from unittest import mock
 
 import polyshard
 import pytest
@@ -12,6 +13,8 @@ import torch
 from meshed_models import Shape
 from meshes import Plan, Polyshard, config_of, coordinate_of, expected, full, make, meshed, run
 from polyshard.errors import ConfigError, RankMismatchError
+from polyshard.inspect import units_in
+from polyshard.planning import parts
 from torch import nn
 from torch.nn import functional
 
@@ -53,6 +56,11 @@ def handed_out(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
     with meshed(plan, rank) as (model, mesh):
         trainer = Polyshard(plan, model, mesh)
         found: list[dict[str, torch.Tensor]] = []
+        with mock.patch.object(parts, "_all_gather", wraps=parts._all_gather) as gather:
+            for _ in polyshard.stream(model):
+                pass
+        cut = [[each.part.is_even for each in unit.parameters if each.part is not None] for unit in units_in(model)]
+        assert gather.call_count == sum(map(any, cut))
         for settings in ({}, {"dtype": torch.bfloat16, "ranks": [2], "bucket_nbytes": 1 << 20}):
             found.append({})
             for names, tensors in polyshard.stream(model, **settings):
@@ -64,7 +72,14 @@ def handed_out(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
 
 
 @pytest.mark.parametrize(
-    "plan", [TP, EP, dataclasses.replace(TP, settings=(("layout", "rows"), ("strategy", "shard_grad_op")))], ids=str
+    "plan",
+    [
+        dataclasses.replace(TP, settings=(("layout", "rows"), ("strategy", "shard_grad_op"))),
+        # Parts of two sizes, and of one.
+        EP,
+        dataclasses.replace(EP, shape=Shape(experts=4, kept="dtensor")),
+    ],
+    ids=str,
 )
 def test_weights_are_handed_out_whole(plan: Plan) -> None:
     wanted = {name: each.detach() for name, each in make(plan).named_parameters()}

@@ -194,6 +194,23 @@ def test_a_unit_is_one_gather_and_a_bucket_one_launch() -> None:
     assert {call.dtype for call in collectives.calls} == {torch.bfloat16}
 
 
+def test_the_narrower_dtype_travels() -> None:
+    """Where weights are handed out in a wider one than they are kept in, too."""
+    collectives = Spy(PluginContext("fake", torch.device("cpu")), 0, 2)
+    model = polyshard.shard(
+        seeded(Net).bfloat16(), polyshard.ShardConfig(collectives=collectives, **BLOCKS, check_ranks=False)
+    )
+    collectives.calls.clear()
+    assert {each.dtype for each in collected(model, dtype=torch.float32).values()} == {torch.float32}
+    assert {call.dtype for call in collectives.calls} == {torch.bfloat16}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        return collected(sharded_copy(seeded(Net).bfloat16(), rank, world, **BLOCKS), dtype=torch.float32)
+
+    for got in on_ranks(2, on_rank):
+        assert_equal(got, expected(seeded(Net).bfloat16(), torch.float32))
+
+
 def live_nbytes(least: int) -> int:
     """Bytes of all storages of at least ``least`` bytes that are alive."""
     storages = {}

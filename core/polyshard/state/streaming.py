@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError
-from ..inspect import ShardedModel, ShardedParameter, ShardedUnit, WholeFlats, gathers_to, is_dtensor, savable_model
+from ..inspect import (
+    ShardedModel,
+    ShardedParameter,
+    ShardedUnit,
+    WholeFlats,
+    gathers_to,
+    is_dtensor,
+    savable_model,
+    whole_tensors,
+)
 from ..interfaces import Collectives
 from ..io.boxes import Box, box_within
 from .contents import model_state, names_of, outside_units
@@ -48,7 +57,8 @@ def stream(
     and goes through it alike, between steps; the model is as it was afterwards, also where the caller leaves the loop
     early. Parameters come first, by unit in module order; then, as one more list, what is outside of units: ignored
     parameters and persistent buffers. A tied parameter comes once, under its first name. Parameters that are parts of
-    larger tensors by tensor or expert parallelism come whole, by one more gather each.
+    larger tensors by tensor or expert parallelism come whole, by one more gather for those of a unit that are cut
+    evenly, and one for each other.
 
     A rank has at most two units whole at a time. The list of tensors is emptied when the next one is asked for. A
     tensor that the caller still refers to then is moved to memory of its own and stays valid; a view of one keeps its
@@ -152,15 +162,13 @@ def _weights(bucket: Sequence[_Wanted], flats: list[torch.Tensor], receivers: _R
             found = [_copied(tensor, each.dtype) for tensor in each.outside if receives or is_dtensor(tensor)]
             if each.unit is not None and receivers.take_part(each):
                 flat = next(arrived)
+                flat = flat.to(_cast(flat.dtype, each.dtype))
+                parts = [(one.part, one.within(flat)) for one in each.parameters if one.part is not None]
+                # Those that are parts need all ranks.
+                wholes = iter(whole_tensors(*zip(*parts, strict=True)) if parts else ())
                 if receives:
-                    flat = flat.to(_cast(flat.dtype, each.dtype))
-                for parameter in each.parameters:
-                    # Those that are parts need all ranks.
-                    if receives or parameter.part is not None:
-                        whole = parameter.whole(flat)
-                        if receives:
-                            found.append(whole)
-                        del whole
+                    found += [next(wholes) if one.part is not None else one.within(flat) for one in each.parameters]
+                del parts, wholes
                 del flat
             if receives:
                 names += each.names
