@@ -21,7 +21,7 @@ from ..errors import ParameterChangedError, StateError
 from ..interfaces import Collectives, CollectivesDecorator, Work
 from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter
-from ..runtime.gather import FlatBuffer, GatherRecord, Then, piece_in, shard_in, slices_of, view_of
+from ..runtime.gather import FlatBuffer, GatherRecord, Then, piece_in, shard_in, slices_of, start_gathers, view_of
 from ..runtime.parameters import become
 from ..runtime.root import Root
 from ..runtime.step import Phase
@@ -104,11 +104,15 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
 
     Where nothing is cut and ``own`` is there already, ``own`` itself.
     """
-    if unit.ranks.owner is None:
-        with torch.inference_mode(False), torch.no_grad():
+    owner = unit.ranks.owner
+    with torch.inference_mode(False), torch.no_grad():
+        if owner is None:
             return own.to(unit.spec.device if unit.parks else own.device)
-    (whole,) = WholeGather([(unit, own, own.dtype, unit.ranks.owner)]).wait()
-    return whole
+        record = _record_of(unit, own, own.dtype, owner)
+        # Where it is issued: units of a drop-in have no streams before their first forward.
+        for work in start_gathers([record]):
+            work.wait()
+    return record.buffer.flat
 
 
 class WholeGather:
