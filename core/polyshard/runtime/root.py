@@ -262,12 +262,13 @@ class Root(Step):
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
         if self.phase is not Phase.IDLE:
-            self.refuse_open_stream("A backward")
             if self.phase is Phase.BACKWARD:
                 if self._backward_may_end():
                     return
                 # An earlier one raised.
                 self.abandon()
+            else:
+                self.refuse_open_stream("A backward")
         self.refuse_ended("A backward")
         if self.outdated and self.active is not None:
             self._refuse_outdated()

@@ -183,7 +183,7 @@ def _let_go(kept: Sequence[weakref.ref[torch.Tensor]]) -> None:
     with torch.inference_mode(False):
         for reference in kept:
             tensor = reference()
-            if tensor is not None:
+            if tensor is not None and tensor.untyped_storage().nbytes() > tensor.nbytes:
                 tensor.data = tensor.clone()
 
 
