@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .monitor import Straggler, Stragglers, check_replicas
     from .preemption import Preemption, random_states, restore_random_states, tell_failures
     from .registry import UsedPlugin
+    from .state.streaming import load_stream, stream
 
 __all__ = [
     "CaptureFallback",
@@ -65,6 +66,7 @@ __all__ = [
     "hookimpl",
     "interfaces",
     "load_local_state_dict",
+    "load_stream",
     "local_parameters",
     "local_state_dict",
     "no_sync",
@@ -76,6 +78,7 @@ __all__ = [
     "restore_random_states",
     "restore_torch",
     "shard",
+    "stream",
     "tell_failures",
     "unsharded",
 ]
@@ -94,9 +97,11 @@ if not TYPE_CHECKING:
         "UsedPlugin": "registry",
         "check_replicas": "monitor",
         "exchanged_functions": "functions.torch_functions",
+        "load_stream": "state.streaming",
         "random_states": "preemption",
         "restore_random_states": "preemption",
         "restore_torch": "functions.torch_functions",
+        "stream": "state.streaming",
         "tell_failures": "preemption",
     }
 

@@ -21,13 +21,14 @@ from .functions.lookup import live_roots
 from .functions.optimizers import NOT_BY_ELEMENT
 from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.torch_functions import replacing_values
-from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
+from .functions.whole import ToSome, WholeGather, gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
-from .planning.parts import TensorPart, is_dtensor, local_of
+from .planning.parts import TensorPart, is_dtensor, local_of, whole_tensors
 from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
 from .runtime import graph
+from .runtime.gather import view_of
 from .runtime.grouped import GroupedState
 from .runtime.module_state import ModuleState
 from .runtime.root import root_of
@@ -59,7 +60,9 @@ __all__ = [
     "StreamRecorder",
     "TensorPart",
     "WaitingTimes",
+    "WholeFlats",
     "find",
+    "gathers_to",
     "idle_model",
     "is_dtensor",
     "is_sharded",
@@ -73,6 +76,7 @@ __all__ = [
     "sharded_model",
     "state_dicts_of_pieces",
     "units_in",
+    "whole_tensors",
 ]
 
 
@@ -103,17 +107,16 @@ class ShardedParameter:
         """Of the whole parameter, over all ranks of the model."""
         return self.slot.shape if self.part is None else self.part.shape
 
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view of it in its gathered unit (``[padded_numel]``): of a ``part``, of what these ranks have of it."""
+        return view_of(flat, self.slot.shape, self.slot.stride, self.slot.offset)
+
     def whole(self, flat: torch.Tensor) -> torch.Tensor:
         """All of it, out of its gathered unit (``[padded_numel]``): a view, or a copy of what ranks with parts have.
 
         Where it is a ``part``, all ranks of that one's mesh call it.
         """
-        slot = self.slot
-        view = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
-        if self.part is None:
-            return view
-        with torch.no_grad():
-            return self.part.whole(view)
+        return self.within(flat) if self.part is None else self.part.whole(self.within(flat))
 
     @property
     def name(self) -> str:
@@ -396,6 +399,7 @@ class ShardedModel:
         root = self._root
         root.leave_failed_backward()
         root.refuse_ended(call)
+        root.refuse_open_stream(call)
         if root.phase is not Phase.IDLE:
             raise StateError(
                 f"{call} was called inside a {root.phase.value} of the model (rank {root.rank}). Call it between steps."
@@ -520,6 +524,33 @@ class ShardedModel:
         with replacing_values(self._root, context, values):
             yield
 
+    @contextmanager
+    def handing_out(self) -> Iterator[None]:
+        """Inside, whole weights are handed out: nothing may change masters or begin a step.
+
+        Raises:
+            StateError: as ``refuse_inside_step``.
+        """
+        root = self._root
+        self.refuse_inside_step("stream()")
+        root.phase = Phase.STREAM
+        try:
+            with replacing_values(root, "polyshard.stream()", "weights unchanged until all are handed out"):
+                yield
+        finally:
+            root.phase = Phase.IDLE if root.recorder.failure is None else Phase.FAILED
+
+    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype, Collectives | None]]) -> WholeFlats:
+        """Issue gathers of whole masters: one communication for all units that have the same ranks.
+
+        Args:
+            units: At least one, each with the dtype in which it travels, and its ``shard`` or what ``gathers_to`` made
+                of that. Every rank of a unit calls it. What arrives is memory of its own.
+        """
+        names = ", ".join(f"'{unit.name}'" for unit, *_ in units)
+        with self.meeting(f"gather of whole {names}", dict.fromkeys(among for *_, among in units)):
+            return WholeGather([(unit._unit, unit.master, dtype, among) for unit, dtype, among in units])
+
     def copy_into_masters(self, values: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         """Copy ``values`` into ``places``, masters or parameters, behind everything that still reads these."""
         root = self._root
@@ -605,6 +636,18 @@ class ShardedModel:
     def tell_loaded(self, model: nn.Module, path: Path) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
+
+
+class WholeFlats(Protocol):
+    """Whole units on their way."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Order the current stream behind them; each unit whole (``[padded_numel]``). Called once."""
+
+
+def gathers_to(receivers: Sequence[int], among: Collectives) -> Collectives:
+    """Collectives of the same ranks, whose gathers reach ``receivers`` of them alone."""
+    return ToSome(among, receivers)
 
 
 class RecordedModel(Protocol):

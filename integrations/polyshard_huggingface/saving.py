@@ -26,13 +26,14 @@ from polyshard.state.exchange import (
     speaks,
     together,
 )
+from polyshard.state.streaming import whole_weights
 from torch import nn
 
 from . import _private
 from .conversion import Conversion, Part, converted, covered, listed, transfers_of
 from .files import INDEX, WEIGHTS, OpenFiles, SavedTensor, castable, header_of, write_all
 from .loading import Ranks
-from .tensors import ModelTensor, of_whole, refuse_hollow, shared_out, tensors_of
+from .tensors import ModelTensor, refuse_hollow, shared_out, tensors_of
 
 #: For ranks that have not one file system.
 _ALONE = " Pass ranks='first' to write from rank 0 alone."
@@ -61,8 +62,7 @@ def save(
         folder: Made where missing.
         ranks: ``"all"`` where all ranks see one file system: each writes the elements that it holds, at their place in
             the files, 16 MiB at a time in each of four threads, and nothing is gathered. ``"first"`` where they do not:
-            units are gathered one after the other, and rank 0 writes them, so that each rank needs memory for the
-            largest.
+            units are gathered one after the other, and rank 0 writes them, for which it needs memory for two.
         dtype: In which floating-point tensors are written; None for the dtype in which they are kept.
         max_shard_size: Bytes of tensors in one file, a number or text such as ``"5GB"``.
         convert: From the model's tensors to the files', as in ``load``. Of tied tensors it gets one. None for what
@@ -137,15 +137,13 @@ def save_through(
             with together(collectives, f"Writing {what}"):
                 _write((shared_out(each) for each in held if each.unit is not None), plan, placed, files)
         else:
-            for unit in sharded.units:
-                whole = unit.gather(unit.master)
-                for parameters in of_whole(unit, whole):
-                    with together(collectives, f"Writing unit '{unit.name}' for {what}"):
-                        if writes:
-                            _write(parameters, plan, placed, files)
-                del whole
+            by_name = {each.names[0]: each for each in held}
+            for names, wholes in whole_weights(sharded, (0,)):
+                with together(collectives, f"Writing {what}"):
+                    pairs = zip(names, wholes, strict=True)
+                    _write((by_name[name].of(whole) for name, whole in pairs), plan, placed, files)
         with together(collectives, f"Writing {what}"):
-            if coordinates(collectives):
+            if ranks == "all" and coordinates(collectives):
                 _write((each for each in held if each.unit is None), plan, placed, files)
             if writes:
                 files.sync()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from polyshard.errors import ConfigError
-from polyshard.inspect import Piece, ShardedModel, ShardedUnit, state_dicts_of_pieces
+from polyshard.inspect import ShardedModel, ShardedUnit, state_dicts_of_pieces
 from polyshard.io.boxes import Box, Chunk
 from polyshard.state.sharded import of_piece
 
@@ -53,31 +53,14 @@ def of_shard(unit: ShardedUnit, shard: torch.Tensor, shard_rank: int | None = No
 
     ``shard_rank``: whose shard it is; None for this rank's.
     """
-    pieces = unit.layout.pieces(unit.shard_rank if shard_rank is None else shard_rank)
-    return _of_pieces(unit, shard, {piece.slot: piece for piece in pieces})
-
-
-def of_whole(unit: ShardedUnit, flat: torch.Tensor) -> Iterator[list[ModelTensor]]:
-    """The parameters of ``unit`` out of all its elements, ``flat`` (``[padded_numel]``).
-
-    Those that are parts of larger tensors come one by one, whole: all ranks with parts of them go through all of it.
-    """
-    slots = enumerate(unit.layout.slots)
-    found = _of_pieces(unit, flat, {index: Piece(index, 0, slot.numel, slot.offset) for index, slot in slots})
-    yield [tensor for tensor, each in zip(found, unit.parameters, strict=True) if each.part is None]
-    for tensor, each in zip(found, unit.parameters, strict=True):
-        if each.part is not None:
-            yield [tensor.of(each.whole(flat))]
-
-
-def _of_pieces(unit: ShardedUnit, flat: torch.Tensor, pieces: Mapping[int, Piece]) -> list[ModelTensor]:
-    found = []
+    held = unit.layout.pieces(unit.shard_rank if shard_rank is None else shard_rank)
+    pieces, found = {piece.slot: piece for piece in held}, []
     for index, parameter in enumerate(unit.parameters):
         piece = pieces.get(index)
         chunks: tuple[Chunk, ...] = ()
         if piece is not None and piece.numel:
-            chunks = of_piece(parameter, piece, flat.detach().narrow(0, piece.shard_offset, piece.numel)).chunks
-        found.append(ModelTensor(parameter.names, parameter.shape, flat.dtype, chunks, unit, parameter.first))
+            chunks = of_piece(parameter, piece, shard.detach().narrow(0, piece.shard_offset, piece.numel)).chunks
+        found.append(ModelTensor(parameter.names, parameter.shape, shard.dtype, chunks, unit, parameter.first))
     return found
 
 

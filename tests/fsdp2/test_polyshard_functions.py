@@ -129,6 +129,39 @@ def what_was_set_before_parameters_had_memory(rank: int) -> None:
         other.float()
 
 
+def weights_are_handed_out(rank: int) -> None:
+    """Before the first step and between steps, of models that are tied, and cut by rows or by other dimensions."""
+
+    def tied() -> Words:
+        model = OURS.fully_shard(make(tied=True), mesh=cpu_mesh(), reshard_after_forward=False)
+        assert isinstance(model, Words)
+        return model
+
+    def by_columns() -> Words:
+        return shard_all(
+            OURS,
+            make(),
+            shard_placement_fn=lambda parameter: Shard(1 if parameter.shape[-1] == WIDTH and parameter.ndim > 1 else 0),
+        )
+
+    for made in (tied, by_columns):
+        model, other = made(), made()
+        for steps in (0, 2):
+            same(train(model, steps), train(other, steps), rtol=0, atol=0)
+            found: dict[str, torch.Tensor] = {}
+            for names, tensors in polyshard.stream(model):
+                found.update(zip(names, tensors, strict=True))
+            wanted = {name: each for name, each in wholes(other).items() if not (made is tied and "head" in name)}
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], each) for name, each in wanted.items())
+            for names, tensors in polyshard.stream(model, ranks=[1]):
+                assert len(names) == len(tensors)
+                assert bool(names) == (rank == 1)
+                assert all(map(torch.equal, tensors, map(wanted.get, names)))
+        polyshard.load_stream(model, [(name, each + 1) for name, each in found.items()])
+        same(wholes(model), {name: each + 1 for name, each in wholes(other).items()}, rtol=0, atol=0)
+
+
 def averages_refuse_steps(rank: int) -> None:
     model = shard_all(OURS, make())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -189,6 +222,7 @@ BODIES: dict[Callable[[int], object], int] = {
     whole_parameters_reports_and_placements: 2,
     what_was_set_before_parameters_had_memory: 2,
     averages_refuse_steps: 2,
+    weights_are_handed_out: 2,
 }
 
 

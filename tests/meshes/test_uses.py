@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
+from unittest import mock
 
 import polyshard
 import pytest
@@ -11,6 +13,8 @@ import torch
 from meshed_models import Shape
 from meshes import Plan, Polyshard, config_of, coordinate_of, expected, full, make, meshed, run
 from polyshard.errors import ConfigError, RankMismatchError
+from polyshard.inspect import units_in
+from polyshard.planning import parts
 from torch import nn
 from torch.nn import functional
 
@@ -45,6 +49,48 @@ def test_evaluation_and_changes_of_whole_parameters(plan: Plan) -> None:
     for losses, off in run(4, losses_without_a_step, plan):
         assert max(losses) < 1e-12
         assert off == 0.0
+
+
+def handed_out(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
+    """Whole weights: as they are, in bf16 on one rank alone, and doubled by pairs that every rank has."""
+    with meshed(plan, rank) as (model, mesh):
+        trainer = Polyshard(plan, model, mesh)
+        found: list[dict[str, torch.Tensor]] = []
+        with mock.patch.object(parts, "_all_gather", wraps=parts._all_gather) as gather:
+            for _ in polyshard.stream(model):
+                pass
+        cut = [[each.part.is_even for each in unit.parameters if each.part is not None] for unit in units_in(model)]
+        assert gather.call_count == sum(map(any, cut))
+        for settings in ({}, {"dtype": torch.bfloat16, "ranks": [2], "bucket_nbytes": 1 << 20}):
+            found.append({})
+            for names, tensors in polyshard.stream(model, **settings):
+                found[-1].update(zip(names, tensors, strict=True))
+        polyshard.load_stream(model, ((name, 2 * each) for name, each in found[0].items()))
+        found.append(trainer.whole())
+        trainer.close()
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        dataclasses.replace(TP, settings=(("layout", "rows"), ("strategy", "shard_grad_op"))),
+        # Parts of two sizes, and of one.
+        EP,
+        dataclasses.replace(EP, shape=Shape(experts=4, kept="dtensor")),
+    ],
+    ids=str,
+)
+def test_weights_are_handed_out_whole(plan: Plan) -> None:
+    wanted = {name: each.detach() for name, each in make(plan).named_parameters()}
+    for rank, (whole, narrow, doubled) in enumerate(run(4, handed_out, plan)):
+        assert whole.keys() == doubled.keys() == wanted.keys()
+        assert narrow.keys() == (wanted.keys() if rank == 2 else set())
+        for name, value in wanted.items():
+            assert torch.equal(whole[name], value), name
+            assert torch.equal(doubled[name], 2 * value), name
+        for name, value in narrow.items():
+            assert torch.equal(value, wanted[name].bfloat16()), name
 
 
 def partly_frozen(rank: int, plan: Plan) -> float:

@@ -67,7 +67,7 @@ def test_what_a_plain_model_has_goes_in_and_comes_out(settings: dict[str, Any], 
             assert first == ({}, {})
 
 
-def test_no_rank_holds_more_than_a_unit_whole() -> None:
+def test_no_rank_holds_more_than_two_units_whole() -> None:
     """Beside its own shards, and on rank 0 what it asked for."""
 
     def body(rank: int, world: ThreadedWorld) -> tuple[int, int]:
@@ -86,9 +86,9 @@ def test_no_rank_holds_more_than_a_unit_whole() -> None:
     unit, everything = 420 * 4, 8 * 420 * 4
     (first, held), *others = on_ranks(3, body)
     assert held == everything
-    # A unit whole, and of one more tensor this rank's part.
+    # A unit of the optimizer's state whole, and of one more tensor this rank's part.
     assert all(most <= 1.5 * unit and not kept for most, kept in others), (others, unit)
-    assert 3 * everything < first <= 3 * everything + 1.5 * unit
+    assert 3 * everything < first <= 3 * everything + 2.5 * unit
 
 
 class Largest(TorchDispatchMode):
@@ -101,7 +101,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and func._schema.name.rpartition("::")[2] in MAKING:
+        if isinstance(out, torch.Tensor) and not out.is_meta and func._schema.name.rpartition("::")[2] in MAKING:
             storage = out.untyped_storage()
             key = storage._cdata
             self._live[key] = storage.nbytes()

@@ -111,13 +111,13 @@ def replacing_values(root: Root, context: str, values: str) -> Iterator[None]:
 
     ``context``, ``values``: what the program entered, and what the masters hold, for messages.
     """
-    root.replaced = context, values
+    before, root.replaced = root.replaced, (context, values)
     # Optimizers that were let through are looked at again.
     _checks[0].forget()
     try:
         yield
     finally:
-        root.replaced = None
+        root.replaced = before
 
 
 class GradientUtilities:

@@ -6,7 +6,7 @@ Pieces under the names of whole parameters would look like a model to whoever sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError
+from ..interfaces import Collectives, CollectivesDecorator, Work
 from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter
-from ..runtime.gather import FlatBuffer, piece_in, shard_in, slices_of, view_of
+from ..runtime.gather import FlatBuffer, GatherRecord, Then, piece_in, shard_in, slices_of, start_gathers, view_of
 from ..runtime.parameters import become
 from ..runtime.root import Root
 from ..runtime.step import Phase
@@ -39,6 +40,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
         ParameterChangedError: on leaving, what is to be kept has another shape, or was tied to another parameter.
     """
     root.leave_failed_backward()
+    root.refuse_open_stream("unsharded()")
     if root.phase is not Phase.IDLE:
         raise StateError(
             f"Cannot manually unshard parameters during forward/backward (rank {root.rank}, phase {root.phase.value}). "
@@ -102,21 +104,121 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
 
     Where nothing is cut and ``own`` is there already, ``own`` itself.
     """
-    shard = unit.ranks.owner
+    owner = unit.ranks.owner
     with torch.inference_mode(False), torch.no_grad():
-        if shard is None:
+        if owner is None:
             return own.to(unit.spec.device if unit.parks else own.device)
-        layout = unit.layout
-        whole = torch.empty(layout.padded_numel, dtype=own.dtype, device=unit.spec.device)
-        buffer = FlatBuffer(whole, layout, resizable=False, rank=unit.ranks.shard_rank)
-        for stage in buffer.stages:
-            stage.attach()
-        for place, part in zip(buffer.owns, slices_of(own, layout), strict=True):
-            place.copy_(part)
-        (shard.all_gather_many(buffer.pairs) if layout.segments else shard.all_gather(*buffer.pairs[0])).wait()
-        for stage in buffer.stages:
-            stage.empty()
-    return whole
+        record = _record_of(unit, own, own.dtype, owner)
+        # Where it is issued: units of a drop-in have no streams before their first forward.
+        for work in start_gathers([record]):
+            work.wait()
+    return record.buffer.flat
+
+
+class WholeGather:
+    """A gather of whole units into memory of its own, on its way. All ranks of the units make it and wait for it.
+
+    The memory is the current stream's, beside the units' gather buffers: a step finds these as they were.
+    """
+
+    def __init__(self, shards: Sequence[tuple[Unit, torch.Tensor, torch.dtype, Collectives | None]]) -> None:
+        """Issue it, as one communication for each group of ranks.
+
+        Args:
+            shards: Units of one model, what this rank has of each (``[shard_numel]``), in which dtype it travels, and
+                among whom: the unit's owners, or ``ToSome`` of them.
+        """
+        root = shards[0][0].step
+        assert isinstance(root, Root)
+        self._streams = root.streams
+        with torch.inference_mode(False), torch.no_grad():
+            self._records = [_record_of(*shard) for shard in shards]
+            # The memory may be what compute read last.
+            root.begin_gathers()
+            self._streams.gather(self._records)
+
+    def wait(self) -> list[torch.Tensor]:
+        """Order the current stream behind it; each unit whole (``[padded_numel]``), without memory where this rank gets
+        none. Called once.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for record in self._records:
+                self._streams.arrive(record)
+        return [record.buffer.flat for record in self._records]
+
+
+class ToSome(CollectivesDecorator):
+    """Collectives whose gathers reach some of the ranks: the others send, and need no memory for what is gathered."""
+
+    api_version = 1
+
+    def __init__(self, inner: Collectives, receivers: Sequence[int]) -> None:
+        super().__init__(inner)
+        self.receivers = receivers
+
+    @property
+    def receives(self) -> bool:
+        """Whether gathers reach this rank."""
+        return self.rank in self.receivers
+
+    def around(self, inner: Collectives) -> Collectives:
+        raise NotImplementedError("gathers to some ranks are among those of a unit")
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        return self.all_gather_many(((out, shard),))
+
+    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        """One exchange of bytes; where ``receives``, ``out`` of each pair is filled."""
+        (out, own), *others = pairs
+        direct = self.receives and not others
+        if others or direct:
+            # What lies in ``out`` would be written while it is sent.
+            own = torch.cat([shard.view(torch.uint8) for _, shard in pairs])
+        own = own.view(torch.uint8)
+        sent = own.repeat(len(self.receivers)) if len(self.receivers) > 1 else own
+        numel, ranks = own.numel(), range(self.world_size)
+        arrives = numel if self.receives else 0
+        received = out.view(torch.uint8) if direct else own.new_empty(self.world_size * arrives)
+        sizes = [numel if rank in self.receivers else 0 for rank in ranks]
+        work = self.inner.all_to_all(received, [arrives for _ in ranks], sent, sizes)
+
+        def deliver(until_then: torch.Tensor = sent) -> None:
+            if direct or not self.receives:
+                return
+            rows, start = received.view(self.world_size, numel), 0
+            for out, shard in pairs:
+                out.view(torch.uint8).view(self.world_size, shard.nbytes).copy_(rows.narrow(1, start, shard.nbytes))
+                start += shard.nbytes
+
+        return Then([deliver], work)
+
+
+def _record_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype, among: Collectives | None) -> GatherRecord:
+    """A gather of ``own`` (``[shard_numel]``) into memory of its own."""
+    layout, device = unit.layout, unit.spec.device
+    receives = not isinstance(among, ToSome) or among.receives
+    whole = torch.empty(layout.padded_numel, dtype=dtype, device=device if receives else "meta")
+    buffer = FlatBuffer(whole, layout, resizable=False, rank=unit.ranks.shard_rank)
+    if not receives:
+        buffer.owns = slices_of(torch.empty(layout.shard_numel, dtype=dtype, device=device), layout)
+        buffer.pairs = [(out, part) for (out, _), part in zip(buffer.pairs, buffer.owns, strict=True)]
+    return GatherRecord(
+        unit.spec,
+        among,
+        own,
+        buffer,
+        among or unit.ranks.world,
+        # A manager fetches masters in the dtype of compute alone.
+        None,
+        unit.caster,
+        # What a caster encodes is close to the values.
+        None,
+        (),
+        [],
+        slices_of(own, layout),
+        buffer.pairs,
+        buffer.owns,
+    )
 
 
 def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:

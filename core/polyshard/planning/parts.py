@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .. import _torch_private
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
+
+#: The second is its name up to 2.12.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def is_dtensor(value: object) -> bool:
@@ -75,6 +79,12 @@ class TensorPart:
                 f"{placed.placements} on {mesh} cut {sizes} (rank {rank}). Make it with distribute_tensor."
             )
         return cls(mesh, tuple(placed.placements), shape, tuple(placed.stride()), offset, sizes)
+
+    @property
+    def cuts(self) -> list[int]:
+        """The dimensions of ``mesh`` that cut it, but for those of one rank."""
+        sizes = zip(_sizes(self.mesh), self.placements, strict=True)
+        return [place for place, (size, each) in enumerate(sizes) if size > 1 and each.is_shard()]
 
     @property
     def copies(self) -> int:
@@ -144,6 +154,36 @@ class TensorPart:
         if placed.placements != self.placements:
             placed = placed.redistribute(self.mesh, self.placements)
         return local_of(placed)
+
+
+@torch.no_grad()
+def whole_tensors(parts: Sequence[TensorPart], locals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The whole tensors of which ranks have ``locals`` each, all of one dtype. Every rank of their meshes calls it.
+
+    Those that one dimension of the same mesh cuts evenly travel in one gather.
+    """
+    alike: dict[tuple[DeviceMesh, int], list[int]] = {}
+    found: dict[int, torch.Tensor] = {}
+    for index, part in enumerate(parts):
+        cuts = part.cuts
+        if len(cuts) == 1 and part.is_even:
+            alike.setdefault((part.mesh, cuts[0]), []).append(index)
+        else:
+            found[index] = part.whole(locals[index])
+    for (mesh, place), members in alike.items():
+        own = torch.cat([locals[index].reshape(-1) for index in members])
+        rows = own.new_empty(_sizes(mesh)[place], own.numel())
+        # As bytes, which every backend takes.
+        _all_gather(rows.view(-1).view(torch.uint8), own.view(torch.uint8), group=mesh.get_group(place))
+        start = 0
+        for index in members:
+            part = parts[index]
+            dim = cast("Any", part.placements[place]).dim
+            numel = product(part.sizes)
+            pieces = rows.narrow(1, start, numel).reshape(len(rows), *part.sizes)
+            found[index] = pieces.movedim(0, dim).reshape(part.shape)
+            start += numel
+    return [found[index] for index in range(len(parts))]
 
 
 def local_of(placed: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,7 @@ def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
     else:
         encoded = _EncodedGather(group, [record for record in records if record.wire is not None])
         gather = encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, ""))
-    return _Then([stage.empty for stage in stages], gather) if stages else gather
+    return Then([stage.empty for stage in stages], gather) if stages else gather
 
 
 def _fetch(record: GatherRecord, offload: OffloadManager) -> None:
@@ -194,7 +194,7 @@ class _EncodedGather:
 
     def behind(self, gather: Work) -> Work:
         """``gather``, of ``pairs`` and maybe others, and then the decoding."""
-        return _Then(self._decodes, gather)
+        return Then(self._decodes, gather)
 
 
 def _decode(
@@ -212,7 +212,7 @@ def _decode(
 
 
 @dataclass(slots=True)
-class _Then:
+class Then:
     """Waits for what was gathered, then does the rest once: decodes bytes, copies staged parameters."""
 
     rest: list[Callable[[], None]]

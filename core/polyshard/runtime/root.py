@@ -259,11 +259,14 @@ class Root(Step):
 
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
-        if self.phase is Phase.BACKWARD:
-            if self._backward_may_end():
-                return
-            # An earlier one raised.
-            self.abandon()
+        if self.phase is not Phase.IDLE:
+            if self.phase is Phase.BACKWARD:
+                if self._backward_may_end():
+                    return
+                # An earlier one raised.
+                self.abandon()
+            else:
+                self.refuse_open_stream("A backward")
         self.refuse_ended("A backward")
         if self.outdated and self.active is not None:
             self._refuse_outdated()
@@ -524,6 +527,7 @@ class Root(Step):
         # A forward of a closed model is found here, and not by a check in every step.
         if self.phase in (Phase.CLOSED, Phase.FAILED):
             self.refuse_ended("A forward")
+        self.refuse_open_stream("A forward")
         self.active = None
         self._unfinished = False
         self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
@@ -579,6 +583,18 @@ class Root(Step):
             )
         self.recorder.refuse_behind_failure(call)
 
+    def refuse_open_stream(self, call: str) -> None:
+        """Raise while weights are handed out; ``call`` begins the message.
+
+        Raises:
+            StateError: saying how to end that.
+        """
+        if self.phase is Phase.STREAM:
+            raise StateError(
+                f"{call} came while a polyshard.stream() of the model is open (rank {self.rank}). Go through all of "
+                "it, or end it by its close(), on every rank."
+            )
+
     def close(self) -> None:
         """Release the gather buffers and the collectives that were made for this model.
 
@@ -589,6 +605,7 @@ class Root(Step):
         if self.phase is Phase.CLOSED:
             return
         self.leave_failed_backward()
+        self.refuse_open_stream("close()")
         if self.phase not in (Phase.IDLE, Phase.FAILED) or self.unsharded:
             where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
             raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")

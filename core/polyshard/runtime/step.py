@@ -26,6 +26,8 @@ class Phase(enum.Enum):
     IDLE      BACKWARD  a gradient reaches an output, or what backwards left is reduced
     BACKWARD  IDLE      the backward ends; after one that raised, the next forward
     FORWARD   BACKWARD  a forward differentiates inside itself, and goes on after
+    IDLE      STREAM    the first weights of ``polyshard.stream`` are asked for
+    STREAM    IDLE      the stream ends, or is closed
     IDLE      CLOSED    ``polyshard.close``; there is no way back
     any       FAILED    a communication did not end; ``polyshard.close`` alone follows
     ========  ========  ===============================================================
@@ -37,6 +39,8 @@ class Phase(enum.Enum):
     """Inside the outermost module's forward."""
     BACKWARD = "backward"
     """Inside a backward."""
+    STREAM = "stream"
+    """Whole weights are handed out, and the next ones on their way: masters must not change, and no step begins."""
     FAILED = "failed"
     """Nothing can be gathered or reduced any more: ranks stand at different places of their order."""
     CLOSED = "closed"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import is_dtensor, local_of, savable_model, state_dicts_of_pieces
+from ..inspect import ShardedModel, is_dtensor, local_of, savable_model, state_dicts_of_pieces
 from .sharded import Holding, holdings, of_parameter, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -126,8 +126,13 @@ def model_state(model: nn.Module) -> dict[str, Any]:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
     """
     sharded = savable_model(model, "model_state()")
+    return {each.name: of_parameter(each, each.tensor) for each in parameters_of(sharded)} | outside_units(sharded)
+
+
+def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """What ``model_state`` has beside the parameters of units: those that are not sharded, and persistent buffers."""
     module = sharded.module
-    state: dict[str, Any] = {each.name: of_parameter(each, each.tensor) for each in parameters_of(sharded)}
+    state: dict[str, torch.Tensor] = {}
     managed = {id(parameter) for unit in sharded.units for parameter in unit.tensors}
     for name, parameter in module.named_parameters():
         if id(parameter) not in managed:

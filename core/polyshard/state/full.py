@@ -1,6 +1,7 @@
 """Whole tensors in host memory, gathered one unit after the other.
 
-No rank has more than one unit whole on the device that computes, and beside that what it was asked for, on the host.
+No rank has more than two units of a model, or one of an optimizer's state, whole on the device that computes, and
+beside that what it was asked for, on the host.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from ..errors import StateError, UnsupportedError
 from ..inspect import ShardedModel, ShardedParameter, ShardedUnit
 from ..interfaces import ReduceOp
 from ..io.boxes import Box, box_within, disjoint
-from .contents import Joint, model_state
+from .contents import Joint
 from .sharded import CheckpointTensor, Holding, holdings
+from .streaming import whole_weights
 
 
 def require_whole(sharded: ShardedModel, call: str) -> None:
@@ -29,34 +31,13 @@ def require_whole(sharded: ShardedModel, call: str) -> None:
         )
 
 
-def whole_parameters(sharded: ShardedModel, *, receives: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each sharded parameter, whole and in host memory, unit by unit; nothing where this rank does not receive.
-
-    Every rank goes through all of it.
-
-    Raises ParameterChangedError: modules moved, so that a name is another parameter's now.
-    """
-    sharded.refuse_moved()
-    for unit in sharded.units:
-        parameters = _taking_part(unit, receives=receives)
-        if unit.shard is None and not parameters:
-            continue
-        flat = unit.gather(unit.master)
-        for parameter in parameters:
-            found = parameter.whole(flat)
-            if receives:
-                yield parameter.name, _on_host(found)
-            del found
-        # Not kept while the next one is gathered.
-        del flat
-
-
-def full_model_state(model: nn.Module, sharded: ShardedModel, *, receives: bool) -> dict[str, Any]:
-    """As ``model_state``, of whole tensors; in its order."""
-    whole = dict(whole_parameters(sharded, receives=receives))
-    if not receives:
-        return {}
-    return {name: whole[name] if name in whole else _on_host(value) for name, value in model_state(model).items()}
+def full_model_state(sharded: ShardedModel, *, everywhere: bool) -> dict[str, Any]:
+    """As ``model_state``, of whole tensors: on every rank, or on rank 0 alone."""
+    found: dict[str, Any] = {}
+    for names, tensors in whole_weights(sharded, "all" if everywhere else (0,)):
+        for name, tensor in zip(names, tensors, strict=True):
+            found[name] = _on_host(tensor)
+    return found
 
 
 def full_optimizer_state(

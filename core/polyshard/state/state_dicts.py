@@ -99,7 +99,7 @@ def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) 
     sharded = savable_model(model, "get_model_state_dict()")
     if options.form in _FULL:
         require_whole(sharded, "get_model_state_dict()")
-        state = full_model_state(model, sharded, receives=_receives(sharded, options))
+        state = full_model_state(sharded, everywhere=options.form is StateForm.FULL)
     else:
         state = model_state(model)
         if options.form is StateForm.DTENSOR:

@@ -1,0 +1,71 @@
+"""Whole weights handed out on CUDA, where the device is behind the host."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from processes import KeptRanks, device_of, gpu_ranks
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+
+WORLD_SIZE = gpu_ranks()
+RANKS = KeptRanks("nccl")
+WIDTH, LAYERS = 2048, 6
+UNIT = 4 * WIDTH * WIDTH
+
+
+def handed_out(rank: int, settings: dict[str, Any], only: int | None) -> tuple[int, int, int]:
+    """Elements that were not the present weights', tensors, and the most bytes that a stream of fp32 took."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(device)
+    with warnings.catch_warnings():
+        # One GPU is a world of one.
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        policy = {"name": "module_class", "classes": [nn.Linear]}
+        polyshard.shard(model, polyshard.ShardConfig(policy=policy, **settings))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.randn(WIDTH, WIDTH, device=device)
+    busy = torch.empty_like(x)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    tensors = most = 0
+    for dtype in (None, torch.bfloat16, None):
+        # Whoever reads an older unit, or one that has not arrived, sees other values.
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with polyshard.unsharded(model):
+            whole = {name: each.detach().clone() for name, each in model.named_parameters()}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for names, handed in polyshard.stream(model, dtype=dtype, ranks="all" if only is None else [only]):
+            for _ in range(10):
+                torch.mm(x, x, out=busy)
+            for name, tensor in zip(names, handed, strict=True):
+                wrong += tensor.numel() - torch.eq(tensor, whole[name].to(tensor.dtype)).sum()
+                tensors += 1
+        if dtype is None:
+            most = max(most, torch.cuda.max_memory_allocated() - before)
+    polyshard.close(model)
+    return int(wrong), tensors, most
+
+
+@pytest.mark.parametrize("only", [None, WORLD_SIZE - 1])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"layout": "rows"}, {"offload": "cpu"}, {"precision": "bf16", "strategy": "shard_grad_op"}],
+    ids=str,
+)
+def test_weights_are_the_present_ones_and_two_units_whole(settings: dict[str, Any], only: int | None) -> None:
+    for rank, (wrong, tensors, most) in enumerate(RANKS.run(WORLD_SIZE, handed_out, settings, only)):
+        assert wrong == 0
+        assert tensors == (3 * LAYERS if only in (None, rank) else 0)
+        # Beside them, what a comparison takes, and on its way to one rank the shards of a layout with segments.
+        assert most <= (2.5 if only is None or settings.get("layout") != "rows" else 3.5) * UNIT
