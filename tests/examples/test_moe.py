@@ -150,12 +150,13 @@ def example() -> Iterator[None]:
                 {"parallel.ep": 2, "training.microbatch": 1, **HYBRID},
             ],
         ),
-        (
+        pytest.param(
             "llama",
             [
                 {"parallel.tp": 2, "training.microbatch": 2},
                 {"parallel.tp": 2, "training.microbatch": 2, **HYBRID},
             ],
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -10,11 +10,12 @@ from enum import Enum
 from threading import Thread
 from typing import Any
 
+import polyshard
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from parity import Block, Net, draw, on_ranks, seeded, square_step
-from polyshard.errors import ConfigTypeError, ParameterChangedError
+from polyshard.errors import ConfigTypeError, ParameterChangedError, StateError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
@@ -274,6 +275,12 @@ class TestWhatTrainersRead:
             model._handle._orig_param_dtype = torch.float32
         square_step(model, 0, 0)
         assert all(p.dtype == torch.float64 for p in model.parameters())
+
+    def test_functions_of_polyshard_say_that_a_root_comes_with_the_first_forward(self) -> None:
+        model = FSDP(seeded(Net), group())
+        with pytest.raises(StateError, match="no root before its first forward"):
+            polyshard.unsharded(model).__enter__()
+        square_step(model, 0, 0)
 
 
 def _arguments(function: Any) -> list[tuple[str, str, object]]:

@@ -33,7 +33,9 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP",
 class TestGradAcc:
     """Beside DDP."""
 
-    @pytest.mark.parametrize(("use_orig_params", "first_without_sync"), [(False, True), (True, False)])
+    @pytest.mark.parametrize(
+        ("use_orig_params", "first_without_sync"), [(False, True), pytest.param(True, False, marks=pytest.mark.nightly)]
+    )
     def test_grad_acc(self, ranks: Pools, use_orig_params: bool, first_without_sync: bool) -> None:
         turns = ((first_without_sync, 3), (not first_without_sync, 3), (first_without_sync, 3))
         ranks.run(2, grad_acc.accumulated, use_orig_params, turns, False)

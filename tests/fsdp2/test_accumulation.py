@@ -74,7 +74,9 @@ def test_without_reductions(ranks: KeptRanks, chosen: str, releases: bool) -> No
 
 
 @pytest.mark.parametrize("chosen", CHOICES)
-@pytest.mark.parametrize("setter", ["set_requires_all_reduce", "set_requires_gradient_sync"])
+@pytest.mark.parametrize(
+    "setter", ["set_requires_all_reduce", pytest.param("set_requires_gradient_sync", marks=pytest.mark.nightly)]
+)
 def test_over_replicas(ranks: KeptRanks, setter: str, chosen: str) -> None:
     ranks.run(4, _accumulates, (2, 2), (setter,), chosen, {})
 

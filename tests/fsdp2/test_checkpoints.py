@@ -79,10 +79,10 @@ def loaded(rank: int, cut: str, folder: str, wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("columns", "rows"),
+        pytest.param("columns", "rows", marks=pytest.mark.nightly),
         ("rows", "replicas of columns"),
         ("tensor", "columns"),
-        ("columns, tensor", "rows"),
+        pytest.param("columns, tensor", "rows", marks=pytest.mark.nightly),
         ("rows", "columns, tensor"),
     ],
 )

@@ -147,7 +147,7 @@ def _meta(face: ModuleType, mesh: tuple[int, ...]) -> Any:
     return [*found, seen(model, optimizer)]
 
 
-@pytest.mark.parametrize("mesh", [(3,), (2, 2), (0, 2, 2)])
+@pytest.mark.parametrize("mesh", [(3,), pytest.param((2, 2), marks=pytest.mark.nightly), (0, 2, 2)])
 def test_meta_models_get_memory_and_values(ranks: KeptRanks, mesh: tuple[int, ...]) -> None:
     ranks.run(3 if mesh == (3,) else 4, beside_torch, _meta, mesh)
 

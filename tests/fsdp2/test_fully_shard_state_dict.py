@@ -47,6 +47,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 WHOLE = StateDictOptions(full_state_dict=True)
 #: Ranks, and a mesh of them as ``parallel`` takes it.
 MESHES = {"shard": (3, (3,)), "replicate": (4, (2, 2)), "tensor": (4, (0, 2, 2)), "replicate, tensor": (4, (1, 2, 2))}
+SOME = [
+    "shard",
+    *(pytest.param(mesh, marks=pytest.mark.nightly) for mesh in ("replicate", "tensor")),
+    "replicate, tensor",
+]
 
 
 def _trained(face: ModuleType, seed: int, mesh: tuple[int, ...], steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
@@ -85,7 +90,7 @@ def _saved(face: ModuleType, mesh: tuple[int, ...]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", SOME)
 def test_what_is_saved_is_what_torch_saves(ranks: KeptRanks, mesh: str) -> None:
     world_size, shape = MESHES[mesh]
     ranks.run(world_size, beside_torch, _saved, shape)
@@ -114,9 +119,9 @@ def _taken_over(rank: int, source: int, mesh: tuple[int, ...], options: StateDic
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ("shard", {}),
+        pytest.param("shard", {}, marks=pytest.mark.nightly),
         ("shard", {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True}),
-        ("tensor", {}),
+        pytest.param("tensor", {}, marks=pytest.mark.nightly),
         ("replicate, tensor", {"full_state_dict": True}),
     ],
 )
@@ -143,7 +148,7 @@ def _through_files(rank: int, folder: str, mesh: tuple[int, ...]) -> None:
     same([_goes_on(*each) for each in models], told[::-1])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", SOME)
 def test_through_torch_distributed_checkpoint(ranks: KeptRanks, tmp_path: Path, mesh: str) -> None:
     world_size, shape = MESHES[mesh]
     ranks.run(world_size, _through_files, str(tmp_path), shape)

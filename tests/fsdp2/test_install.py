@@ -285,6 +285,7 @@ def _over_a_mesh(folder: Path) -> Any:
     return told
 
 
+@pytest.mark.nightly
 def test_accelerate_over_a_mesh(ranks: KeptRanks, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     ranks.run(4, _with_parallelisms, tmp_path)

@@ -67,7 +67,9 @@ def _local(rank: int, mesh: tuple[int, ...]) -> None:
             assert torch.equal(one.to_local(), other.to_local())
 
 
-@pytest.mark.parametrize(("world_size", "mesh"), [(3, (3,)), (4, (2, 2)), (4, (0, 2, 2))])
+@pytest.mark.parametrize(
+    ("world_size", "mesh"), [(3, (3,)), pytest.param(4, (2, 2), marks=pytest.mark.nightly), (4, (0, 2, 2))]
+)
 def test_plain_parameters_train_as_dtensors_do(ranks: KeptRanks, world_size: int, mesh: tuple[int, ...]) -> None:
     ranks.run(world_size, _local, mesh)
 

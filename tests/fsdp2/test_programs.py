@@ -29,7 +29,14 @@ def test_torchtitan(ranks: KeptRanks, tmp_path: Path, program: Callable[..., Any
     ranks.run(4, unedited, program, tmp_path, *args)
 
 
-@pytest.mark.parametrize(("schedule", "each"), [("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "each"),
+    [
+        ("1F1B", 1),
+        pytest.param("Interleaved1F1B", 2, marks=pytest.mark.nightly),
+        ("InterleavedZeroBubble", 2),
+    ],
+)
 def test_pipelines(ranks: KeptRanks, schedule: str, each: int) -> None:
     ranks.run(4, unedited, titan.pipeline, schedule, each)
 

@@ -45,6 +45,9 @@ MESHES = {
     "replicate, tensor": (4, (2, 1, 2)),
     "replicate of one, tensor": (4, (1, 2, 2)),
 }
+#: What the others are made of.
+_SIMPLER = ("replicate", "tensor")
+SOME = [pytest.param(mesh, marks=[pytest.mark.nightly] if mesh in _SIMPLER else []) for mesh in MESHES]
 
 
 def _shown(face: ModuleType, mesh: tuple[int, ...]) -> Any:
@@ -65,7 +68,7 @@ def _shown(face: ModuleType, mesh: tuple[int, ...]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", SOME)
 def test_parameters_gradients_and_states_are_those_of_torch(ranks: KeptRanks, mesh: str) -> None:
     world_size, shape = MESHES[mesh]
     ranks.run(world_size, beside_torch, _shown, shape)
@@ -87,7 +90,7 @@ def _clipped(face: ModuleType, mesh: tuple[int, ...]) -> Any:
     return copied(found)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", SOME)
 def test_norms_are_those_of_torch(ranks: KeptRanks, mesh: str) -> None:
     world_size, shape = MESHES[mesh]
     ranks.run(world_size, beside_torch, _clipped, shape)

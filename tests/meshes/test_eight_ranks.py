@@ -17,15 +17,18 @@ REPLICAS = ("dp_replicate", "dp_shard", "tp")
     "plan",
     [
         Plan((2, 2, 2), REPLICAS, Shape(sequence=True), ("dp_shard",), ("dp_replicate",)),
-        Plan(
-            (2, 2, 2),
-            REPLICAS,
-            Shape(tied=True),
-            ("dp_shard",),
-            ("dp_replicate",),
-            settings=(("strategy", "hybrid_shard_zero2"), ("layout", "rows")),
-            optimizer="muon",
-            microbatches=2,
+        pytest.param(
+            Plan(
+                (2, 2, 2),
+                REPLICAS,
+                Shape(tied=True),
+                ("dp_shard",),
+                ("dp_replicate",),
+                settings=(("strategy", "hybrid_shard_zero2"), ("layout", "rows")),
+                optimizer="muon",
+                microbatches=2,
+            ),
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=str,
@@ -40,7 +43,10 @@ EXPERTS = ("dp_replicate", "edp", "ep")
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan((2, 2, 2), EXPERTS, Shape(experts=4), ("edp", "ep"), ("dp_replicate",), experts=("edp",)),
+        pytest.param(
+            Plan((2, 2, 2), EXPERTS, Shape(experts=4), ("edp", "ep"), ("dp_replicate",), experts=("edp",)),
+            marks=pytest.mark.nightly,
+        ),
         Plan(
             (2, 2, 2),
             EXPERTS,
@@ -67,7 +73,7 @@ def test_replicas_of_experts_and_of_all_else(plan: Plan) -> None:
     assert_trains(plan)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.nightly), "muon"])
 def test_experts_that_are_tensor_parallel_beside_replicas(optimizer: str) -> None:
     """Dense units have two replicas of two shards; experts, cut over ``ep`` and ``tp``, two replicas of one."""
     assert_trains(

@@ -19,12 +19,18 @@ OFFLOAD = ("offload", "cpu")
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(**EP, shape=Shape(experts=4, closed=(2,), recomputed=True), optimizer="flat"),
+        pytest.param(
+            Plan(**EP, shape=Shape(experts=4, closed=(2,), recomputed=True), optimizer="flat"),
+            marks=pytest.mark.nightly,
+        ),
         # Two experts here, one there.
         Plan(**EP, shape=Shape(experts=3, kept="dtensor"), settings=(ZERO_2, ROWS), optimizer="muon"),
         # No rank calls the first expert, and no rank has a gradient of it.
         Plan(**EP, shape=Shape(experts=4, kept="modules", closed=(0,)), settings=(OFFLOAD,), microbatches=2),
-        Plan(**EP, shape=Shape(experts=4), settings=(ROWS, OFFLOAD), optimizer="muon", microbatches=2),
+        pytest.param(
+            Plan(**EP, shape=Shape(experts=4), settings=(ROWS, OFFLOAD), optimizer="muon", microbatches=2),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=str,
 )
@@ -39,8 +45,11 @@ def test_experts_over_two_ranks_with_two_shards_each(plan: Plan) -> None:
         # The last rank has none of three experts.
         Plan(**ALONE, shape=Shape(experts=3, kept="dtensor", recomputed=True)),
         # The first rank's only expert is never called.
-        Plan(**ALONE, shape=Shape(experts=4, kept="modules", closed=(0,))),
-        Plan(**ALONE, shape=Shape(experts=4), settings=(ZERO_2,), optimizer="muon", microbatches=2),
+        pytest.param(Plan(**ALONE, shape=Shape(experts=4, kept="modules", closed=(0,))), marks=pytest.mark.nightly),
+        pytest.param(
+            Plan(**ALONE, shape=Shape(experts=4), settings=(ZERO_2,), optimizer="muon", microbatches=2),
+            marks=pytest.mark.nightly,
+        ),
         Plan(**{**EP, "sizes": (4, 1)}, shape=Shape(experts=3, kept="modules"), settings=(ROWS,)),
     ],
     ids=str,

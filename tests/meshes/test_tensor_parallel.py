@@ -22,8 +22,10 @@ AUTO = (("reshard_after_forward", "auto"), ("memory_budget", "1 GiB"))
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(**TP, shape=Shape()),
-        Plan(**TP, shape=Shape(sequence=True), settings=(ZERO_2, ROWS), optimizer="muon"),
+        pytest.param(Plan(**TP, shape=Shape()), marks=pytest.mark.nightly),
+        pytest.param(
+            Plan(**TP, shape=Shape(sequence=True), settings=(ZERO_2, ROWS), optimizer="muon"), marks=pytest.mark.nightly
+        ),
         Plan(**TP, shape=Shape(tied=True, recomputed=True), settings=(ROWS, OFFLOAD, *AUTO), microbatches=2),
         Plan(**TP, shape=Shape(sequence=True, tied=True), settings=(ZERO_2, OFFLOAD), optimizer="muon", microbatches=2),
     ],
@@ -39,8 +41,15 @@ def test_shards_over_two_ranks_beside_two_parts(plan: Plan) -> None:
     [
         # Parts of 3, 3, 3 and 1 hidden columns, and nobody to share a gradient with.
         Plan((1, 4), ("dp", "tp"), Shape(sequence=True), ("dp",), optimizer="muon"),
-        Plan((1, 4), ("dp", "tp"), Shape(), ("dp",), settings=(OFFLOAD,), microbatches=2),
-        Plan((4, 1), ("dp", "tp"), Shape(sequence=True, recomputed=True), ("dp",), settings=(ROWS,), optimizer="flat"),
+        pytest.param(
+            Plan((1, 4), ("dp", "tp"), Shape(), ("dp",), settings=(OFFLOAD,), microbatches=2), marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            Plan(
+                (4, 1), ("dp", "tp"), Shape(sequence=True, recomputed=True), ("dp",), settings=(ROWS,), optimizer="flat"
+            ),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=str,
 )

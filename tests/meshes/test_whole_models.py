@@ -16,14 +16,20 @@ EP = {"sizes": (2, 2), "names": ("edp", "ep"), "shard": ("edp", "ep"), "experts"
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(**TP, shape=Shape()),
+        pytest.param(Plan(**TP, shape=Shape()), marks=pytest.mark.nightly),
         Plan(**TP, shape=Shape(sequence=True, tied=True), microbatches=2),
-        Plan((1, 4), ("dp", "tp"), Shape(sequence=True), ("dp",)),
+        pytest.param(Plan((1, 4), ("dp", "tp"), Shape(sequence=True), ("dp",)), marks=pytest.mark.nightly),
         Plan(**EP, shape=Shape(experts=4, closed=(2,))),
         Plan(**EP, shape=Shape(experts=3, kept="dtensor")),
         Plan(**EP, shape=Shape(experts=4, kept="modules", closed=(0,))),
-        Plan((1, 4), ("edp", "ep"), Shape(experts=3, kept="dtensor"), ("edp", "ep"), experts=("edp",)),
-        Plan((2, 2, 2), ("dp_replicate", "ep", "tp"), Shape(experts=3, kept="dtensor"), ("ep",), ("dp_replicate",)),
+        pytest.param(
+            Plan((1, 4), ("edp", "ep"), Shape(experts=3, kept="dtensor"), ("edp", "ep"), experts=("edp",)),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            Plan((2, 2, 2), ("dp_replicate", "ep", "tp"), Shape(experts=3, kept="dtensor"), ("ep",), ("dp_replicate",)),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=str,
 )

@@ -30,7 +30,10 @@ EP: dict[str, Any] = {"names": ("edp", "ep"), "shard": ("edp", "ep"), "experts":
 EP_TP: dict[str, Any] = {**EP, "names": ("edp", "ep", "tp")}
 BESIDE_BOTH = pytest.mark.parametrize(
     "plan",
-    [Plan((2, 2), **TP, shape=Shape(sequence=True)), Plan((1, 2, 2), **EP_TP, shape=Shape(experts=3, kept="dtensor"))],
+    [
+        pytest.param(Plan((2, 2), **TP, shape=Shape(sequence=True)), marks=pytest.mark.nightly),
+        Plan((1, 2, 2), **EP_TP, shape=Shape(experts=3, kept="dtensor")),
+    ],
     ids=str,
 )
 
@@ -139,10 +142,12 @@ def assert_as_whole(plan: Plan, made: Make, decay: float | None = None) -> None:
     "plan",
     [
         Plan((2, 2), **TP, shape=Shape(sequence=True)),
-        Plan((2, 2), **TP, shape=Shape(tied=True), settings=(ROWS, OFFLOAD)),
+        pytest.param(Plan((2, 2), **TP, shape=Shape(tied=True), settings=(ROWS, OFFLOAD)), marks=pytest.mark.nightly),
         # Parts of 3, 3, 3 and 1 hidden columns.
         Plan((1, 4), **TP, shape=Shape()),
-        Plan((2, 1, 2), ("replica", "dp", "tp"), Shape(), ("dp",), ("replica",)),
+        pytest.param(
+            Plan((2, 1, 2), ("replica", "dp", "tp"), Shape(), ("dp",), ("replica",)), marks=pytest.mark.nightly
+        ),
     ],
     ids=str,
 )
@@ -153,12 +158,14 @@ def test_muon_of_matrices_that_tensor_parallelism_cuts(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan((2, 2), **EP, shape=Shape(experts=4)),
-        Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor"), settings=(ROWS,)),
+        pytest.param(Plan((2, 2), **EP, shape=Shape(experts=4)), marks=pytest.mark.nightly),
+        pytest.param(
+            Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor"), settings=(ROWS,)), marks=pytest.mark.nightly
+        ),
         # The last rank has none of three experts.
         Plan((1, 4), **EP, shape=Shape(experts=3, kept="dtensor")),
         Plan((1, 2, 2), **EP_TP, shape=Shape(experts=3, kept="dtensor")),
-        Plan((2, 2), **EP, shape=Shape(experts=4, kept="modules")),
+        pytest.param(Plan((2, 2), **EP, shape=Shape(experts=4, kept="modules")), marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -170,7 +177,7 @@ def test_muon_of_experts(plan: Plan) -> None:
     "plan",
     [
         Plan((2, 2), **TP, shape=Shape(sequence=True)),
-        Plan((1, 4), **TP, shape=Shape()),
+        pytest.param(Plan((1, 4), **TP, shape=Shape()), marks=pytest.mark.nightly),
         Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor")),
     ],
     ids=str,
