@@ -161,12 +161,18 @@ class Notes:
         beat, since = None, time.monotonic()
         for _ in self._looks(max(_LATER, self.ranks / _LOOKS_PER_S)):
             beat_now = self._storage.beat_of(self._directory)
-            if self._storage.exists(target / MARKER) and Marker.read(target).identity == identity:
-                return
+            looked = True
+            try:
+                if self._storage.exists(target / MARKER) and Marker.read(target).identity == identity:
+                    return
+            except OSError:
+                if not self._storage.errors_pass:
+                    raise
+                looked = False
             over = self.given_up(target)
             if over is not None:
                 raise over
-            if beat_now is None:
+            if beat_now is None and looked:
                 raise RankMismatchError(f"The save of {target} did not end on rank 0 (rank {self._rank}).")
             if self._abandoned:
                 raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
@@ -379,9 +385,10 @@ class History:
         before = self.lock if self.lock is not None and self.lock.folder == folder.resolve() else None
         if before is not None and before.held:
             return
+        removed = before is not None and before.removed
         claimed = storage_of(folder).claim(folder)
         # Whoever removed the whole folder has begun a new one.
-        if before is not None and before.removed and self.line_in(folder).known & Contents.of(folder).identities:
+        if removed and self.line_in(folder).known & Contents.of(folder).identities:
             warnings.warn(
                 f"{folder / LOCK} was removed while this job saves there, so that another job could have taken the "
                 "folder. It was made anew; leave it there until the job ends.",

@@ -142,6 +142,9 @@ class Attempt(ABC, Generic[P]):
 class Storage(ABC, Generic[P]):
     """Errors are OSErrors that name the file, whatever a filesystem raises, unless a method says otherwise."""
 
+    errors_pass: bool
+    """Whether what raised one may succeed when it is asked again, as over a network."""
+
     @abstractmethod
     def exists(self, path: P) -> bool:
         """Whether there is a file, a folder or a link."""

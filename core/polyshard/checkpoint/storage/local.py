@@ -38,6 +38,8 @@ _FLUSHED = 32 << 20
 class LocalStorage(Storage[Path]):
     """One folder is seen by all ranks, on a file system of one machine or shared by several."""
 
+    errors_pass = False
+
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
 

@@ -87,6 +87,8 @@ class RemoteStorage(Storage[URL]):
     was written last.
     """
 
+    errors_pass = True
+
     def exists(self, path: URL) -> bool:
         # The filesystem's own `exists` says no where it could not ask.
         try:
@@ -315,9 +317,9 @@ class RemoteAttempt(Attempt[URL]):
         self._stays = True
 
     def close(self) -> None:
+        _LIVE.discard(self.path)
         if not self.committed and not self._stays:
             self._storage.remove_tree(self.path)
-        _LIVE.discard(self.path)
 
     def _has(self, marker: bytes) -> bool:
         try:
