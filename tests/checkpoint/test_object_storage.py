@@ -419,3 +419,16 @@ def test_a_rank_that_sends_for_long_is_waited_for_as_long_as_it_sends(
 
     assert min(on_ranks(2, body)) > 1.5
     assert not [key for key in objects() if key.endswith(".part")]
+
+
+def test_a_store_that_does_not_answer_makes_latest_fail_and_not_go_back(store: type[ObjectStore]) -> None:
+    root = URL("store://bucket/run")
+    model = alone()
+    newest = [checkpoint.save(root, step, model) for step in (1, 2)][1]
+    counting = Counting(lambda turn: None)
+    with disturbed(counting):
+        assert checkpoint.latest(root, verify=True) == newest
+    for number in range(len(counting.requests)):
+        failing = Counting(lambda turn, number=number: fail() if turn == number else None)
+        with disturbed(failing), pytest.raises(OSError, match=f"Input/output error: '{root}"):
+            checkpoint.latest(root, verify=True)

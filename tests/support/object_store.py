@@ -116,9 +116,9 @@ class Memory(MemoryFileSystem):
         with _request("get", path):
             return super().cat_file(path, start, end, **kwargs)
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+    def pipe_file(self, path: str, value: bytes, *args: Any, **kwargs: Any) -> None:
         with _request("put", path):
-            super().pipe_file(path, value, mode, **kwargs)
+            super().pipe_file(path, value, *args, **kwargs)
 
     def _rm(self, path: str) -> None:
         with _request("delete", path):

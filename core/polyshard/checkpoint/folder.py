@@ -32,8 +32,15 @@ class Entry:
             else:
                 self.marker.require_files(self.directory)
         except (StateError, OSError) as error:
-            return str(error)
+            return _lasting(error, self.directory)
         return None
+
+
+def _lasting(error: StateError | OSError, directory: Place) -> str:
+    """The words of ``error``. Raises it where it may be over by the next time."""
+    if isinstance(error, OSError) and storage_of(directory).errors_pass:
+        raise error
+    return str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +54,19 @@ class Contents:
 
     @classmethod
     def of(cls, folder: Place) -> Contents:
-        """What ``folder`` holds; nothing where it does not exist."""
+        """What ``folder`` holds; nothing where it does not exist.
+
+        Raises OSError: it cannot be listed; or a marker cannot be read now, on an object store.
+        """
         entries, unreadable = [], []
         storage = storage_of(folder)
         for name in storage.names(folder):
             directory = folder / name
             if _DIRECTORY.fullmatch(name) and storage.exists(directory / MARKER):
                 try:
-                    entries.append(Entry(directory, Marker.read(directory)))
+                    entries.append(Entry(directory, Marker.found(directory)))
                 except (StateError, OSError) as error:
-                    unreadable.append(str(error))
+                    unreadable.append(_lasting(error, directory))
         entries.sort(key=lambda entry: (entry.marker.turn, entry.marker.step, entry.directory.name))
         return cls(tuple(entries), tuple(unreadable))
 
@@ -86,6 +96,7 @@ def latest(folder: AnyPlace, *, verify: bool = False) -> AnyPlace | None:
 
     Raises:
         ConfigError: ``folder`` is no path.
+        OSError: ``folder`` cannot be listed; or an object store did not answer, which says nothing of a checkpoint.
     """
     return cast(AnyPlace | None, _latest(place_of(folder, "folder"), verify=verify))
 

@@ -365,7 +365,12 @@ class Marker:
                 f"{directory} is no complete checkpoint: it has no file '{MARKER}', so its save did not end or it is "
                 f"another kind of directory. {REMEDY}"
             )
-        raw = storage.read_whole(directory, MARKER, most=_MOST)
+        return cls.found(directory)
+
+    @classmethod
+    def found(cls, directory: Place) -> Marker:
+        """As ``read``, where it was seen to be there."""
+        raw = storage_of(directory).read_whole(directory, MARKER, most=_MOST)
         with checked(directory, MARKER):
             content = an_object(parse(raw), "the marker")
             number = a_count(content["format"], "format")

@@ -161,18 +161,20 @@ class Notes:
         beat, since = None, time.monotonic()
         for _ in self._looks(max(_LATER, self.ranks / _LOOKS_PER_S)):
             beat_now = self._storage.beat_of(self._directory)
-            looked = True
+            looked, is_there = True, False
             try:
-                if self._storage.exists(target / MARKER) and Marker.read(target).identity == identity:
-                    return
+                is_there = self._storage.exists(target / MARKER) and Marker.found(target).identity == identity
             except OSError:
                 if not self._storage.errors_pass:
                     raise
                 looked = False
+            # Where the two are one directory, the first rank may yet take the marker back.
+            if is_there and self._storage.beat_of(self._directory) is None:
+                return
             over = self.given_up(target)
             if over is not None:
                 raise over
-            if beat_now is None and looked:
+            if beat_now is None and looked and not is_there:
                 raise RankMismatchError(f"The save of {target} did not end on rank 0 (rank {self._rank}).")
             if self._abandoned:
                 raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
@@ -183,6 +185,8 @@ class Notes:
             ends = not threading.main_thread().is_alive()
             limit = min(_OTHERS * self._patience_s, _AT_EXIT_S if ends else math.inf)
             if now - since > limit:
+                if is_there:
+                    return
                 raise CollectiveTimeoutError(
                     f"Rank 0 did nothing for the checkpoint {target} for {limit:g} s, so that rank {self._rank} cannot "
                     "know whether that will be there. Look whether rank 0 is."

@@ -14,6 +14,7 @@ import errno
 import itertools
 import re
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ _SAVING = "SAVING"
 #: The name of an attempt's directory: that of the step, and the first digits of its identity.
 _DIRECTORY = re.compile(r"step-\d{8,}\.[0-9a-f]{12}")
 _DIGITS = 12
+#: Seconds between what is tried again.
+_PAUSES = (0.0, 0.1, 1.0)
 #: A file up to here is sent by one request.
 _MOST_AT_ONCE = 16 << 20
 #: Bytes behind which a rank says that it still writes.
@@ -310,8 +313,12 @@ class RemoteAttempt(Attempt[URL]):
             self._storage.remove(path)
             self.committed = False
             raise
-        with suppress(OSError):
-            self._storage.remove(self.path / _SAVING)
+        # The others wait until it is gone.
+        for pause in _PAUSES:
+            with suppress(OSError):
+                self._storage.remove(self.path / _SAVING)
+                return
+            time.sleep(pause)
 
     def leave_to_others(self) -> None:
         self._stays = True
@@ -330,7 +337,7 @@ class RemoteAttempt(Attempt[URL]):
     def _require_claim(self) -> None:
         """Raise ConfigError where another job took the folder, or may have."""
         folder = self.path.parent
-        holder = _holder_of(self._storage, folder)
+        holder = _holder_of(folder)
         if holder is None:
             raise ConfigError(
                 f"{folder / LOCK} was removed while this job saved there, so that another job could have taken the "
@@ -352,7 +359,7 @@ class RemoteJobLock(JobLock[URL]):
         """
         self.folder = folder
         self._storage = storage
-        holder = _holder_of(storage, folder)
+        holder = _holder_of(folder)
         self._wrote = holder is None or not holder.is_this_process
         with _MUTEX:
             claims = _CLAIMS.setdefault(folder, weakref.WeakSet())
@@ -365,12 +372,12 @@ class RemoteJobLock(JobLock[URL]):
 
     @property
     def held(self) -> bool:
-        holder = _holder_of(self._storage, self.folder)
+        holder = _holder_of(self.folder)
         return holder is not None and holder.is_this_process
 
     @property
     def removed(self) -> bool:
-        return self._wrote and _holder_of(self._storage, self.folder) is None
+        return self._wrote and _holder_of(self.folder) is None
 
     def release(self) -> None:
         with _MUTEX:
@@ -383,11 +390,10 @@ class RemoteJobLock(JobLock[URL]):
                 self._storage.remove(self.folder / LOCK)
 
 
-def _holder_of(storage: RemoteStorage, folder: URL) -> Holder | None:
+def _holder_of(folder: URL) -> Holder | None:
     """Who has ``folder``; None where nobody."""
-    if not storage.exists(folder / LOCK):
-        return None
     try:
-        return Holder.of(storage.read_whole(folder, LOCK, most=MOST_OF_LOCK))
-    except PolyshardError:
-        return Holder([], 0) if storage.exists(folder / LOCK) else None
+        with _reached(folder / LOCK) as (filesystem, name):
+            return Holder.of(filesystem.cat_file(name, start=0, end=MOST_OF_LOCK))
+    except FileNotFoundError:
+        return None
