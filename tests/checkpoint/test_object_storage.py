@@ -168,6 +168,18 @@ def test_a_step_that_is_saved_again_leaves_the_committed_one_as_it_is(
     assert same(held(again), plains[3])
 
 
+def test_a_step_that_is_there_as_a_disk_names_it_is_saved_beside_it(store: type[ObjectStore], tmp_path: Path) -> None:
+    root = URL("store://copied/run")
+    for path in checkpoint.save(tmp_path, 2, alone(7.0)).iterdir():
+        put(f"copied/run/step-00000002/{path.name}", path.read_bytes())
+    model = alone(8.0)
+    checkpoint.load(root / "step-00000002", alone())
+    first = checkpoint.save(root, 1, model)
+    again = checkpoint.save(root, 2, model)
+    assert first != again == checkpoint.latest(root, verify=True)
+    assert [float(checkpoint.read(each)["model"]["bias"][0]) for each in (root / "step-00000002", again)] == [7.0, 8.0]
+
+
 def test_keep_removes_the_marker_first(store: type[ObjectStore]) -> None:
     root = URL("store://bucket/run")
     model = alone()

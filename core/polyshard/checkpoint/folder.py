@@ -14,7 +14,7 @@ from .manifest import Marker
 from .storage import MARKER, AnyPlace, Place, place_of, storage_of
 
 #: With the number of a step that was saved again, or with the digits that object stores add.
-_DIRECTORY = re.compile(r"step-\d{8,}(?:\.(?:\d+|[0-9a-f]{12}))?")
+_DIRECTORY = re.compile(r"step-\d{8,}(?:\.\d+)?(?:\.[0-9a-f]{12})?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,12 +39,13 @@ def save(
     Every rank calls it, between steps. Each rank writes its own shards, so all must see the same file system. They
     write to a directory of this save alone, which gets its name only when it is complete and the file ``COMMITTED`` is
     in it; what saves left in ``root`` that did not live to their end is removed. A run that was resumed from an earlier
-    step and reaches one that is there already writes ``step-00000100.2``. On one rank of a pretended world
+    step and reaches one that is there already writes ``step-00000100.2``. At a URL the directory has a name that no
+    other save has, ``step-00000100.`` and twelve digits, from the beginning. On one rank of a pretended world
     (collectives that cannot communicate) the directory holds that rank's part. A save that goes on in the background
     is waited for.
 
     Args:
-        root: Directory of all checkpoints of a run; made where missing. For one job at a time.
+        root: Directory of all checkpoints of a run, or the ``URL`` of one; made where missing. For one job at a time.
         step: Not negative; the checkpoint's number.
         model: The outermost sharded module.
         optimizer: Over the model's parameters; saved with its state and its groups' settings. Several, in a sequence,

@@ -27,8 +27,9 @@ from .contract import LOCK, MARKER, MOST_OF_LOCK, URL, Attempt, Holder, InputFil
 
 #: There as long as a save goes on.
 _SAVING = "SAVING"
-#: The name of an attempt's directory: that of the step, and the first digits of its identity.
-_DIRECTORY = re.compile(r"step-\d{8,}\.[0-9a-f]{12}")
+#: The name of an attempt's directory: that of the step, and the first digits of its identity. Others are nobody's to
+#: remove.
+_DIRECTORY = re.compile(r"step-\d{8,}(?:\.\d+)?\.[0-9a-f]{12}")
 _DIGITS = 12
 #: Seconds between what is tried again.
 _PAUSES = (0.0, 0.1, 1.0)
