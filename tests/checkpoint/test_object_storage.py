@@ -15,7 +15,17 @@ import fsspec
 import polyshard
 import pytest
 import torch
-from object_store import Counting, ObjectStore, disturbed, memory, objects, put, store, undisturbed
+from object_store import (
+    Counting,
+    ObjectStore,
+    WithFolders,
+    disturbed,
+    memory,
+    objects,
+    put,
+    store,
+    undisturbed,
+)
 from parity import on_ranks, threaded, units_of
 from plain_states import Odd, Part, State, adamw, differing, odd, plain_state, sorted_groups, train
 from polyshard import checkpoint
@@ -145,6 +155,24 @@ def test_a_large_file_is_sent_in_parts_and_read_in_ranges(store: type[ObjectStor
 
 def fail() -> None:
     raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_filesystem_with_folders_is_given_them(plains: dict[int, State], tmp_path: Path) -> None:
+    fsspec.register_implementation("folders", WithFolders, clobber=True)
+    root = URL(f"folders://{tmp_path}/deep/run")
+
+    def body(rank: int, world: ThreadedWorld) -> None:
+        model, optimizer = made(rank, world, plains[2])
+        for step in (1, 2, 3):
+            checkpoint.save(root, step, model, optimizer, keep=2)
+
+    on_ranks(2, body)
+    newest = checkpoint.latest(root, verify=True)
+    assert newest is not None
+    assert same(held(newest), plains[2])
+    assert [path.name[:13] for path in sorted((tmp_path / "deep" / "run").glob("step*"))] == [
+        "step-00000002", "step-00000003"
+    ]  # fmt: skip
 
 
 def test_a_step_that_is_saved_again_leaves_the_committed_one_as_it_is(

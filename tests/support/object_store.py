@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
@@ -79,8 +80,8 @@ class ObjectStore(AbstractFileSystem):
         with _request("delete", path):
             _file_of(path).unlink()
 
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        raise PermissionError(f"who may write here may not ask for a bucket: {path}")
+    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
+        raise PermissionError(f"who may write here may not make a bucket: {path}")
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> _Upload:
         return _Upload(self, path, mode, 5 << 20)
@@ -123,6 +124,16 @@ class Memory(MemoryFileSystem):
     def _rm(self, path: str) -> None:
         with _request("delete", path):
             super()._rm(path)
+
+
+class WithFolders(LocalFileSystem):
+    """Where a folder must be made before something is written into it: ``folders:///tmp/...``."""
+
+    protocol = "folders"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return super()._strip_protocol(str(path).removeprefix("folders://"))
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def _reached(url: URL, *, looks: bool = False) -> Iterator[tuple[Any, str]]:
     except PolyshardError:
         raise
     except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", str(url)) from error
+        raise FileNotFoundError(errno.ENOENT, "there is no such object, or bucket", str(url)) from error
     except Exception as error:
         number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
         text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
@@ -115,9 +115,7 @@ class RemoteStorage(Storage[URL]):
         return {name: int(each["size"]) for name, each in self._listed(directory).items() if each["type"] == "file"}
 
     def make_folder(self, folder: URL) -> None:
-        # Object stores have none, and may not let one ask for a bucket; of others, the first write tells.
-        with suppress(OSError), _reached(folder) as (filesystem, name):
-            filesystem.makedirs(name, exist_ok=True)
+        """Object stores have none; of others, the first write tells."""
 
     @contextmanager
     def opened(self, directory: URL, name: str, size: int | None = None) -> Iterator[InputFile]:
@@ -164,7 +162,16 @@ class RemoteStorage(Storage[URL]):
 
     def write_whole(self, path: URL, content: bytes) -> None:
         with _reached(path) as (filesystem, name):
-            filesystem.pipe_file(name, content)
+            try:
+                filesystem.pipe_file(name, content)
+            except FileNotFoundError:
+                # A filesystem with folders. Not the outermost one: that is a bucket, which nobody wants by mistake.
+                first, *names = name.lstrip("/").split("/")[:-1]
+                outer = name[: name.index(first)] + first
+                for inner in itertools.accumulate(names, "{}/{}".format, initial=outer):
+                    if inner != outer and not filesystem.isdir(inner):
+                        filesystem.mkdir(inner, create_parents=False)
+                filesystem.pipe_file(name, content)
 
     def replace_whole(self, path: URL, content: bytes) -> None:
         self.write_whole(path, content)
@@ -295,7 +302,6 @@ class RemoteAttempt(Attempt[URL]):
     def begin(self) -> None:
         """Be seen by other ranks."""
         _LIVE.add(self.path)
-        self._storage.make_folder(self.path)
         self._storage.beat(self.path)
 
     def commit(self, marker: bytes) -> None:
