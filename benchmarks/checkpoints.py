@@ -119,7 +119,7 @@ def measured(
         order = ("save", "dcp_save", "load", "dcp_load") if number % 2 else ("dcp_save", "save", "dcp_load", "load")
         for name in order:
             times.setdefault(name, []).append(_timed(calls[name]))
-        pending: list[polyshard.checkpoint.PendingSave] = []
+        pending: list[polyshard.checkpoint.PendingSave[Path]] = []
         stall = _timed(
             lambda: pending.append(polyshard.checkpoint.async_save(ours, 2 * number + 1, model, optimizer))  # noqa: B023
         )

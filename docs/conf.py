@@ -37,7 +37,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!polyshard).*"), ("py:.*", r".*\.[A-Z]"), 
 _UNNAMED = (
     r"polyshard_plugins\.stand_in\.StandIn",
     r"polyshard\.(planning|runtime|functions|setup|capture)\..*",
-    r"polyshard\.checkpoint\.pending\.Notes",
+    r"polyshard\.checkpoint\.(pending\.Notes|storage\.contract\.AnyPlace)",
     r"polyshard\.inspect\.ShardedUnit",
     r"polyshard_lightning\.(fabric\.ShardedModule|common\.Strategy)",
     r"polyshard_tools\.forecast\.(memory|recording|timing)\..*",

@@ -28,6 +28,8 @@ TITLES = {
     "sigterm": "SIGTERM to one rank or all, then `--resume`",
     "kills_in_saves": "SIGKILL inside of saves",
     "writes": "ENOSPC and EIO at each call of a save",
+    "object_store_kills": "Two ranks killed before each request of a save to an object store, and to memory by fsspec",
+    "object_store_failures": "Each request of a save to an object store fails, or its answer is lost",
     "last_saves": "Two-rank programs that end behind a save in the background that fails on one rank",
     "next_calls": "A save in the background that fails on one of three ranks, then another call",
     "states": "One element of an optimizer's state infinite or no number, `keep=1`",

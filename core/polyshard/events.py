@@ -55,11 +55,11 @@ class Events:
         """``model`` is sharded."""
         self._manager.hook.after_shard(model=model)
 
-    def on_save(self, model: torch.nn.Module, path: Path) -> None:
+    def on_save(self, model: torch.nn.Module, path: Path | str) -> None:
         """The state of ``model`` was written to ``path``."""
         self._manager.hook.on_save(model=model, path=path)
 
-    def on_load(self, model: torch.nn.Module, path: Path) -> None:
+    def on_load(self, model: torch.nn.Module, path: Path | str) -> None:
         """The state of ``model`` was read from ``path``."""
         self._manager.hook.on_load(model=model, path=path)
 

@@ -58,12 +58,12 @@ def after_shard(model: torch.nn.Module) -> None:
 
 
 @hookspec
-def on_save(model: torch.nn.Module, path: Path) -> None:
+def on_save(model: torch.nn.Module, path: Path | str) -> None:
     """The state of ``model`` was written to the folder ``path`` and is complete. Called on every rank."""
 
 
 @hookspec
-def on_load(model: torch.nn.Module, path: Path) -> None:
+def on_load(model: torch.nn.Module, path: Path | str) -> None:
     """The state of ``model`` was read back from the folder ``path``. Called on every rank."""
 
 

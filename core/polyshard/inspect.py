@@ -629,11 +629,11 @@ class ShardedModel:
         """Order the next gathers behind the current stream."""
         self._root.streams.begin_forward()
 
-    def tell_saved(self, model: nn.Module, path: Path) -> None:
+    def tell_saved(self, model: nn.Module, path: Path | str) -> None:
         """Call the listeners' ``on_save``."""
         self._root.events.on_save(model, path)
 
-    def tell_loaded(self, model: nn.Module, path: Path) -> None:
+    def tell_loaded(self, model: nn.Module, path: Path | str) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
 

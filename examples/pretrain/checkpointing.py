@@ -66,7 +66,7 @@ class Checkpoints:
     def __init__(self, folder: Path, settings: Checkpoint) -> None:
         self._folder = folder
         self._settings = settings
-        self._pending: polyshard.checkpoint.PendingSave | None = None
+        self._pending: polyshard.checkpoint.PendingSave[Path] | None = None
 
     def latest(self, ranks: Ranks) -> Path | None:
         """The newest that is whole; None where there is none. Every rank calls it."""

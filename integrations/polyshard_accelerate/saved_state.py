@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from polyshard import checkpoint
-from polyshard.checkpoint.folder import Contents, discard
+from polyshard.checkpoint.folder import Contents
+from polyshard.checkpoint.storage import storage_of
 from polyshard.errors import ConfigError, StateError
 from polyshard_trainers.models import parameters_of
 from torch import nn
@@ -149,7 +150,7 @@ def tidy(folder: Path, index: Index) -> None:
     for number, kept in enumerate(index.checkpoints):
         for entry in Contents.of(folder / f"polyshard_{number}").entries:
             if entry.directory != folder / kept:
-                discard(entry.directory)
+                storage_of(entry.directory).discard(entry.directory)
 
 
 class _Part:

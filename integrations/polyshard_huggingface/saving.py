@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from polyshard.checkpoint.folder import Attempt, attempt_in
+from polyshard.checkpoint.storage.local import LocalAttempt, LocalStorage
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import ShardedModel, savable_model
 from polyshard.io.files import path_of, sync_directory
@@ -103,7 +103,7 @@ def save_through(
     """``save`` by ``files``, which it closes."""
     sharded = savable_model(model, "huggingface.save()")
     collectives, what = sharded.collectives, f"the export to {folder}"
-    attempt: Attempt | None = None
+    attempt: LocalAttempt | None = None
     with ExitStack() as stack:
         stack.callback(files.close)
         with together(collectives, f"Preparing {what}"):
@@ -116,7 +116,7 @@ def save_through(
                 stack.callback(
                     _leave_no_empty, [each for each in (folder, *folder.parents) if not os.path.exists(each)]
                 )
-                attempt = stack.enter_context(attempt_in(folder))
+                attempt = stack.enter_context(LocalStorage().attempt(folder, None))
                 _begin(sharded.module, attempt.path, plan, dtype)
         given = from_first(collectives, (ranks, None if attempt is None else attempt.path.name))
         with together(collectives, f"Opening {what}"):

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from polyshard import checkpoint
-from polyshard.checkpoint.manifest import MARKER, Marker
+from polyshard.checkpoint.manifest import Marker
+from polyshard.checkpoint.storage import MARKER
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import state_dicts_of_pieces
 from polyshard.preemption import own_state, restore_own_state

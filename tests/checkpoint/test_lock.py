@@ -16,8 +16,8 @@ from pathlib import Path
 import polyshard
 import pytest
 from polyshard import checkpoint
-from polyshard.checkpoint.folder import attempt_in
 from polyshard.checkpoint.manifest import Marker
+from polyshard.checkpoint.storage.local import LocalStorage
 from polyshard.errors import ConfigError
 from torch import nn
 
@@ -162,9 +162,9 @@ def test_a_job_whose_lock_was_removed_learns_at_its_next_save_that_another_has_t
 HOLDS = """
 import sys, time
 from pathlib import Path
-from polyshard.checkpoint.folder import JobLock
+from polyshard.checkpoint.storage.local import LocalJobLock
 Path(sys.argv[1]).mkdir(exist_ok=True)
-lock = JobLock(Path(sys.argv[1]))
+lock = LocalJobLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
@@ -200,8 +200,9 @@ def test_a_checkpoint_that_is_in_the_way_is_not_moved(tmp_path: Path) -> None:
     """Whoever is killed while it has another name would leave it as what a save left that did not end."""
     directory = checkpoint.save(tmp_path, 1, sharded())
     before = directory.stat()
-    with attempt_in(tmp_path) as attempt, pytest.raises(ConfigError, match="is committed already"):
-        attempt.commit(directory, Marker.read(directory))
+    local = LocalStorage()
+    with local.attempt(tmp_path, directory.name) as attempt, pytest.raises(ConfigError, match="is committed already"):
+        attempt.commit(Marker.read(directory).rendered())
     after = directory.stat()
     assert (before.st_ino, before.st_ctime_ns) == (after.st_ino, after.st_ctime_ns)
     checkpoint.verify(directory)

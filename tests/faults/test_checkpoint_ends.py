@@ -21,7 +21,7 @@ import pytest
 import torch
 from fault_figures import record
 from polyshard import checkpoint
-from polyshard.checkpoint.folder import JobLock
+from polyshard.checkpoint.storage.local import LocalJobLock
 from polyshard.errors import BackgroundSaveError, ConfigError, RankMismatchError
 from polyshard_testing import Rank, RankProcesses, run_ranks
 from program import Block, build
@@ -188,7 +188,7 @@ def test_state_of_optimizers_that_is_no_number(tmp_path: Path) -> None:
 def hold(folder: Path, held: Event, let_go: Event) -> None:
     """Another job, which has committed nothing yet."""
     folder.mkdir(exist_ok=True)
-    lock = JobLock(folder)
+    lock = LocalJobLock(folder)
     held.set()
     let_go.wait(60)
     lock.release()

@@ -23,8 +23,10 @@ from .loading import DcpKeys, load, load_dcp
 from .pending import PendingSave
 from .reading import read, verify
 from .saving import async_save, save
+from .storage import URL
 
 __all__ = [
+    "URL",
     "DcpKeys",
     "PendingSave",
     "async_save",

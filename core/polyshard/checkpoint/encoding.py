@@ -271,7 +271,7 @@ def parse(content: bytes) -> Any:
 
 
 @contextmanager
-def checked(directory: Path, name: str) -> Iterator[None]:
+def checked(directory: object, name: str) -> Iterator[None]:
     """What goes wrong inside with the content of the file ``name`` is an error that names it.
 
     Raises CheckpointDamagedError: instead of what the body raised.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ..errors import ConfigError, PolyshardError, StateError
 from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives
-from ..io.files import path_of
 from ..state.contents import Joint, Optimizers
 from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
 from ..state.restore import ModelRestore, OptimizerRestore
@@ -28,9 +26,10 @@ from ..state.sharded import MODEL, OPTIMIZER, holdings
 from ..state.source import Source, listed, opening, require_name
 from .contents import restore_casters
 from .folder import Line
-from .manifest import MARKER, Marker
+from .manifest import Marker
 from .pending import History
 from .reading import StoredSource
+from .storage import MARKER, Place, place_of, storage_of
 
 #: What ``torch.distributed.checkpoint`` describes a directory in.
 _METADATA = ".metadata"
@@ -38,7 +37,7 @@ _REMEDY = "Let one rank ask latest() and tell the others."
 
 
 def load(
-    directory: Path, model: nn.Module, optimizer: Optimizers | None = None, *, frozen: bool = True
+    directory: Place, model: nn.Module, optimizer: Optimizers | None = None, *, frozen: bool = True
 ) -> Mapping[str, Any]:
     """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
 
@@ -73,14 +72,14 @@ def load(
 
 
 def _load(
-    sharded: ShardedModel, directory: Path, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool
+    sharded: ShardedModel, directory: Place, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool
 ) -> Mapping[str, Any]:
     collectives, history = sharded.collectives, sharded.attached(History)
     history.finish_pending(sharded)
     called: dict[str, object] = {}
     _require_seen(collectives, directory, MARKER)
     with together(collectives, f"Opening the checkpoint {directory}", called):
-        directory = path_of(directory, "directory")
+        directory = place_of(directory, "directory")
         joint = None if optimizer is None else Joint(optimizer)
         called.update(optimizer=str(joint and joint.described), frozen=frozen)
         marker = Marker.read(directory)
@@ -152,7 +151,7 @@ def _load_dcp(
     _require_seen(collectives, directory, _METADATA)
     opening = f"Opening the directory {directory}"
     with together(collectives, opening, called), _readable(directory, collectives):
-        directory = path_of(directory, "directory")
+        directory = _local(directory)
         joint = None if optimizer is None else Joint(optimizer)
         called.update(optimizer=str(joint and joint.described), keys=keys)
         held = {} if joint is None else holdings(sharded, joint.groups)
@@ -187,7 +186,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 @contextmanager
-def _readable(directory: Path, collectives: Collectives) -> Iterator[None]:
+def _readable(directory: Place, collectives: Collectives) -> Iterator[None]:
     """Name the checkpoint and the rank where torch raises what does not.
 
     Files of the right size may hold anything: what they then raise is torch's, pickle's and zip's.
@@ -207,15 +206,23 @@ def _require_seen(collectives: Collectives, directory: object, name: str) -> Non
     """Raise on all ranks where some see the file ``name`` in ``directory`` and others do not."""
     # No path at all fails when it is opened; None is what latest() found on a rank that sees nothing.
     seen = directory is not None
-    with suppress(ConfigError):
-        seen = seen and os.path.lexists(path_of(directory, "directory") / name)
+    with suppress(ConfigError, OSError):
+        place = place_of(directory, "directory") if seen else None
+        seen = place is not None and storage_of(place).sees(place / name)
     require_seen(collectives, directory, seen)
 
 
-def _notify(sharded: ShardedModel, model: nn.Module, directory: Path) -> None:
-    notify_listeners(
-        sharded.collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, Path(directory))
-    )
+def _notify(sharded: ShardedModel, model: nn.Module, directory: Place) -> None:
+    place = place_of(directory, "directory")
+    notify_listeners(sharded.collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, place))
+
+
+def _local(directory: object) -> Path:
+    """Raises ConfigError: it is no local path."""
+    place = place_of(directory, "directory")
+    if not isinstance(place, Path):
+        raise ConfigError(f"directory is {place!r}: load_dcp reads local paths alone. Copy it, and give that path.")
+    return place
 
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"

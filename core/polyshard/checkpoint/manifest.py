@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import StateError
 from ..io.boxes import Box, BoxIndex, span
-from ..io.files import DIGEST, REMEDY, damaged, is_digest, naming, opened, read_whole, sync_directory, write_whole
+from ..io.files import DIGEST, REMEDY, damaged, is_digest
 from ..io.memory import DTYPES
 from ..state.source import listed
 from .encoding import (
@@ -35,6 +33,7 @@ from .encoding import (
     render,
     tensor_entry,
 )
+from .storage import MARKER, Place, storage_of
 
 NAME = "manifest.json"
 #: Bytes of a file that have a digest of their own, and are read together.
@@ -43,8 +42,6 @@ BLOCK = 4 << 20
 ALIGNMENT = 64
 _FILE = re.compile(r"rank-\d{5,9}\.bin", re.ASCII)
 _MOST_DIMENSIONS = 64
-#: Written last: a directory without it is a save that did not end.
-MARKER = "COMMITTED"
 #: Of markers and manifests; a checkpoint of another number is refused.
 FORMAT = 3
 _DIGEST = "sha256"
@@ -113,12 +110,12 @@ class Manifest:
     precision: Json
     extra: Json
     complete: bool
-    directory: Path
+    directory: Place
     _within: dict[int, StoredTensor] = field(default_factory=dict)
     """Tensors in encoded values, by the identity of their descriptions, which live as long."""
 
     @classmethod
-    def read(cls, directory: Path, size: int, digest: str, files: Mapping[str, int], *, complete: bool) -> Manifest:
+    def read(cls, directory: Place, size: int, digest: str, files: Mapping[str, int], *, complete: bool) -> Manifest:
         """That of ``directory``.
 
         Args:
@@ -132,7 +129,7 @@ class Manifest:
             CheckpointDamagedError: it is not the one that was committed, or what was committed contradicts itself.
             OSError: it cannot be read.
         """
-        content = read_whole(directory, NAME, size)
+        content = storage_of(directory).read_whole(directory, NAME, size)
         if hashlib.sha256(content).hexdigest() != digest:
             raise damaged(directory, f"'{NAME}' is not what was committed: its sha256 is another")
         with checked(directory, NAME):
@@ -344,16 +341,12 @@ class Marker:
     """The sha256 of ``manifest.json``."""
     format: int = FORMAT
 
-    def write(self, directory: Path) -> None:
-        """Commit ``directory``. What it holds is on disk by then."""
-        temporary = directory / f"{MARKER}.tmp"
-        write_whole(temporary, _render({**dataclasses.asdict(self), "torch": str(torch.__version__)}))
-        with naming(temporary):
-            temporary.replace(directory / MARKER)
-        sync_directory(directory)
+    def rendered(self) -> bytes:
+        """What ``read`` reads."""
+        return _render({**dataclasses.asdict(self), "torch": str(torch.__version__)})
 
     @classmethod
-    def read(cls, directory: Path) -> Marker:
+    def read(cls, directory: Place) -> Marker:
         """The marker of ``directory``.
 
         Raises:
@@ -361,8 +354,9 @@ class Marker:
             CheckpointDamagedError: it is not what was written.
             OSError: it cannot be read.
         """
-        if not os.path.lexists(directory / MARKER):
-            if not os.path.lexists(directory):
+        storage = storage_of(directory)
+        if not storage.exists(directory / MARKER):
+            if not storage.exists(directory):
                 raise StateError(
                     f"{directory} is no complete checkpoint: it does not exist on host {socket.gethostname()!r}. "
                     f"{REMEDY}"
@@ -371,7 +365,12 @@ class Marker:
                 f"{directory} is no complete checkpoint: it has no file '{MARKER}', so its save did not end or it is "
                 f"another kind of directory. {REMEDY}"
             )
-        raw = read_whole(directory, MARKER, most=_MOST)
+        return cls.found(directory)
+
+    @classmethod
+    def found(cls, directory: Place) -> Marker:
+        """As ``read``, where it was seen to be there."""
+        raw = storage_of(directory).read_whole(directory, MARKER, most=_MOST)
         with checked(directory, MARKER):
             content = an_object(parse(raw), "the marker")
             number = a_count(content["format"], "format")
@@ -391,13 +390,11 @@ class Marker:
             "wrote it."
         )
 
-    def require_files(self, directory: Path) -> None:
+    def require_files(self, directory: Place) -> None:
         """Raise CheckpointDamagedError where a file is gone, or has another size than at the commit."""
-        for name, size in self.files.items():
-            with opened(directory, name, size):
-                pass
+        storage_of(directory).require_files(directory, self.files)
 
-    def read_manifest(self, directory: Path) -> Manifest:
+    def read_manifest(self, directory: Place) -> Manifest:
         """What the files hold. Errors as ``Manifest.read``."""
         return Manifest.read(directory, self.files[NAME], self.manifest, self.files, complete=self.complete)
 

@@ -11,27 +11,31 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import os
-import shutil
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
-from ..errors import BackgroundSaveError, CollectiveTimeoutError, PolyshardError, RankMismatchError, words
+from ..errors import (
+    BackgroundSaveError,
+    CheckpointDamagedError,
+    CollectiveTimeoutError,
+    PolyshardError,
+    RankMismatchError,
+    words,
+)
 from ..inspect import Phase, ShardedModel
-from ..io.files import naming, read_whole, write_whole
 from ..state.exchange import Answers, coordinates, named
 from .encoding import a_count, a_list, a_text, an_object, checked, parse, render
-from .folder import NAME, Contents, JobLock, Line
-from .manifest import MARKER, Marker, file_of
+from .folder import Contents, Line
+from .manifest import Marker
+from .storage import LOCK, MARKER, AnyPlace, JobLock, Place, storage_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -52,12 +56,13 @@ _FAILED, _REPORTED = 1, 2
 class Notes:
     """What ranks say to each other in the directory of a save."""
 
-    def __init__(self, directory: Path, rank: int, ranks: int, patience_s: float) -> None:
+    def __init__(self, directory: Place, rank: int, ranks: int, patience_s: float) -> None:
         """``ranks``: how many write; ``patience_s``: seconds without a byte more from any rank until the first one
         gives up.
         """
         self.ranks = ranks
         self._directory = directory
+        self._storage = storage_of(directory)
         self._rank = rank
         self._patience_s = patience_s
         self._abandoned = False
@@ -65,12 +70,8 @@ class Notes:
 
     def leave(self, results: Any, failure: str | None) -> None:
         """Say that this rank's part is written, or that it failed."""
-        path = self._directory / _note_of(self._rank)
-        temporary = path.with_suffix(".tmp")
-        with naming(temporary):
-            temporary.unlink(missing_ok=True)
-            write_whole(temporary, render({"written": results, "failure": failure}))
-            temporary.replace(path)
+        content = render({"written": results, "failure": failure})
+        self._storage.replace_whole(self._directory / _note_of(self._rank), content)
 
     def abandon(self) -> None:
         """Wait for no other rank any more: it is known that one of them failed."""
@@ -92,12 +93,12 @@ class Notes:
         """
         found: dict[int, Any] = {}
         missing = dict.fromkeys(range(self.ranks))
-        sizes: dict[int, int] = {}
+        sizes: dict[str, int] = {}
         since = looked = time.monotonic()
         for _ in self._looks(_LATER):
-            names = frozenset(os.listdir(self._directory))
+            names = frozenset(self._storage.names(self._directory))
             # The others wait for this rank as long as it says that it is there.
-            os.utime(self._directory)
+            self._storage.beat(self._directory)
             arrived = [rank for rank in missing if _note_of(rank) in names]
             for rank in arrived:
                 found[rank], failure = self._read(rank)
@@ -113,7 +114,7 @@ class Notes:
                 raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
             elif now - looked > self._patience_s / _LOOKS_AT_SIZES:
                 looked = now
-                if self._grows(missing, names, sizes):
+                if self._grows(sizes):
                     since = now
                 elif now - since > self._patience_s:
                     raise CollectiveTimeoutError(
@@ -121,7 +122,7 @@ class Notes:
                         f"(rank {self._rank}). Look whether they are still there."
                     )
         for rank in range(self.ranks):
-            (self._directory / _note_of(rank)).unlink()
+            self._storage.remove(self._directory / _note_of(rank))
         return [found[rank] for rank in range(self.ranks)]
 
     def give_up(self, text: str) -> None:
@@ -130,54 +131,62 @@ class Notes:
         # it, the others wait for too long and raise.
         for _ in range(2):
             with suppress(OSError):
-                if not (self._directory / _GIVEN_UP).exists():
-                    temporary = self._directory / f"{_GIVEN_UP}.tmp"
-                    write_whole(temporary, text.encode(errors="backslashreplace"))
-                    temporary.replace(self._directory / _GIVEN_UP)
+                if not self._storage.exists(self._directory / _GIVEN_UP):
+                    self._storage.replace_whole(self._directory / _GIVEN_UP, text.encode(errors="backslashreplace"))
             with suppress(OSError):
-                for path in list(self._directory.iterdir()):
-                    if path.name != _GIVEN_UP:
+                for name in self._storage.names(self._directory):
+                    if name != _GIVEN_UP:
                         # Another rank may write meanwhile, and give its note the name that it is to have.
-                        path.unlink(missing_ok=True)
+                        self._storage.remove(self._directory / name)
 
-    def given_up(self, target: Path) -> RankMismatchError | None:
+    def given_up(self, target: Place) -> RankMismatchError | None:
         """The error where the first rank gave ``target`` up; None where it did not."""
         try:
-            why = (self._directory / _GIVEN_UP).read_text(errors="replace")
-        except OSError:
+            why = self._storage.read_whole(self._directory, _GIVEN_UP).decode(errors="replace")
+        except (OSError, CheckpointDamagedError):
             return None
         return RankMismatchError(f"The checkpoint {target} was given up by rank 0 (rank {self._rank}): {why}")
 
     def remove(self) -> None:
         """Remove the directory: all ranks know that there will be no checkpoint."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._storage.remove_tree(self._directory)
 
-    def await_end(self, target: Path, identity: str) -> None:
+    def await_end(self, target: Place, identity: str) -> None:
         """Return when ``target`` is the checkpoint. All ranks but the first call it.
 
         Raises:
             RankMismatchError: it never will be.
             CollectiveTimeoutError: nothing changed for longer than the first rank waits for others.
         """
-        changed, since = -1, time.monotonic()
+        beat, since = None, time.monotonic()
         for _ in self._looks(max(_LATER, self.ranks / _LOOKS_PER_S)):
-            now_changed = _changed_at(self._directory)
-            if (target / MARKER).exists() and Marker.read(target).identity == identity:
+            beat_now = self._storage.beat_of(self._directory)
+            looked, is_there = True, False
+            try:
+                is_there = self._storage.exists(target / MARKER) and Marker.found(target).identity == identity
+            except OSError:
+                if not self._storage.errors_pass:
+                    raise
+                looked = False
+            # Where the two are one directory, the first rank may yet take the marker back.
+            if is_there and self._storage.beat_of(self._directory) is None:
                 return
             over = self.given_up(target)
             if over is not None:
                 raise over
-            if now_changed is None:
+            if beat_now is None and looked and not is_there:
                 raise RankMismatchError(f"The save of {target} did not end on rank 0 (rank {self._rank}).")
             if self._abandoned:
                 raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
             now = time.monotonic()
-            if now_changed != changed:
-                changed, since = now_changed, now
+            if beat_now != beat:
+                beat, since = beat_now, now
             # A program that ends because rank 0's machine is gone should end.
             ends = not threading.main_thread().is_alive()
             limit = min(_OTHERS * self._patience_s, _AT_EXIT_S if ends else math.inf)
             if now - since > limit:
+                if is_there:
+                    return
                 raise CollectiveTimeoutError(
                     f"Rank 0 did nothing for the checkpoint {target} for {limit:g} s, so that rank {self._rank} cannot "
                     "know whether that will be there. Look whether rank 0 is."
@@ -194,20 +203,17 @@ class Notes:
             else:
                 pause = min(2 * pause, latest)
 
-    def _grows(self, missing: Collection[int], names: Collection[str], sizes: dict[int, int]) -> bool:
-        """Whether the file of a rank in ``missing`` has another size than in ``sizes``, where it is noted then."""
-        for rank in missing:
-            if file_of(rank) in names:
-                size = (self._directory / file_of(rank)).stat().st_size
-                if sizes.get(rank) != size:
-                    sizes[rank] = size
-                    return True
-        return False
+    def _grows(self, sizes: dict[str, int]) -> bool:
+        """Whether files are others than in ``sizes``, which holds them then."""
+        before = dict(sizes)
+        sizes.clear()
+        sizes.update(self._storage.sizes(self._directory))
+        return sizes != before
 
     def _read(self, rank: int) -> tuple[Any, str | None]:
         name = _note_of(rank)
         with checked(self._directory, name):
-            note = an_object(parse(read_whole(self._directory, name)), "the note")
+            note = an_object(parse(self._storage.read_whole(self._directory, name)), "the note")
             failure = note["failure"]
             if failure is not None:
                 return None, a_text(failure, "failure")
@@ -219,12 +225,12 @@ class Notes:
             return written, None
 
 
-class PendingSave:
+class PendingSave(Generic[AnyPlace]):
     """What ``async_save`` returns: a checkpoint that will be, or the reason why it will not."""
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPlace,
         rank: int,
         work: Callable[[Callable[[], None]], None],
         notify: Callable[[], None],
@@ -233,7 +239,7 @@ class PendingSave:
         """``work``: in the background, until there is a checkpoint, or raises; calls what it is given when this rank's
         own part is written, and waits for others by ``notes``. ``notify``: calls listeners.
         """
-        self.directory = directory
+        self.directory: AnyPlace = directory
         """That of the checkpoint, once it is committed."""
         self.reported = False
         """Whether the program knows how it ended."""
@@ -295,7 +301,7 @@ class PendingSave:
         self.heard_failure()
         return True
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> AnyPlace:
         """Wait until the checkpoint is committed; returns its directory. This rank waits alone.
 
         Args:
@@ -355,14 +361,6 @@ def _note_of(rank: int) -> str:
     return f"written-by-{rank}"
 
 
-def _changed_at(directory: Path) -> int | None:
-    """When a name in ``directory`` changed last; None where it is gone."""
-    try:
-        return directory.stat().st_mtime_ns
-    except OSError:
-        return None
-
-
 def _forget_locals(error: BaseException | None) -> None:
     """Release the objects in the frames of ``error`` and its causes."""
     while error is not None:
@@ -376,12 +374,12 @@ class History:
 
     line: Line | None = None
     """The checkpoints of the folder that it saved to or loaded from last; on the rank that coordinates."""
-    pending: PendingSave | None = None
+    pending: PendingSave[Any] | None = None
     """The last save in the background, until it is known how it ended."""
-    lock: JobLock | None = None
+    lock: JobLock[Any] | None = None
     """The claim to the folder that it saved to last; on the rank that coordinates."""
 
-    def claim(self, folder: Path) -> None:
+    def claim(self, folder: Place) -> None:
         """Have ``folder`` for this process alone, as long as the model saves there.
 
         Raises:
@@ -391,11 +389,12 @@ class History:
         before = self.lock if self.lock is not None and self.lock.folder == folder.resolve() else None
         if before is not None and before.held:
             return
-        claimed = JobLock(folder)
+        removed = before is not None and before.removed
+        claimed = storage_of(folder).claim(folder)
         # Whoever removed the whole folder has begun a new one.
-        if before is not None and before.removed and self.line_in(folder).known & Contents.of(folder).identities:
+        if removed and self.line_in(folder).known & Contents.of(folder).identities:
             warnings.warn(
-                f"{folder / NAME} was removed while this job saves there, so that another job could have taken the "
+                f"{folder / LOCK} was removed while this job saves there, so that another job could have taken the "
                 "folder. It was made anew; leave it there until the job ends.",
                 stacklevel=5,
             )
@@ -403,7 +402,7 @@ class History:
             self.lock.release()
         self.lock = claimed
 
-    def line_in(self, folder: Path) -> Line:
+    def line_in(self, folder: Place) -> Line:
         """The line in ``folder``; a new one where the model was elsewhere last."""
         if self.line is not None and self.line.folder == folder.resolve():
             return self.line

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..errors import CheckpointDamagedError, ConfigError
 from ..io.boxes import Box, box_within, row_major, span
-from ..io.files import MOST, carried_out, damaged, digest_of, opened, path_of, read_at
+from ..io.files import MOST, carried_out, damaged, digest_of
 from ..io.memory import flat_bytes, view_of
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Source, chunks_of, in_lines
 from .encoding import Json, checked, decode, tensor_entry
 from .manifest import BLOCK, NAME, Manifest, Marker, StoredTensor
+from .storage import InputFile, Place, place_of, storage_of
 
 #: Of one block, up to which each is read to its place by itself.
 _MOST_PARTS = 64
@@ -95,11 +95,12 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
     for _ in range(min(MOST, len(order))):
         buffers.put(bytearray(BLOCK))
     with ExitStack() as stack, torch.no_grad():
-        descriptors = {
-            file: stack.enter_context(opened(manifest.directory, file, manifest.files[file].size))[0]
+        storage = storage_of(manifest.directory)
+        inputs = {
+            file: stack.enter_context(storage.opened(manifest.directory, file, manifest.files[file].size))
             for file in {file for file, _ in order}
         }
-        results = carried_out(_calls(manifest, descriptors, order, buffers), len(order))
+        results = carried_out(_calls(manifest, inputs, order, buffers), len(order))
         for _, parts in zip(results, order.values(), strict=True):
             for each in parts:
                 each.left -= 1
@@ -117,9 +118,9 @@ def examine(manifest: Manifest, problems: Callable[[Exception], None]) -> None:
         buffers.put(bytearray(BLOCK))
     for file, stored in sorted(manifest.files.items()):
         try:
-            with opened(manifest.directory, file, stored.size) as (descriptor, _):
+            with storage_of(manifest.directory).opened(manifest.directory, file, stored.size) as handle:
                 calls = (
-                    partial(_differs, manifest, descriptor, file, index, buffers) for index in range(len(stored.blocks))
+                    partial(_differs, manifest, handle, file, index, buffers) for index in range(len(stored.blocks))
                 )
                 for index, differs in enumerate(carried_out(calls, len(stored.blocks))):
                     if differs:
@@ -143,7 +144,7 @@ def _wanted(target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
 
 def _calls(
     manifest: Manifest,
-    descriptors: Mapping[str, int],
+    inputs: Mapping[str, InputFile],
     blocks: Mapping[tuple[str, int], list[_Wanted]],
     buffers: queue.SimpleQueue[bytearray],
 ) -> Iterator[Callable[[], None]]:
@@ -151,12 +152,12 @@ def _calls(
         for each in parts:
             if each.memory is None:
                 each.begin()
-        yield partial(_fetch, manifest, descriptors[file], file, index, parts, buffers)
+        yield partial(_fetch, manifest, inputs[file], file, index, parts, buffers)
 
 
 def _fetch(
     manifest: Manifest,
-    descriptor: int,
+    handle: InputFile,
     file: str,
     index: int,
     parts: list[_Wanted],
@@ -168,7 +169,7 @@ def _fetch(
     try:
         memory = memoryview(buffer)[: high - low]
         pieces = _scattered(parts, low, high, memory)
-        if _read(manifest, descriptor, file, index, pieces or [memory]):
+        if _read(manifest, handle, file, index, pieces or [memory]):
             raise manifest.block_damaged(file, index)
         for each in parts if pieces is None else ():
             assert each.memory is not None
@@ -196,18 +197,20 @@ def _scattered(parts: list[_Wanted], low: int, high: int, spare: memoryview) -> 
     return [*found, spare[done - low :]]
 
 
-def _differs(manifest: Manifest, descriptor: int, file: str, index: int, buffers: queue.SimpleQueue[bytearray]) -> bool:
+def _differs(
+    manifest: Manifest, handle: InputFile, file: str, index: int, buffers: queue.SimpleQueue[bytearray]
+) -> bool:
     buffer = buffers.get()
     try:
         size = min(BLOCK, manifest.files[file].size - index * BLOCK)
-        return _read(manifest, descriptor, file, index, [memoryview(buffer)[:size]])
+        return _read(manifest, handle, file, index, [memoryview(buffer)[:size]])
     finally:
         buffers.put(buffer)
 
 
-def _read(manifest: Manifest, descriptor: int, file: str, index: int, pieces: list[memoryview]) -> bool:
+def _read(manifest: Manifest, handle: InputFile, file: str, index: int, pieces: list[memoryview]) -> bool:
     """Read a block into ``pieces``; returns whether it is another one than was written."""
-    if not read_at(descriptor, pieces, index * BLOCK, manifest.directory / file):
+    if not handle.read(pieces, index * BLOCK):
         raise damaged(manifest.directory, f"'{file}' ends within byte {index * BLOCK:,} and those behind it")
     return digest_of(pieces) != manifest.files[file].blocks[index]
 
@@ -303,7 +306,7 @@ class StoredSource(Source):
         self._stored[key] = stored
 
 
-def read(directory: Path) -> dict[str, Any]:
+def read(directory: Place) -> dict[str, Any]:
     """All of a checkpoint in host memory, without ranks and without a model; nothing in it is executed.
 
     Returns:
@@ -315,10 +318,10 @@ def read(directory: Path) -> dict[str, Any]:
     Raises:
         StateError: it is no checkpoint, or is not committed.
         CheckpointDamagedError: it holds something else than was written.
-        ConfigError: it is of one rank of a pretended world.
+        ConfigError: it is of one rank of a pretended world, or ``directory`` is no path.
         OSError: reading failed.
     """
-    directory = Path(directory)
+    directory = place_of(directory, "directory")
     marker = Marker.read(directory)
     if not marker.complete:
         raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
@@ -341,7 +344,7 @@ def read(directory: Path) -> dict[str, Any]:
     return {**found, "extra": source.extra}
 
 
-def verify(directory: Path) -> None:
+def verify(directory: Place) -> None:
     """Read all of a checkpoint and compare it with the digests that were taken when it was written.
 
     Any process may call it, without ranks and without a model; nothing in the checkpoint is executed.
@@ -356,7 +359,7 @@ def verify(directory: Path) -> None:
         StateError: it is no checkpoint, or is not committed.
         OSError: reading failed.
     """
-    directory = path_of(directory, "directory")
+    directory = place_of(directory, "directory")
     found: list[str] = []
     examine(Marker.read(directory).read_manifest(directory), lambda error: found.append(str(error)))
     if found:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: one directory a save, valid once its marker is there."""
+"""A save: one directory, which is a checkpoint once its marker is there; the same in the background."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from ..errors import words
 from ..inspect import ShardedModel, savable_model
-from ..io.files import make_folder, path_of
 from ..state.contents import Joint, Optimizers, names_of
 from ..state.exchange import coordinates, from_first, notify_listeners, require_seen, speaks, together
 from ..state.source import listed
 from .contents import caster_states, mapping_of, not_finite, not_finite_anywhere, number_of, state_of
-from .folder import Attempt, Line, attempt_in
+from .folder import Line
 from .manifest import Marker
 from .pending import History, Notes, PendingSave
+from .storage import AnyPlace, Attempt, Place, place_of, storage_of
 from .writing import Document, Writing, Written, plan_writing, write_all
 
 
 def save(
-    root: Path,
+    root: AnyPlace,
     step: int,
     model: nn.Module,
     optimizer: Optimizers | None = None,
@@ -34,18 +33,19 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     frozen: bool = True,
-) -> Path:
+) -> AnyPlace:
     """Write ``root/step-00000100`` for step 100; returns that directory.
 
     Every rank calls it, between steps. Each rank writes its own shards, so all must see the same file system. They
     write to a directory of this save alone, which gets its name only when it is complete and the file ``COMMITTED`` is
     in it; what saves left in ``root`` that did not live to their end is removed. A run that was resumed from an earlier
-    step and reaches one that is there already writes ``step-00000100.2``. On one rank of a pretended world
+    step and reaches one that is there already writes ``step-00000100.2``. At a URL the directory has a name that no
+    other save has, ``step-00000100.`` and twelve digits, from the beginning. On one rank of a pretended world
     (collectives that cannot communicate) the directory holds that rank's part. A save that goes on in the background
     is waited for.
 
     Args:
-        root: Directory of all checkpoints of a run; made where missing. For one job at a time.
+        root: Directory of all checkpoints of a run, or the ``URL`` of one; made where missing. For one job at a time.
         step: Not negative; the checkpoint's number.
         model: The outermost sharded module.
         optimizer: Over the model's parameters; saved with its state and its groups' settings. Several, in a sequence,
@@ -83,11 +83,11 @@ def save(
                     task.commit.run(files, manifest)
         done = f"the save of {task.named}, which is committed"
         notify_listeners(collectives, done, partial(sharded.tell_saved, model, task.named))
-    return task.named
+    return cast(AnyPlace, task.named)
 
 
 def async_save(
-    root: Path,
+    root: AnyPlace,
     step: int,
     model: nn.Module,
     optimizer: Optimizers | None = None,
@@ -95,7 +95,7 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     frozen: bool = True,
-) -> PendingSave:
+) -> PendingSave[AnyPlace]:
     """As ``save``, with the writing in the background: returns once the state is copied to host memory.
 
     What is saved is the state at the call, whatever is trained meanwhile. It is committed by a thread of rank 0, when
@@ -123,7 +123,7 @@ def async_save(
         ranks = collectives.world_size if speaks(collectives) else 1
         notes = Notes(task.path, collectives.rank, ranks, sharded.timeout_s)
         pending = PendingSave(
-            task.named,
+            cast(AnyPlace, task.named),
             collectives.rank,
             partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all()),
             partial(sharded.tell_saved, model, task.named),
@@ -139,8 +139,7 @@ class _Commit:
     """What the rank that coordinates does once everything is written."""
 
     history: History
-    attempt: Attempt
-    target: Path
+    attempt: Attempt[Any]
     line: Line
     marker: Marker
     """But for the files."""
@@ -148,10 +147,11 @@ class _Commit:
 
     def run(self, files: Mapping[str, int], manifest: str) -> None:
         """``files``: how many bytes each has; ``manifest``: its sha256."""
-        self.attempt.sizes(files)
+        target = self.attempt.target
+        storage_of(target).require_written(self.attempt.path, files)
         marker = replace(self.marker, turn=self.line.next_turn(), files=files, manifest=manifest)
         try:
-            self.attempt.commit(self.target, marker)
+            self.attempt.commit(marker.rendered())
         finally:
             if self.attempt.committed:
                 line = self.history.line = self.line.after(marker)
@@ -160,7 +160,7 @@ class _Commit:
                 self.history.line = line.prune(self.keep)
             except OSError as error:
                 # The checkpoint is there: a run does not end for one too many.
-                warnings.warn(f"Older checkpoints than {self.target} could not be removed: {error}", stacklevel=2)
+                warnings.warn(f"Older checkpoints than {target} could not be removed: {error}", stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,11 @@ class _Task:
     """One save, on one rank."""
 
     described: str
-    path: Path
+    path: Place
     """Where it is written."""
-    target: Path
+    target: Place
     """Where it will be."""
-    named: Path
+    named: Place
     """The same, as the caller names the folder."""
     identity: str
     state: dict[str, Any]
@@ -183,7 +183,7 @@ class _Task:
 
 def _prepared(
     sharded: ShardedModel,
-    root: str | Path,
+    root: Place,
     step: int,
     model: nn.Module,
     optimizer: Optimizers | None,
@@ -202,7 +202,7 @@ def _prepared(
     document: Document | None = None
     called: dict[str, object] = {}
     with together(collectives, f"Preparing {what}", called):
-        root = path_of(root, "root")
+        root = place_of(root, "root")
         # A program may go elsewhere while a thread writes.
         here = root.absolute()
         step = number_of(step, "step", 0)
@@ -217,14 +217,14 @@ def _prepared(
             kind = None if joint is None else joint.kind
             aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
             document = Document.of(state, aliases, kind, caster_states(sharded), beside)
-            make_folder(here)
+            storage = storage_of(here)
+            storage.make_folder(here)
             history.claim(here)
             line = history.line_in(here)
-            target = here / line.target(step).name
-            attempt = stack.enter_context(attempt_in(here))
+            attempt = stack.enter_context(storage.attempt(here, line.name_of(step)))
             complete = collectives.world_size == 1 or speaks(collectives)
             marker = Marker(step, collectives.world_size, complete, attempt.identity, line.newest, 0, {}, True, "")
-            commit = _Commit(history, attempt, target, line, marker, keep)
+            commit = _Commit(history, attempt, line, marker, keep)
     broken = not_finite_anywhere(sharded, broken)
     # A program may let warnings raise.
     with together(collectives, f"Preparing {what}"):
@@ -236,9 +236,9 @@ def _prepared(
                 stacklevel=3,
             )
     # Names alone: one file system may be mounted at several places.
-    mine = None if commit is None else (commit.attempt.path.name, commit.target.name, commit.attempt.identity)
+    mine = None if commit is None else (commit.attempt.path.name, commit.attempt.target.name, commit.attempt.identity)
     path, name, identity = from_first(collectives, mine)
-    require_seen(collectives, here / path, (here / path).is_dir())
+    require_seen(collectives, here / path, storage_of(here).sees(here / path))
     return _Task(what, here / path, here / name, root / name, identity, state, document, commit)
 
 
@@ -246,7 +246,7 @@ def _in_background(
     parts: list[Writing],
     notes: Notes,
     commit: _Commit | None,
-    target: Path,
+    target: Place,
     identity: str,
     held: ExitStack,
     written: Callable[[], None],

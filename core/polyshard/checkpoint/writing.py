@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +15,18 @@ import torch
 from ..errors import ConfigTypeError, PolyshardError
 from ..interfaces import Collectives
 from ..io.boxes import Box, Chunk, box_within, disjoint
-from ..io.files import DIGEST, begin_flush, carried_out, created, digest_of, write_at, write_whole
+from ..io.files import DIGEST, carried_out, digest_of
 from ..io.memory import DTYPES, NAMES, HostCopy, pieces_of
 from ..state.exchange import coordinates, gather_to_first, scatter_from_first, speaks, together
 from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor
 from ..state.source import chunks_of
 from .encoding import Encoder, Json, render, require_plain
 from .manifest import ALIGNMENT, BLOCK, NAME, chunk_as_json, file_of, tensor_as_json
+from .storage import OutputFile, Place, storage_of
 
 #: Pieces up to here are put together, since a call to the system costs more than the copy.
 _SMALL = 64 << 10
 _WITHIN = "within"
-#: Blocks that go to disk together while others are hashed.
-_FLUSHED = 8
 #: A rank's report of the file that it wrote: plain JSON, which goes through files too.
 Written = dict[str, Any]
 #: ``("model", name)``, ``("optimizer", name, state)``, or ``("within", number)`` of a tensor in an encoded value.
@@ -81,7 +79,7 @@ class Document:
 class Writing:
     """What this rank is to write; the ranks have shared it out."""
 
-    directory: Path
+    directory: Place
     file: str
     tensors: Sequence[torch.Tensor]
     """In the order of the file."""
@@ -106,18 +104,16 @@ class Writing:
         """
         if not self.size:
             return {"file": self.file, "size": 0, "digests": []}
-        path = self.directory / self.file
         pieces = self._pieces() if self.copied is None else self.copied.pieces()
-        with created(path) as descriptor:
+        with storage_of(self.directory).created(self.directory / self.file, self.size) as file:
             calls = (
-                partial(_write_block, descriptor, block, index * BLOCK, path)
+                partial(_write_block, file, block, index * BLOCK)
                 for index, block in enumerate(_blocks(_joined(pieces)))
             )
             found: list[str] = []
-            for digest in carried_out(calls, -(-self.size // BLOCK)):
+            for digest, block in carried_out(calls, -(-self.size // BLOCK)):
+                file.follow(block, len(found) * BLOCK)
                 found.append(digest)
-                if len(found) % _FLUSHED == 0:
-                    begin_flush(descriptor, (len(found) - _FLUSHED) * BLOCK, _FLUSHED * BLOCK)
         return {"file": self.file, "size": self.size, "digests": found}
 
     def finish(self, everything: Sequence[Written]) -> tuple[dict[str, int], str]:
@@ -128,7 +124,7 @@ class Writing:
         assert self.manifest is not None
         files = {each["file"]: {"size": each["size"], DIGEST: each["digests"]} for each in everything if each["size"]}
         content = render({**self.manifest, "files": files})
-        write_whole(self.directory / NAME, content)
+        storage_of(self.directory).write_whole(self.directory / NAME, content)
         sizes = {NAME: len(content), **{name: int(each["size"]) for name, each in files.items()}}
         return sizes, hashlib.sha256(content).hexdigest()
 
@@ -142,7 +138,7 @@ class Writing:
 
 
 def plan_writing(
-    directory: Path, state: Mapping[str, Any], document: Document | None, collectives: Collectives
+    directory: Place, state: Mapping[str, Any], document: Document | None, collectives: Collectives
 ) -> Writing:
     """Share out ``state`` to be written into ``directory``: what ranks hold alike is written by one of them.
 
@@ -281,10 +277,10 @@ def _blocks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield block
 
 
-def _write_block(descriptor: int, block: Sequence[memoryview], at: int, path: Path) -> str:
+def _write_block(file: OutputFile, block: Sequence[memoryview], at: int) -> tuple[str, Sequence[memoryview]]:
     digest = digest_of(block)
-    write_at(descriptor, block, at, path)
-    return digest
+    file.write(block, at)
+    return digest, block
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,6 @@ from ..errors import CheckpointDamagedError, ConfigError, ConfigTypeError
 
 #: For the end of an error's message.
 REMEDY = "Load the one that polyshard.checkpoint.latest(root, verify=True) names."
-#: No file that is read whole is as large: each has some hundred bytes a tensor.
-_MOST_WHOLE = 1 << 32
 #: What says of a path that it can be no folder, or none of this program's.
 _NO_FOLDER = frozenset(
     {errno.EACCES, errno.EEXIST, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS}
@@ -37,7 +35,7 @@ T = TypeVar("T")
 MOST = 4
 
 
-def damaged(directory: Path, what: str) -> CheckpointDamagedError:
+def damaged(directory: object, what: str) -> CheckpointDamagedError:
     """The error of a damaged ``directory``. ``what`` begins with a file's name, quoted."""
     return CheckpointDamagedError(f"{directory} is damaged: {what}. {REMEDY}")
 
@@ -106,17 +104,6 @@ def opened(directory: Path, name: str, size: int | None = None) -> Iterator[tupl
             yield descriptor, status.st_size
         finally:
             os.close(descriptor)
-
-
-def read_whole(directory: Path, name: str, size: int | None = None, most: int = _MOST_WHOLE) -> bytes:
-    """All of a small file, of at most ``most`` bytes. Errors as ``opened``."""
-    with opened(directory, name, size) as (descriptor, nbytes):
-        if nbytes > most:
-            raise damaged(directory, f"'{name}' has {nbytes:,} bytes, more than any that was written")
-        content = bytearray(nbytes)
-        if not read_at(descriptor, [memoryview(content)], 0, directory / name):
-            raise damaged(directory, f"'{name}' became shorter while it was read")
-        return bytes(content)
 
 
 def read_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> bool:

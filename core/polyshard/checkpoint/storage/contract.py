@@ -1,0 +1,300 @@
+"""The operations that checkpoints need of a storage, and how one comes into being there.
+
+[Note: the commit rule]
+A save writes into a directory that no other save writes to. Its checkpoint exists when the marker is found under its
+name, and the marker is the last that is written, by one rank, when all have written: a save that ends before leaves no
+checkpoint. Local disk writes into a directory with another name, and gives it its name by a rename. An object store has
+no rename: the directory has its name from the beginning, which no other save ever has.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from ...errors import ConfigError, PolyshardError
+from ...io.files import damaged
+from ..encoding import MalformedError, a_count, a_list, a_text, an_object, parse, render
+
+#: Written last: a directory without it is a save that did not end.
+MARKER = "COMMITTED"
+#: Who saves into a folder.
+LOCK = ".job-lock"
+#: More is nothing that was written there.
+MOST_OF_LOCK = 4096
+#: No file that is read whole is as large: each has some hundred bytes a tensor.
+_MOST_WHOLE = 1 << 32
+
+
+class URL(str):
+    """A folder or file on an object store, such as ``s3://bucket/run``: a string with the members of ``Path`` that name
+    others.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, text: str) -> URL:
+        return super().__new__(cls, text if text.endswith("://") else text.rstrip("/"))
+
+    def __truediv__(self, name: str) -> URL:
+        return URL(f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.rpartition("/")[2]
+
+    @property
+    def parent(self) -> URL:
+        return URL(self.rpartition("/")[0])
+
+    def absolute(self) -> URL:
+        return self
+
+    def resolve(self) -> URL:
+        return self
+
+
+Place = Path | URL
+#: What a function is given, and gives back.
+AnyPlace = TypeVar("AnyPlace", Path, URL)
+P = TypeVar("P", Path, URL)
+
+
+class InputFile(ABC):
+    """A file that is read, by several threads."""
+
+    size: int
+    """In bytes."""
+
+    @abstractmethod
+    def read(self, pieces: Sequence[memoryview], at: int) -> bool:
+        """Fill ``pieces`` one behind another from byte ``at`` on; returns False where the file ends before."""
+
+
+class OutputFile(ABC):
+    """A new file that is written in blocks."""
+
+    @abstractmethod
+    def write(self, block: Sequence[memoryview], at: int) -> None:
+        """Take the block that begins at byte ``at``. Threads call it, in any order."""
+
+    @abstractmethod
+    def follow(self, block: Sequence[memoryview], at: int) -> None:
+        """Behind ``write``: one thread calls it for each block, in the order of the file."""
+
+
+class JobLock(ABC, Generic[P]):
+    """This process's claim to a folder. Models of one process share it."""
+
+    folder: P
+
+    @property
+    @abstractmethod
+    def held(self) -> bool:
+        """Whether others are kept from the folder still."""
+
+    @property
+    @abstractmethod
+    def removed(self) -> bool:
+        """Whether somebody removed the file of the lock that this process took."""
+
+    @abstractmethod
+    def release(self) -> None: ...
+
+
+class Attempt(ABC, Generic[P]):
+    """The directory of one save."""
+
+    identity: str
+    """No other save has it."""
+    path: P
+    """Where ranks write."""
+    committed: bool
+
+    @property
+    @abstractmethod
+    def target(self) -> P:
+        """Where the checkpoint will be."""
+
+    @abstractmethod
+    def commit(self, marker: bytes) -> None:
+        """Let ``target`` be the checkpoint, with ``marker``. An error leaves none.
+
+        Raises ConfigError: another job is in the way.
+        """
+
+    @abstractmethod
+    def leave_to_others(self) -> None:
+        """Let the directory stay when it is given back: others look there. The next save removes it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the directory back, and remove it where it was not committed."""
+
+
+class Storage(ABC, Generic[P]):
+    """Errors are OSErrors that name the file, whatever a filesystem raises, unless a method says otherwise."""
+
+    errors_pass: bool
+    """Whether what raised one may succeed when it is asked again, as over a network."""
+
+    @abstractmethod
+    def exists(self, path: P) -> bool:
+        """Whether there is a file, a folder or a link."""
+
+    @abstractmethod
+    def sees(self, path: P) -> bool:
+        """Whether ``path`` exists, or that cannot be told: what needs it raises then. Raises nothing."""
+
+    @abstractmethod
+    def names(self, folder: P) -> list[str]:
+        """What is in ``folder``, in order; nothing where it is none."""
+
+    @abstractmethod
+    def sizes(self, directory: P) -> dict[str, int]:
+        """Bytes of each file."""
+
+    @abstractmethod
+    def make_folder(self, folder: P) -> None:
+        """Have ``folder``, made with those around it where missing. Raises ConfigError: it cannot be."""
+
+    @abstractmethod
+    def opened(self, directory: P, name: str, size: int | None = None) -> AbstractContextManager[InputFile]:
+        """The file ``name``.
+
+        Raises CheckpointDamagedError: it is gone, is no file, or has another size than ``size``.
+        """
+
+    @abstractmethod
+    def require_files(self, directory: P, sizes: Mapping[str, int]) -> None:
+        """Raise as ``opened`` where it would for one of these files."""
+
+    @abstractmethod
+    def created(self, path: P, size: int) -> AbstractContextManager[OutputFile]:
+        """The new file ``path`` of ``size`` bytes; all of it is there to stay when the body is left."""
+
+    @abstractmethod
+    def write_whole(self, path: P, content: bytes) -> None:
+        """Write the new file ``path``, which is there to stay when this returns."""
+
+    @abstractmethod
+    def replace_whole(self, path: P, content: bytes) -> None:
+        """As ``write_whole``; who reads ``path`` meanwhile sees what was there before, or ``content``."""
+
+    @abstractmethod
+    def remove(self, path: P) -> None:
+        """Remove a file; nothing where it is gone."""
+
+    @abstractmethod
+    def remove_tree(self, directory: P) -> None:
+        """Remove what can be removed of ``directory``. Raises nothing."""
+
+    @abstractmethod
+    def discard(self, directory: P) -> None:
+        """Remove a checkpoint, but no link to one. It stops being one at once, whenever this is interrupted."""
+
+    @abstractmethod
+    def claim(self, folder: P) -> JobLock[P]:
+        """Have ``folder``, which is there, for this process alone. Raises ConfigError: another job has it."""
+
+    @abstractmethod
+    def attempt(self, folder: P, name: str) -> AbstractContextManager[Attempt[P]]:
+        """A new attempt at a checkpoint with this name, or this name and an addition, in ``folder``, which is claimed.
+
+        What saves left there that did not live to their end is removed first.
+        """
+
+    @abstractmethod
+    def beat(self, attempt: P) -> None:
+        """Let ``beat_of`` be another. ``attempt``: the path of one."""
+
+    @abstractmethod
+    def beat_of(self, attempt: P) -> object:
+        """Something that changes where its rank is still there; None where the directory is gone. Raises nothing."""
+
+    def read_whole(self, directory: P, name: str, size: int | None = None, most: int = _MOST_WHOLE) -> bytes:
+        """All of a small file, of at most ``most`` bytes. Errors as ``opened``."""
+        with self.opened(directory, name, size) as file:
+            if file.size > most:
+                raise damaged(directory, f"'{name}' has {file.size:,} bytes, more than any that was written")
+            content = bytearray(file.size)
+            if not file.read([memoryview(content)], 0):
+                raise damaged(directory, f"'{name}' became shorter while it was read")
+            return bytes(content)
+
+    def require_written(self, directory: P, least: Mapping[str, int]) -> None:
+        """See that a save's files have as many bytes as ranks wrote.
+
+        Raises PolyshardError: a file is gone or shorter: something else works in the directory, or the ranks see
+        different file systems.
+        """
+        found = self.sizes(directory)
+        for name, nbytes in least.items():
+            if found.get(name, 0) < nbytes:
+                raise PolyshardError(
+                    f"'{name}' has {found.get(name, 0):,} of the {nbytes:,} bytes that were written to {directory}. "
+                    "All ranks must see the same file system, and nothing else may change it."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a folder, as its lock says."""
+
+    process: list[Any]
+    since: int
+
+    @classmethod
+    def of(cls, raw: bytes) -> Holder:
+        """That of a lock's content; nobody in particular where it says nothing."""
+        process: list[Any] = []
+        since = 0
+        with suppress(MalformedError, KeyError):
+            entry = an_object(parse(raw), "the lock")
+            process, since = a_list(entry["process"], "process"), a_count(entry["since"], "since")
+        return cls(process, since)
+
+    @staticmethod
+    def content() -> bytes:
+        """What this process writes into a lock."""
+        return render({"process": identity(), "since": int(time.time())})
+
+    @property
+    def is_this_process(self) -> bool:
+        return self.process == identity()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether it is a process of this machine that has not ended."""
+        try:
+            return self.process == identity(a_count(self.process[1], "pid")) and self.process[2] != ""
+        except (MalformedError, IndexError):
+            return False
+
+    def refused(self, folder: Place) -> ConfigError:
+        who = "another process"
+        with suppress(MalformedError, IndexError):
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(self.since, 2**40)))
+            who = f"process {a_count(self.process[1], 'pid')} on {a_text(self.process[0], 'host')!r}, since {when}"
+        return ConfigError(
+            f"Another job saves into {folder}: {who}. Give each run a folder of its own, or end that one: its "
+            "lock ends with it."
+        )
+
+
+def identity(process: int | None = None) -> list[Any]:
+    """Of a process of this machine, this one by default, and of no other one: numbers of processes are used again."""
+    began = boot = ""
+    with suppress(OSError, IndexError):
+        # The name in brackets may have blanks; the start is the 22nd field.
+        began = Path(f"/proc/{process or 'self'}/stat").read_text().rpartition(")")[2].split()[19]
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return [socket.gethostname(), process or os.getpid(), began, boot]

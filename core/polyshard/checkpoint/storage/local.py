@@ -1,0 +1,335 @@
+"""Local disk, and what is mounted as one: files of the system, renames, and locks that end with their process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ...errors import ConfigError
+from ...io.files import (
+    begin_flush,
+    created,
+    make_folder,
+    naming,
+    opened,
+    read_at,
+    sync_directory,
+    write_at,
+    write_whole,
+)
+from .contract import LOCK, MARKER, MOST_OF_LOCK, Attempt, Holder, InputFile, JobLock, OutputFile, Storage
+
+#: Names of directories that are no checkpoint yet, or no longer.
+_UNFINISHED = ".unfinished-"
+#: Of file systems that have no locks.
+_WITHOUT = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+#: Bytes that go to disk together while others are hashed.
+_FLUSHED = 32 << 20
+
+
+class LocalStorage(Storage[Path]):
+    """One folder is seen by all ranks, on a file system of one machine or shared by several."""
+
+    errors_pass = False
+
+    def exists(self, path: Path) -> bool:
+        return os.path.lexists(path)
+
+    def sees(self, path: Path) -> bool:
+        return os.path.lexists(path)
+
+    def names(self, folder: Path) -> list[str]:
+        return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+    def sizes(self, directory: Path) -> dict[str, int]:
+        found = {}
+        for path in directory.iterdir():
+            # Others may give it the name that it is to have.
+            with suppress(FileNotFoundError):
+                found[path.name] = path.stat().st_size
+        return found
+
+    def make_folder(self, folder: Path) -> None:
+        make_folder(folder)
+
+    @contextmanager
+    def opened(self, directory: Path, name: str, size: int | None = None) -> Iterator[InputFile]:
+        with opened(directory, name, size) as (descriptor, nbytes):
+            yield _Input(descriptor, directory / name, nbytes)
+
+    def require_files(self, directory: Path, sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            with opened(directory, name, size):
+                pass
+
+    @contextmanager
+    def created(self, path: Path, size: int) -> Iterator[OutputFile]:
+        with created(path) as descriptor:
+            yield _Output(descriptor, path)
+
+    def write_whole(self, path: Path, content: bytes) -> None:
+        write_whole(path, content)
+
+    def replace_whole(self, path: Path, content: bytes) -> None:
+        temporary = path.with_name(f"{path.name}.tmp")
+        with naming(temporary):
+            temporary.unlink(missing_ok=True)
+            write_whole(temporary, content)
+            temporary.replace(path)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def remove_tree(self, directory: Path) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def discard(self, directory: Path) -> None:
+        if not directory.is_symlink():
+            aside = directory.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
+            directory.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def claim(self, folder: Path) -> LocalJobLock:
+        return LocalJobLock(folder)
+
+    @contextmanager
+    def attempt(self, folder: Path, name: str | None) -> Iterator[LocalAttempt]:
+        """As the contract says. ``name``: None for what is never committed."""
+        make_folder(folder)
+        for path in folder.glob(f"{_UNFINISHED}*"):
+            lock = None if path.is_symlink() else _lock(path, wait=False)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+        attempt = LocalAttempt(folder, name)
+        try:
+            yield attempt
+        finally:
+            attempt.close()
+
+    def beat(self, attempt: Path) -> None:
+        os.utime(attempt)
+
+    def beat_of(self, attempt: Path) -> object:
+        try:
+            return attempt.stat().st_mtime_ns
+        except OSError:
+            return None
+
+
+class _Input(InputFile):
+    def __init__(self, descriptor: int, path: Path, size: int) -> None:
+        self.size = size
+        self._descriptor = descriptor
+        self._path = path
+
+    def read(self, pieces: Sequence[memoryview], at: int) -> bool:
+        return read_at(self._descriptor, pieces, at, self._path)
+
+
+class _Output(OutputFile):
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self._flushed = 0
+
+    def write(self, block: Sequence[memoryview], at: int) -> None:
+        write_at(self._descriptor, block, at, self._path)
+
+    def follow(self, block: Sequence[memoryview], at: int) -> None:
+        end = at + sum(map(len, block))
+        if end - self._flushed >= _FLUSHED:
+            begin_flush(self._descriptor, self._flushed, end - self._flushed)
+            self._flushed = end
+
+
+class LocalAttempt(Attempt[Path]):
+    """A directory that no other save writes to, locked for as long as this process works on it."""
+
+    def __init__(self, folder: Path, name: str | None) -> None:
+        self.identity = uuid.uuid4().hex
+        self.path = folder / f"{_UNFINISHED}{self.identity}"
+        self.committed = False
+        self._name = name
+        self._stays = False
+        self._lock: int | None = None
+        # Between the two, another job may take it for what an ended one left.
+        while not self.path.is_dir():
+            self._unlock()
+            self.path.mkdir()
+            self._lock = _lock(self.path, wait=True)
+
+    @property
+    def target(self) -> Path:
+        assert self._name is not None
+        return self.path.parent / self._name
+
+    def commit(self, marker: bytes) -> None:
+        temporary = self.path / f"{MARKER}.tmp"
+        write_whole(temporary, marker)
+        with naming(temporary):
+            temporary.replace(self.path / MARKER)
+        sync_directory(self.path)
+        target = self.target
+        _clear(target)
+        try:
+            self.path.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise _taken(target) from error
+        self.committed = True
+        try:
+            sync_directory(target.parent)
+        except OSError:
+            # A save that raises must leave no checkpoint.
+            with suppress(OSError):
+                target.rename(self.path)
+                self.committed = False
+            raise
+
+    def leave_to_others(self) -> None:
+        self._stays = True
+
+    def close(self) -> None:
+        if not self.committed and not self._stays:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock(path: Path, *, wait: bool) -> int | None:
+    """Lock a directory until the returned descriptor is closed or the process ends; None where that cannot be."""
+    descriptor = None
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        # Held by another process, gone, or on a file system without locks: remains then stay.
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _clear(target: Path) -> None:
+    """Remove a save at ``target`` that did not end."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ConfigError(f"{target} is in the way: it is no directory. Remove it, or save another step.")
+    if (target / MARKER).exists():
+        raise _taken(target)
+    # In place: another job may commit there meanwhile, by a rename onto what is empty by then, and what this removes is
+    # what it opened before.
+    shutil.rmtree(target, ignore_errors=True)
+
+
+def _taken(target: Path) -> ConfigError:
+    if not (target / MARKER).exists():
+        return ConfigError(f"{target} is in the way, and cannot be removed. Remove it, or save another step.")
+    return ConfigError(
+        f"The checkpoint {target} is committed already: another job saves into the folder. Give each run a folder of "
+        "its own."
+    )
+
+
+class LocalJobLock(JobLock[Path]):
+    """This process's claim to a folder, until ``release`` or its end, of whatever kind.
+
+    The system releases a lock with the process that holds it, so that nothing is left of a job that was killed. The
+    file itself stays, and says who had the lock last.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Claim ``folder``, which is there. Models of one process share it.
+
+        Raises:
+            ConfigError: another process holds it; says which.
+            OSError: the file cannot be made; names it.
+        """
+        self.folder = folder.resolve()
+        path = self.folder / LOCK
+        self._descriptor: int | None = None
+        self._lockless = False
+        with naming(path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                self._claim(descriptor, path)
+            except BaseException:
+                os.close(descriptor)
+                raise
+
+    @property
+    def held(self) -> bool:
+        # Where another model of this process had it, that one may have been closed since.
+        return self._lockless or (self._descriptor is not None and not self.removed)
+
+    @property
+    def removed(self) -> bool:
+        if self._descriptor is None:
+            return False
+        try:
+            there = os.stat(self.folder / LOCK, follow_symlinks=False)
+        except FileNotFoundError:
+            return True
+        return not os.path.samestat(there, os.fstat(self._descriptor))
+
+    def release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _claim(self, descriptor: int, path: Path) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _WITHOUT:
+                self._lockless = True
+                warnings.warn(
+                    f"{self.folder} is on a file system without locks ({error.strerror}): that no other job saves "
+                    "there cannot be seen to.",
+                    stacklevel=7,
+                )
+            elif error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            else:
+                holder = Holder([], 0)
+                with suppress(OSError):
+                    holder = Holder.of(os.pread(descriptor, MOST_OF_LOCK, 0))
+                # Else another model of this process has it.
+                if not holder.is_this_process:
+                    raise holder.refused(self.folder) from None
+            os.close(descriptor)
+            return
+        os.ftruncate(descriptor, 0)
+        write_at(descriptor, [memoryview(Holder.content())], 0, path)
+        self._descriptor = descriptor
+        # Forked helpers, such as a loader's workers, outlive a parent that is killed for a while, and would hold it.
+        os.register_at_fork(after_in_child=_Leaving(weakref.ref(self)))
+
+
+class _Leaving:
+    """Releases a lock in a forked child. Not a method: that would keep the lock for good."""
+
+    def __init__(self, lock: weakref.ref[LocalJobLock]) -> None:
+        self._lock = lock
+
+    def __call__(self) -> None:
+        lock = self._lock()
+        if lock is not None:
+            lock.release()
