@@ -14,6 +14,8 @@ import pytest
 import torch
 from parity import draw, one_core, seed_all, units_of
 from polyshard import checkpoint
+from polyshard.errors import ConfigError
+from polyshard.state import StateOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -61,7 +63,7 @@ class Net(nn.Module):
         super().__init__()
         seed_all(0)
         self.first = nn.Linear(64, 128)
-        self.middle = nn.Sequential(nn.Linear(128, 240, bias=False), nn.Tanh())
+        self.middle = nn.Sequential(nn.Linear(128, 240), nn.Tanh())
         self.last = nn.Linear(240, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,3 +141,126 @@ def test_another_number_of_ranks_goes_on_as_the_unsharded_model(
     # Of one rank, pieces of 2048 elements have blocks that their optimizer would not have begun with.
     for found in on_ranks(after, layout, partial(resumed, tmp_path, make)):
         assert differing(found, wanted) == []
+
+
+def message_of(task: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        task()
+    return str(caught.value)
+
+
+def refused_at(number: int, layout: Any, folder: Path, make: Make) -> str:
+    """What the load on ``number`` ranks says, which changes nothing."""
+
+    def load(model: nn.Module) -> str:
+        before, optimizer = whole(model), make(model.parameters())
+        message = message_of(lambda: checkpoint.load(checkpoint.latest(folder), model, optimizer))
+        assert differing(whole(model), before) == []
+        assert not optimizer.state
+        return message
+
+    return str(on_ranks(number, layout, load)[0])
+
+
+def check_same_ranks_alone(make: Make, layout: Any, folder: Path) -> None:
+    wanted = on_ranks(2, layout, partial(begun, folder, make))[0]
+    for found in on_ranks(2, layout, partial(resumed, folder, make)):
+        assert differing(found, wanted) == []
+    message = refused_at(1, layout, folder, make)
+    assert "has optimizer state" in message
+    assert "of 'first.weight' for the pieces [0:5" in message
+    assert "and not for this rank's, [0:8192] (rank 0)" in message
+    assert "Load it at the number of ranks, and with the layout and strategy, that saved it" in message
+    assert "layout={'name': 'blocks', 'size': 4096} resumes at any number of ranks" in message
+
+
+def test_pieces_in_blocks_beside_small_ones_in_full_precision_resume_at_the_same_ranks(
+    make: Make, tmp_path: Path
+) -> None:
+    # Of 'first.weight' rank 0 has 5120 elements and rank 1 has 3072.
+    check_same_ranks_alone(make, SMALLER, tmp_path)
+
+
+def test_pieces_that_begin_inside_of_blocks_resume_at_the_same_ranks(bitsandbytes: ModuleType, tmp_path: Path) -> None:
+    check_same_ranks_alone(partial(bitsandbytes.optim.AdamW8bit, lr=1e-2), "flat", tmp_path)
+
+
+def test_a_layout_that_cuts_blocks_cannot_take_whole_ones(make: Make, tmp_path: Path) -> None:
+    on_ranks(1, BLOCKS, partial(begun, tmp_path, make))
+    message = refused_at(4, "flat", tmp_path, make)
+    assert "is not made of whole ones" in message
+    assert "Shard with layout={'name': 'blocks', 'size': 4096}" in message
+
+
+def test_states_of_few_bits_and_of_full_precision_are_not_mistaken(bitsandbytes: ModuleType, tmp_path: Path) -> None:
+    of_few = partial(bitsandbytes.optim.AdamW8bit, lr=1e-2)
+    # Of one class: the checkpoint tells classes, and not how many bits their states have.
+    of_8, of_32 = (partial(bitsandbytes.optim.AdamW, lr=1e-2, optim_bits=bits) for bits in (8, 32))
+    on_ranks(2, BLOCKS, partial(begun, tmp_path / "8", of_8))
+    on_ranks(2, BLOCKS, partial(begun, tmp_path / "32", of_32))
+    message = refused_at(2, BLOCKS, tmp_path / "8", of_32)
+    assert "has optimizer state of 'first.weight' in blocks of a few bits, and the optimizer has it" in message
+    assert "Load it into the optimizer that saved it, over model.parameters(), or load without the optimizer" in message
+    message = refused_at(2, BLOCKS, tmp_path / "32", of_8)
+    assert "has optimizer state of 'first.weight' in full precision, and AdamW keeps that of 4096 elements" in message
+    assert "Make the optimizer as it was when it was saved, or load without it" in message
+    assert "was saved by bitsandbytes.optim.adamw.AdamW, whose state means nothing to" in refused_at(
+        2, BLOCKS, tmp_path / "8", of_few
+    )
+
+
+def test_flat_parameters_with_states_in_blocks_are_refused_by_name(bitsandbytes: ModuleType, tmp_path: Path) -> None:
+    def save(model: nn.Module) -> str:
+        optimizer = bitsandbytes.optim.AdamW8bit(polyshard.flat_parameters(model))
+        train(model, optimizer, range(1))
+        return message_of(lambda: checkpoint.save(tmp_path, 1, model, optimizer))
+
+    message = on_ranks(2, BLOCKS, save)[0]
+    assert "of the flat parameter of unit" in message
+    assert "is in blocks (rank 0)" in message
+    assert "Give the optimizer model.parameters()" in message
+
+
+def test_whole_states_go_to_one_process_and_back(make: Make) -> None:
+    def save(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        optimizer = make(model.parameters())
+        train(model, optimizer, range(2))
+        return get_optimizer_state_dict(model, optimizer, StateOptions(form="full")), whole(model)
+
+    state, values = on_ranks(4, BLOCKS, save)[3]
+    wanted = unsharded(make)
+
+    def load(model: nn.Module) -> dict[str, torch.Tensor]:
+        model.load_state_dict(values)
+        optimizer = make(model.parameters())
+        set_optimizer_state_dict(model, optimizer, state, StateOptions(origin="rank_0"))
+        train(model, optimizer, range(2, 4))
+        return whole(model)
+
+    assert differing(on_ranks(2, BLOCKS, load)[1], wanted) == []
+    model = Net()
+    model.load_state_dict(values)
+    optimizer = make(model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    group = {**state["param_groups"][0], "params": list(range(len(names)))}
+    optimizer.load_state_dict({"state": dict(enumerate(map(state["state"].get, names))), "param_groups": [group]})
+    train(model, optimizer, range(2, 4))
+    assert differing(dict(model.named_parameters()), wanted) == []
+
+
+def test_pieces_without_a_state_of_the_whole_are_refused_by_name(make: Make) -> None:
+    def ask(model: nn.Module) -> str:
+        optimizer = make(model.parameters())
+        train(model, optimizer, range(1))
+        return message_of(lambda: get_optimizer_state_dict(model, optimizer, StateOptions(form="full_on_rank_0")))
+
+    for rank, message in enumerate(on_ranks(2, SMALLER, ask)):
+        assert "state of 'first.weight' is in blocks" in message
+        assert f"(rank {rank}): there is no state of the whole" in message
+
+
+def test_replicas_save_their_blocks_once_and_resume_sharded(make: Make, tmp_path: Path) -> None:
+    hybrid = {"strategy": "hybrid_shard", "shard_size": 2}
+    on_ranks(4, BLOCKS, partial(begun, tmp_path, make), **hybrid)
+    for found in on_ranks(2, BLOCKS, partial(resumed, tmp_path, make)):
+        assert differing(found, unsharded(make)) == []

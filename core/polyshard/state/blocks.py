@@ -104,7 +104,12 @@ def _in_a_row(value: torch.Tensor) -> torch.Tensor:
 
 def is_in_blocks(keys: Mapping[str, Any]) -> bool:
     """Whether a parameter's state, with the names ``keys``, has something in blocks, or told by pieces."""
-    return any(role_of(_stem(key)) is not None or _stem(key) != key for key in keys)
+    return any(role_of(_stem(key)) is not None or is_of_piece(key) for key in keys)
+
+
+def is_of_piece(key: str) -> bool:
+    """Whether what is told as ``key`` is of one piece of a parameter."""
+    return _stem(key) != key
 
 
 def _stem(key: str) -> str:

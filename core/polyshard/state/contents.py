@@ -50,6 +50,7 @@ class Joint:
                 "Give an optimizer of PyTorch, a sequence of them, or None."
             )
         self.groups: list[dict[str, Any]] = [group for each in self.members for group in each.param_groups]
+        self._in_blocks: dict[tuple[int, torch.dtype, torch.device], Mapping[str, Any]] = {}
         self._optimizer_of = {
             parameter: each for each in self.members for group in each.param_groups for parameter in group["params"]
         }
@@ -101,8 +102,11 @@ class Joint:
         """State in blocks of a tensor that stands for ``parameter`` of ``group``, as its optimizer would make it."""
         optimizer, blocks = self._optimizer_of[parameter], self.blocks_of(parameter)
         assert blocks is not None
-        numel = blocks.size * max(1, -(-blocks.smallest // blocks.size))
-        return _state_after_a_step(optimizer, group, _zeros((numel,), parameter))
+        alike = (id(group), parameter.dtype, parameter.device)
+        if alike not in self._in_blocks:
+            numel = blocks.size * max(1, -(-blocks.smallest // blocks.size))
+            self._in_blocks[alike] = _state_after_a_step(optimizer, group, _zeros((numel,), parameter))
+        return self._in_blocks[alike]
 
     def shares_work(self, parameter: nn.Parameter) -> bool:
         """Whether of ranks with copies of ``parameter`` one alone may have its state."""

@@ -123,7 +123,6 @@ class OptimizerRestore:
         self._refuse_full_precision(held, saved)
         #: Parameters with state in blocks, and state of the classes that theirs are to have.
         self._like: dict[nn.Parameter, Mapping[str, Any]] = {}
-        self._made: dict[tuple[int, torch.dtype, torch.device], Mapping[str, Any]] = {}
         self._numbers = self._names_of_numbers(held.values(), saved)
         wrong: list[str] = []
         for group in optimizer.groups:
@@ -168,9 +167,10 @@ class OptimizerRestore:
             state.setdefault(parameter, {})[name] = value
         for parameter in self._taken:
             found = state.get(parameter)
-            if found is not None and parameter in self._like:
+            like = self._like.get(parameter)
+            if found is not None and like is not None:
                 shape = (local_of(parameter) if is_dtensor(parameter) else parameter).shape
-                found = put_together(found, self._like[parameter], shape)
+                found = put_together(found, like, shape)
             self._optimizer.replace_state(parameter, found)
         for group, settings in zip(self._optimizer.groups, self._settings, strict=True):
             for name, value in settings.items():
@@ -220,10 +220,7 @@ class OptimizerRestore:
         """State of the classes that ``found`` was taken from."""
         like = self._optimizer.state_of(parameter)
         if not found.tensors.keys() <= taken_apart(like).keys():
-            made = (id(group), parameter.dtype, parameter.device)
-            if made not in self._made:
-                self._made[made] = self._optimizer.like_in_blocks(parameter, group)
-            like = self._made[made]
+            like = self._optimizer.like_in_blocks(parameter, group)
         known = taken_apart(like)
         for name, tensor in found.tensors.items():
             each = known.get(name)
