@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,9 @@ _KINDS = (
     "torchao.AdamW4bit",
     "torchao.AdamWFp8",
 )
+
+
+_STEPS = threading.Lock()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +78,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, turns: range) -> N
     for turn in turns:
         # The same batch on every rank: the mean of two or four equal gradients is that gradient, to the bit.
         model(draw(16, 64, turn=turn).float()).square().mean().backward()
-        optimizer.step()
+        # bitsandbytes' kernels for a CPU cannot run in several threads at once.
+        with _STEPS:
+            optimizer.step()
         optimizer.zero_grad()
 
 
