@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError
+from ..planning.parts import is_dtensor
 from ..runtime.unit import Unit
 from .lookup import ParameterLocation
 
@@ -199,6 +201,21 @@ def _of_shape(context: Any, known: tuple[int, ...], shape: tuple[int, ...]) -> A
             return type(context)(shape)
         return type(context)(_of_shape(each, known, shape) for each in context)
     return torch.Size(shape) if isinstance(context, torch.Size) and tuple(context) == known else context
+
+
+def refuse_dtensors_in_blocks(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], found: Sequence[ParameterLocation | None]
+) -> None:
+    """Raise UnsupportedError where bitsandbytes' kernels would get a ``DTensor``, which they cannot take."""
+    blocks = blocks_of(optimizer)
+    if blocks is None or blocks.whole:
+        return
+    for parameter, each in zip(parameters, found, strict=True):
+        if each is not None and is_dtensor(parameter):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} of bitsandbytes cannot step the DTensor '{each.name}' (rank "
+                f"{each.root.rank}). Give it polyshard.local_parameters(model)."
+            )
 
 
 def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:

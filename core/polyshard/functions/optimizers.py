@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..runtime.root import Root
-from .block_states import warn_of_cut_blocks
+from .block_states import refuse_dtensors_in_blocks, warn_of_cut_blocks
 from .lookup import LiveRoots, ParameterLocation
 from .norms import make_scales_readable
 
@@ -128,6 +128,8 @@ class OptimizerCheck:
                     f"{type(optimizer).__name__} was to update '{each.name}' inside of {context} (rank "
                     f"{each.root.rank}), where the model holds its {values}. Leave it first."
                 )
+        for group in optimizer.param_groups:
+            refuse_dtensors_in_blocks(optimizer, group["params"], self._live.find(group["params"]))
         found = [
             [each for each in self._live.find_pieces(group["params"]) if each is not None]
             for group in optimizer.param_groups
