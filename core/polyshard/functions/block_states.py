@@ -126,6 +126,11 @@ def state_name_of(name: str) -> str:
     return name.partition(_INSIDE)[0] if found is None else f"state{found[2]}"
 
 
+def is_inside(name: str) -> bool:
+    """Whether the tensor that is told as ``name`` is inside of one of a class of its own."""
+    return _INSIDE in name
+
+
 def taken_apart(state: Mapping[str, Any]) -> dict[str, StateTensor | Any]:
     """``state`` of one parameter with the tensors of those in blocks; others are themselves, and in their order."""
     found: dict[str, StateTensor | Any] = {}

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..inspect import ShardedModel, ShardedParameter, ShardedUnit, put_together
+from ..inspect import ShardedModel, ShardedParameter, ShardedUnit, is_inside, put_together
 from ..interfaces import ReduceOp
 from ..io.boxes import Box, box_within, disjoint
-from .blocks import is_in_blocks, is_of_piece
+from .blocks import is_of_piece
 from .contents import Joint, model_state
 from .sharded import CheckpointTensor, Holding, holdings
 
@@ -125,7 +125,7 @@ def full_optimizer_state(
     for group in joint.groups:
         for given in group["params"]:
             name = held[given].names[0]
-            if is_in_blocks(state.get(name, {})):
+            if any(map(is_inside, state.get(name, {}))):
                 state[name] = put_together(state[name], joint.like_in_blocks(given, group), shapes[name])
     return {"state": state, "param_groups": groups}
 

@@ -18,9 +18,9 @@ from ..inspect import (
     StateTensor,
     blocks_of,
     is_dtensor,
+    is_inside,
     local_of,
     put_together,
-    role_of,
     taken_apart,
 )
 from .blocks import SavedBlocks, is_in_blocks
@@ -210,7 +210,7 @@ class OptimizerRestore:
             key = f"{_IN_BLOCKS}{len(self._tensors)}"
             self._tensors[key] = tensor
             self._entries.append((parameter, name, key))
-        if any(role_of(name) is not None for name in found.tensors):
+        if any(map(is_inside, found.tensors)):
             self._like[parameter] = self._like_of(parameter, holding, found, group)
         return found.left
 
@@ -225,7 +225,7 @@ class OptimizerRestore:
         for name, tensor in found.tensors.items():
             each = known.get(name)
             own = each.value if isinstance(each, StateTensor) else each
-            if not isinstance(own, torch.Tensor) or (own.dtype != tensor.dtype and role_of(name) is not None):
+            if is_inside(name) and (not isinstance(own, torch.Tensor) or own.dtype != tensor.dtype):
                 raise ConfigError(
                     f"{opening(self._source)} has '{name}' of {holding.described} in {tensor.dtype}, which the "
                     f"optimizer does not make (rank {self._rank}). Load it into the optimizer that saved it."
