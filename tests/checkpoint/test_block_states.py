@@ -13,10 +13,11 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from parity import draw, one_core, seed_all, units_of
 from polyshard import checkpoint
 from polyshard.errors import ConfigError
-from polyshard.state import StateOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from polyshard.state import StateOptions, get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -28,13 +29,8 @@ BLOCKS = {"name": "blocks", "size": 4096}
 SMALLER = {"name": "blocks", "size": 256}
 #: Modules with the optimizers of each package.
 _MODULES = {"bitsandbytes": "bitsandbytes.optim", "torchao": "torchao.optim"}
-_KINDS = (
-    "bitsandbytes.AdamW8bit",
-    "bitsandbytes.Lion8bit",
-    "torchao.AdamW8bit",
-    "torchao.AdamW4bit",
-    "torchao.AdamWFp8",
-)
+#: Of which each has states of its own form.
+_KINDS = ("bitsandbytes.AdamW8bit", "torchao.AdamW8bit", "torchao.AdamW4bit", "torchao.AdamWFp8")
 
 
 _STEPS = threading.Lock()
@@ -49,7 +45,11 @@ def eager() -> Iterator[None]:
 
 @pytest.fixture(params=_KINDS)
 def make(request: pytest.FixtureRequest) -> Make:
-    package, _, name = request.param.partition(".")
+    return make_of(request.param)
+
+
+def make_of(kind: str) -> Make:
+    package, _, name = kind.partition(".")
     module: ModuleType = pytest.importorskip(_MODULES[package])
     return partial(getattr(module, name), lr=1e-2)
 
@@ -137,11 +137,18 @@ def differing(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "layout"), [(2, 4, BLOCKS), (4, 1, BLOCKS), (1, 4, SMALLER)], ids=lambda value: str(value)
+    ("kind", "before", "after", "layout"),
+    [
+        *((kind, 2, 4, BLOCKS) for kind in (*_KINDS, "bitsandbytes.Lion8bit")),
+        *((kind, 1, 4, SMALLER) for kind in _KINDS[:3]),
+        ("torchao.AdamW4bit", 4, 1, BLOCKS),
+    ],
+    ids=str,
 )
 def test_another_number_of_ranks_goes_on_as_the_unsharded_model(
-    make: Make, before: int, after: int, layout: dict[str, Any], tmp_path: Path
+    kind: str, before: int, after: int, layout: dict[str, Any], tmp_path: Path
 ) -> None:
+    make = make_of(kind)
     on_ranks(before, layout, partial(begun, tmp_path, make))
     wanted = unsharded(make)
     # Of one rank, pieces of 2048 elements have blocks that their optimizer would not have begun with.
@@ -191,7 +198,8 @@ def test_pieces_that_begin_inside_of_blocks_resume_at_the_same_ranks(bitsandbyte
     check_same_ranks_alone(partial(bitsandbytes.optim.AdamW8bit, lr=1e-2), "flat", tmp_path)
 
 
-def test_a_layout_that_cuts_blocks_cannot_take_whole_ones(make: Make, tmp_path: Path) -> None:
+def test_a_layout_that_cuts_blocks_cannot_take_whole_ones(tmp_path: Path) -> None:
+    make = make_of("torchao.AdamW8bit")
     on_ranks(1, BLOCKS, partial(begun, tmp_path, make))
     message = refused_at(4, "flat", tmp_path, make)
     assert "is not made of whole ones" in message
@@ -254,7 +262,9 @@ def test_whole_states_go_to_one_process_and_back(make: Make) -> None:
     assert differing(dict(model.named_parameters()), wanted) == []
 
 
-def test_pieces_without_a_state_of_the_whole_are_refused_by_name(make: Make) -> None:
+def test_pieces_without_a_state_of_the_whole_are_refused_by_name() -> None:
+    make = make_of("torchao.AdamW8bit")
+
     def ask(model: nn.Module) -> str:
         optimizer = make(model.parameters())
         train(model, optimizer, range(1))
@@ -265,8 +275,31 @@ def test_pieces_without_a_state_of_the_whole_are_refused_by_name(make: Make) -> 
         assert f"(rank {rank}): there is no state of the whole" in message
 
 
-def test_replicas_save_their_blocks_once_and_resume_sharded(make: Make, tmp_path: Path) -> None:
+def test_replicas_save_their_blocks_once_and_resume_sharded(tmp_path: Path) -> None:
+    make = make_of("torchao.AdamW4bit")
     hybrid = {"strategy": "hybrid_shard", "shard_size": 2}
     on_ranks(4, BLOCKS, partial(begun, tmp_path, make), **hybrid)
     for found in on_ranks(2, BLOCKS, partial(resumed, tmp_path, make)):
         assert differing(found, unsharded(make)) == []
+
+
+def test_torchs_checkpoints_carry_the_tensors_of_a_state(tmp_path: Path) -> None:
+    make = make_of("torchao.AdamW4bit")
+
+    def save(model: nn.Module) -> dict[str, torch.Tensor]:
+        optimizer = make(model.parameters())
+        train(model, optimizer, range(2))
+        one, other = get_state_dict(model, optimizer)
+        dcp.save({"model": one, "optimizer": other}, checkpoint_id=tmp_path, no_dist=True)
+        return whole(model)
+
+    # Each rank alone would write half of it.
+    on_ranks(1, BLOCKS, save)
+
+    def load(model: nn.Module) -> dict[str, torch.Tensor]:
+        optimizer = make(model.parameters())
+        checkpoint.load_dcp(tmp_path, model, optimizer)
+        train(model, optimizer, range(2, 4))
+        return whole(model)
+
+    assert differing(on_ranks(4, BLOCKS, load)[0], unsharded(make)) == []

@@ -190,9 +190,10 @@ class SavedBlocks:
         saved = ", ".join(sorted(self._forms[stem])[:4])
         return (
             f"{opening(self._source)} has {what} for the pieces {saved}, and not for this rank's, {self._label} "
-            f"{self._where}: ranks cut it inside of blocks of {self._blocks.size} elements, or had pieces too small "
-            "for blocks. Load it at the number of ranks, and with the layout and strategy, that saved it. What is "
-            f"trained with {_LAYOUT} resumes at any number of ranks."
+            f"{self._where}: ranks cut it inside of blocks of {self._blocks.size} elements, had pieces too small for "
+            "blocks, or tensor parallelism cut its columns. Load it at the number of ranks, and with the layout and "
+            f"strategy, that saved it. What is trained with {_LAYOUT} resumes at any number of ranks, but for such "
+            "columns."
         )
 
     def _key(self, stem: str) -> str | None:
