@@ -91,9 +91,15 @@ def unsharded(make: Make, turns: range = range(4)) -> Mapping[str, torch.Tensor]
     return dict(model.named_parameters())
 
 
-def on_ranks(number: int, layout: Any, task: Callable[[nn.Module], Any], **settings: Any) -> list[Any]:
-    """What ``task`` returns of a sharded model on each of ``number`` ranks."""
-    start = Net()
+def on_ranks(
+    number: int,
+    layout: Any,
+    task: Callable[[nn.Module], Any],
+    made: Callable[[], nn.Module] | None = None,
+    **settings: Any,
+) -> list[Any]:
+    """What ``task`` returns of a sharded model on each of ``number`` ranks: a ``Net``, or what ``made`` makes."""
+    start = (made or Net)()
 
     def on_rank(rank: int, world: ThreadedWorld) -> Any:
         with world.lock:
@@ -207,20 +213,35 @@ def test_a_layout_that_cuts_blocks_cannot_take_whole_ones(tmp_path: Path) -> Non
 
 
 def test_states_of_few_bits_and_of_full_precision_are_not_mistaken(bitsandbytes: ModuleType, tmp_path: Path) -> None:
-    of_few = partial(bitsandbytes.optim.AdamW8bit, lr=1e-2)
-    # Of one class: the checkpoint tells classes, and not how many bits their states have.
+    # Of one class.
     of_8, of_32 = (partial(bitsandbytes.optim.AdamW, lr=1e-2, optim_bits=bits) for bits in (8, 32))
     on_ranks(2, BLOCKS, partial(begun, tmp_path / "8", of_8))
     on_ranks(2, BLOCKS, partial(begun, tmp_path / "32", of_32))
     message = refused_at(2, BLOCKS, tmp_path / "8", of_32)
-    assert "has optimizer state of 'first.weight' in blocks of a few bits, and the optimizer has it" in message
-    assert "Load it into the optimizer that saved it, over model.parameters(), or load without the optimizer" in message
+    assert "was saved by AdamW with states in blocks of 256 elements, and the optimizer keeps them in full" in message
+    assert "Make it as it was when it was saved, or load without it" in message
     message = refused_at(2, BLOCKS, tmp_path / "32", of_8)
-    assert "has optimizer state of 'first.weight' in full precision, and AdamW keeps that of 4096 elements" in message
-    assert "Make the optimizer as it was when it was saved, or load without it" in message
-    assert "was saved by bitsandbytes.optim.adamw.AdamW, whose state means nothing to" in refused_at(
-        2, BLOCKS, tmp_path / "8", of_few
-    )
+    assert "was saved by AdamW with states in full precision, and the optimizer keeps them in blocks of 256" in message
+    message = refused_at(2, BLOCKS, tmp_path / "8", partial(bitsandbytes.optim.AdamW8bit, lr=1e-2))
+    assert "was saved by bitsandbytes.optim.adamw.AdamW, whose state means nothing to" in message
+
+    # A state dict names no class.
+    def exchange(model: nn.Module) -> list[str]:
+        told = []
+        for one, other in ((of_8, of_32), (of_32, of_8)):
+            optimizer = one(model.parameters())
+            train(model, optimizer, range(1))
+            state = get_optimizer_state_dict(model, optimizer)
+            optimizer = other(model.parameters())
+            told.append(message_of(partial(set_optimizer_state_dict, model, optimizer, state)))
+            assert not optimizer.state
+        return told
+
+    few, full = on_ranks(2, BLOCKS, exchange)[0]
+    assert "has optimizer state of 'first.weight' in blocks of a few bits, and the optimizer has it" in few
+    assert "Load it into the optimizer that saved it, over model.parameters(), or load without the optimizer" in few
+    assert "has optimizer state of 'first.weight' in full precision, and AdamW keeps that of 4096 elements" in full
+    assert "Make the optimizer as it was when it was saved, or load without it" in full
 
 
 def test_flat_parameters_with_states_in_blocks_are_refused_by_name(bitsandbytes: ModuleType, tmp_path: Path) -> None:
@@ -303,3 +324,24 @@ def test_torchs_checkpoints_carry_the_tensors_of_a_state(tmp_path: Path) -> None
         return whole(model)
 
     assert differing(on_ranks(4, BLOCKS, load)[0], unsharded(make)) == []
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes.AdamW8bit", "torchao.AdamW8bit"])
+def test_full_precision_of_small_pieces_replaces_blocks(kind: str, tmp_path: Path) -> None:
+    """Four pieces of 2048 elements go on as they were, where one of 8192 has stepped in blocks before the load."""
+    make = make_of(kind)
+
+    def made() -> nn.Module:
+        seed_all(0)
+        return nn.Linear(64, 128, bias=False)
+
+    wanted = on_ranks(4, SMALLER, partial(begun, tmp_path, make), made)[0]
+
+    def load(model: nn.Module) -> dict[str, torch.Tensor]:
+        optimizer = make(model.parameters())
+        train(model, optimizer, range(1))
+        checkpoint.load(checkpoint.latest(tmp_path), model, optimizer)
+        train(model, optimizer, range(2, 4))
+        return whole(model)
+
+    assert differing(on_ranks(1, SMALLER, load, made)[0], wanted) == []

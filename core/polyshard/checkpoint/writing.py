@@ -381,8 +381,10 @@ def _piece_by_piece(offers: Sequence[Offer]) -> Sequence[Offer]:
         found = [offer.tensors[key] for offer in offers if key in offer.tensors]
         kinds = {(dtype, shape) for dtype, shape, _ in found}
         boxes = {Box(*extent) for *_, extents in found for extent in extents}
-        held = sum(part.numel for _, part in disjoint(list(boxes))) if len(kinds) == 1 else 0
-        if held < math.prod(found[0][1]):
+        held, wanted = sum(box.numel for box in boxes), math.prod(found[0][1])
+        if held > wanted:
+            held = sum(part.numel for _, part in disjoint(list(boxes)))
+        if len(kinds) > 1 or held < wanted:
             parted.add(key)
     if not parted:
         return offers

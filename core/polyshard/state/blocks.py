@@ -13,6 +13,7 @@ that of another. A checkpoint writes such tensors piece by piece, too, since ran
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ from ..io.boxes import Box, Chunk, storage_order
 from .sharded import CheckpointTensor, Holding, KeptPiece, of_parameter, whole
 from .source import Source, opening
 
+#: What ``label_of`` gives.
+_LABEL = re.compile(r"\[[\d:,;]*\]$")
 _LAYOUT = "layout={'name': 'blocks', 'size': 4096}"
 
 
@@ -113,7 +116,7 @@ def is_of_piece(key: str) -> bool:
 
 
 def _stem(key: str) -> str:
-    return key[: key.index("[")] if key.endswith("]") and "[" in key else key
+    return _LABEL.sub("", key)
 
 
 class SavedBlocks:

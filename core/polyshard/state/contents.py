@@ -123,7 +123,10 @@ class Joint:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    return {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
+    """Its class, and how many elements a block of its states has, where they are in blocks."""
+    blocks = blocks_of(optimizer)
+    kind = {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
+    return kind if blocks is None else {**kind, "block": str(blocks.size)}
 
 
 def _placed_as(parameter: nn.Parameter, value: Any) -> Any:

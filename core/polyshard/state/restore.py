@@ -120,7 +120,8 @@ class OptimizerRestore:
         #: it began with.
         self._taken: list[nn.Parameter] = []
         saved = self._saved()
-        self._refuse_full_precision(held, saved)
+        if kind is None:
+            self._refuse_full_precision(held, saved)
         #: Parameters with state in blocks, and state of the classes that theirs are to have.
         self._like: dict[nn.Parameter, Mapping[str, Any]] = {}
         self._numbers = self._names_of_numbers(held.values(), saved)
@@ -149,6 +150,10 @@ class OptimizerRestore:
                     except ConfigError as error:
                         wrong.append(str(error))
                         continue
+                # What is in blocks now takes nothing of single elements.
+                present = {
+                    name: value for name, value in taken_apart(present).items() if not isinstance(value, StateTensor)
+                }
                 for name, key in own.items():
                     try:
                         self.targets[key] = self._target(key, name, holding, present, group)
@@ -233,7 +238,7 @@ class OptimizerRestore:
         return like
 
     def _refuse_full_precision(self, held: Mapping[nn.Parameter, Holding], saved: SavedState) -> None:
-        """Raise where an optimizer with states in blocks is given those of one that has none."""
+        """Raise where an optimizer with states in blocks is given those of one that has none, by all that is seen."""
         for each in self._optimizer.members:
             blocks = blocks_of(each)
             parameters = [own for group in each.param_groups for own in group["params"]] if blocks else []
@@ -542,6 +547,15 @@ def _require_same_kind(
         raise ConfigError(
             f"{opening(source)} was saved by {saved['module']}.{saved['class']}, whose state means nothing to "
             f"{mine['module']}.{mine['class']} (rank {rank}). Load it with the optimizer that saved it, or without one."
+        )
+    if saved is not None and saved.get("block") != mine.get("block"):
+        was, here = (
+            "in full precision" if each.get("block") is None else f"in blocks of {each['block']} elements"
+            for each in (saved, mine)
+        )
+        raise ConfigError(
+            f"{opening(source)} was saved by {saved['class']} with states {was}, and the optimizer keeps them {here} "
+            f"(rank {rank}). Make it as it was when it was saved, or load without it."
         )
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         different = [
