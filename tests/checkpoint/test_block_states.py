@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from parity import draw, one_core, seed_all, units_of
 from polyshard import checkpoint
-from polyshard.errors import ConfigError
+from polyshard.errors import ConfigError, PolyshardError
 from polyshard.state import StateOptions, get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 from polyshard_backends.threaded import ThreadedWorld
+from processes import KeptRanks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 # Both packages warn when they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,6 +38,7 @@ _KINDS = ("bitsandbytes.AdamW8bit", "torchao.AdamW8bit", "torchao.AdamW4bit", "t
 
 
 _STEPS = threading.Lock()
+RANKS = KeptRanks()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -345,3 +350,44 @@ def test_full_precision_of_small_pieces_replaces_blocks(kind: str, tmp_path: Pat
         return whole(model)
 
     assert differing(on_ranks(1, SMALLER, load, made)[0], wanted) == []
+
+
+class Parted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        seed_all(0)
+        self.up = nn.Linear(64, 512, bias=False)
+        self.down = nn.Linear(512, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def over_parts(rank: int, folder: Path, parts: int) -> tuple[str, list[str]]:
+    """What a load at ``parts`` ranks of tensor parallelism says, and where it goes on otherwise than at the save."""
+    make = make_of("torchao.AdamW8bit")
+    mesh = init_device_mesh("cpu", (4 // parts, parts), mesh_dim_names=("dp", "tp"))
+    found, message = [], ""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings(action="ignore"):
+        for task in (begun, resumed) if parts == 2 else (resumed,):
+            model = Parted()
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)
+            polyshard.shard(model, polyshard.ShardConfig(mesh=mesh, shard="dp", layout=BLOCKS))
+            try:
+                found.append(task(folder, make, model))
+            except PolyshardError as error:
+                message = str(error)
+            polyshard.close(model)
+    return message, differing(found[1], found[0]) if len(found) == 2 else []
+
+
+@pytest.mark.slow
+def test_columns_of_tensor_parallelism_resume_at_the_same_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    assert RANKS.run(4, over_parts, tmp_path, 2) == [("", [])] * 4
+    for message, _ in RANKS.run(4, over_parts, tmp_path, 1):
+        # Rows are whole blocks, which any rank takes.
+        assert "of 'down.weight' for the pieces [0:64,0:256], [0:64,256:512]" in message
+        assert "or tensor parallelism cut its columns" in message
+        assert "'up.weight'" not in message
