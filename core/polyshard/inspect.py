@@ -17,6 +17,17 @@ from torch import nn
 
 from .api import outermost_root
 from .errors import CollectiveError, StateError, UnsupportedError
+from .functions.block_states import (
+    Blocks,
+    Role,
+    StateTensor,
+    blocks_of,
+    is_inside,
+    put_together,
+    role_of,
+    state_name_of,
+    taken_apart,
+)
 from .functions.lookup import live_roots
 from .functions.optimizers import NOT_BY_ELEMENT
 from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
@@ -46,35 +57,44 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NOT_BY_ELEMENT",
+    "Blocks",
     "EndsWithModel",
     "FlatLayout",
     "Initializer",
     "LocatedParameter",
     "Phase",
     "Piece",
+    "Role",
     "ShardedModel",
     "ShardedParameter",
     "ShardedUnit",
     "Slot",
+    "StateTensor",
     "Stream",
     "StreamRecorder",
     "TensorPart",
     "WaitingTimes",
     "WholeFlats",
+    "blocks_of",
     "find",
     "gathers_to",
     "idle_model",
     "is_dtensor",
+    "is_inside",
     "is_sharded",
     "local_of",
     "models",
     "models_changed",
     "outermost_model",
+    "put_together",
     "refuse_unshardable",
+    "role_of",
     "savable_model",
     "send_from_first",
     "sharded_model",
     "state_dicts_of_pieces",
+    "state_name_of",
+    "taken_apart",
     "units_in",
     "whole_tensors",
 ]

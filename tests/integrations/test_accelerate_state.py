@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration, set_seed
 from accelerate_ranks import forget, loader_of, on_ranks, pairs, whole
 from blockwise_states import BlockwiseMomentum
-from parity import Block, Net, Words, seeded, units_of
+from parity import Block, Net, Words, draw, seeded, units_of
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, PolyshardError, StateError
 from polyshard_accelerate import Accelerator
@@ -433,3 +435,32 @@ def tell_before_training(rank: int, folder: Path) -> None:
 
 def test_optimizers_that_cannot_be_saved_are_told_of_before_training(tmp_path: Path) -> None:
     on_ranks(2, tell_before_training, tmp_path)
+
+
+def resume_in_eight_bits(rank: int, folder: Path) -> bool:
+    with warnings.catch_warnings(action="ignore"):
+        adamw = importlib.import_module("bitsandbytes.optim").AdamW8bit
+    found = []
+    for resumes in (False, True):
+        config = ShardConfig(layout={"name": "blocks", "size": 4096})
+        accelerator = Accelerator(shard=config, cpu=True)
+        set_seed(0)
+        model = nn.Linear(64, 128, bias=False)
+        model, optimizer = accelerator.prepare(model, adamw(model.parameters(), lr=1e-2))
+        for turn in range(2, 4) if resumes else range(4):
+            if resumes and turn == 2:
+                accelerator.load_state(folder)
+            accelerator.backward(model(draw(4, 64, turn=turn).float()).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if not resumes and turn == 1:
+                accelerator.save_state(folder)
+        found.append(whole(model))
+        accelerator.free_memory()
+        forget()
+    return all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def test_eight_bit_states_are_saved_and_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    assert on_ranks(2, resume_in_eight_bits, tmp_path / "state") == [True, True]

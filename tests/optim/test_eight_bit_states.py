@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +12,6 @@ import polyshard
 import pytest
 import torch
 from parity import draw, one_core, seed_all, units_of
-from polyshard import checkpoint
-from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
 from torch import nn
@@ -186,42 +183,3 @@ def on_process(rank: int) -> bool:
 
 def test_ranks_that_are_processes(bitsandbytes: Make) -> None:
     assert run_processes(2, on_process) == [True, True]
-
-
-def refusal(make: Make, folder: Path) -> list[str]:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        with world.lock:
-            model: nn.Module = Net()
-        shard(model, {"name": "threaded", "world": world, "rank": rank}, BLOCKS)
-        optimizer = make(model)
-        train(model, optimizer, range(1), world.lock)
-        with pytest.raises(ConfigError) as caught:
-            checkpoint.save(folder, 1, model, optimizer)
-        # As the error says: the model, and of the optimizer each rank's own.
-        checkpoint.save(folder, 1, model)
-        torch.save(optimizer.state_dict(), folder / f"optimizer-{rank}.pt")
-        train(model, optimizer, range(1, 3), world.lock)
-        with world.lock:
-            again: nn.Module = Net()
-        shard(again, {"name": "threaded", "world": world, "rank": rank}, BLOCKS)
-        checkpoint.load(checkpoint.latest(folder), again)
-        resumed = make(again)
-        resumed.load_state_dict(torch.load(folder / f"optimizer-{rank}.pt", weights_only=False))
-        train(again, resumed, range(1, 3), world.lock)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
-        return str(caught.value)
-
-    return ThreadedWorld(2, timeout=60.0).run(on_rank, timeout=100.0)
-
-
-def test_checkpoints_refuse_bitsandbytes_states_by_name(bitsandbytes: Make, tmp_path: Path) -> None:
-    for message in refusal(bitsandbytes, tmp_path):
-        assert "optimizer's state 'qmap1'" in message
-        assert "state_dict() of each rank" in message
-
-
-@pytest.mark.slow
-def test_checkpoints_refuse_torchao_states_by_name(torchao: Make, tmp_path: Path) -> None:
-    for message in refusal(torchao, tmp_path):
-        assert "is a OptimState8bit" in message
-        assert "state_dict() of each rank" in message

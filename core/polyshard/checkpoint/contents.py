@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import ShardedModel, idle_model
+from ..inspect import ShardedModel, StateTensor, idle_model, taken_apart
 from ..interfaces import PrecisionCaster
 from ..io.memory import NAMES
 from ..state.contents import (
@@ -22,7 +22,7 @@ from ..state.contents import (
     frozen_names,
     model_state,
     optimizer_state,
-    require_entry,
+    require_state,
 )
 from ..state.exchange import Answers, together
 from ..state.sharded import MODEL, OPTIMIZER, Holding, holdings
@@ -138,15 +138,16 @@ def _require_expected(sharded: ShardedModel, joint: Joint, *, writes: bool) -> N
     for each in joint.members:
         for parameter, stand_in, state in expected_state(each):
             holding = replace(held[parameter], parameter=stand_in)
-            for key, value in state.items():
-                require_entry(holding, key, value, sharded.rank)
+            require_state(holding, state, sharded.rank)
+            for key, value in taken_apart(state).items():
+                tensor = value.value if isinstance(value, StateTensor) else value
                 where = f"{OPTIMIZER}.state[{holding.names[0]!r}][{key!r}]"
                 if not writes:
                     continue
-                if not isinstance(value, torch.Tensor):
-                    Encoder().encode(value, where)
-                elif value.dtype not in NAMES:
-                    raise ConfigTypeError(f"{where} is of {value.dtype}, which no checkpoint holds.")
+                if not isinstance(tensor, torch.Tensor):
+                    Encoder().encode(tensor, where)
+                elif tensor.dtype not in NAMES:
+                    raise ConfigTypeError(f"{where} is of {tensor.dtype}, which no checkpoint holds.")
 
 
 def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:

@@ -196,6 +196,11 @@ def offered(
             extents = tuple((chunk.box.offsets, chunk.box.sizes) for chunk in chunks)
             offer.tensors[key] = (NAMES[value.dtype], tuple(value.shape), extents)
             views[key] = chunks
+            kept = value.kept if isinstance(value, CheckpointTensor) else None
+            if kept is not None:
+                # Whether it goes by itself is seen where all ranks' are.
+                offer.kept[key] = (kept.label, kept.flat.numel(), kept.numel, kept.whole)
+                views[_by_itself(key, kept.label)] = [Chunk(Box.whole(kept.flat.shape), kept.flat)]
 
     for name, value in state[MODEL].items():
         take((MODEL, name), value, f"model[{name!r}]")
@@ -293,6 +298,9 @@ class Offer:
     """Optimizer state that is no tensor, encoded."""
     numbers: dict[Key, str] = field(default_factory=dict)
     """Of ``tensors``, those of one element that other ranks have of other parts of the parameter, in words."""
+    kept: dict[Key, tuple[str, int, int, int]] = field(default_factory=dict)
+    """Of ``tensors``, those that may be written piece by piece: the label of the piece, how many numbers there are of
+    it, its elements, and the parameter's."""
 
 
 #: One rank's chunks in the order of its file: keys, which of the boxes that it offered, and the part of that box to be
@@ -312,6 +320,7 @@ def share_out(
 
     Raises PolyshardError: ranks differ in what a tensor is, or lack parts of it.
     """
+    offers = _piece_by_piece(offers) if complete else offers
     kinds: dict[Key, tuple[str, tuple[int, ...]]] = {}
     holders: dict[tuple[Key, Extent], list[tuple[int, int]]] = {}
     for rank, offer in enumerate(offers):
@@ -350,6 +359,44 @@ def share_out(
             chunks[key].append(chunk_as_json(offsets, sizes, file, at, nbytes))
         found.append([(key, index, part) for _, key, index, part, _ in share])
     return found, {key: tensor_as_json(*kinds[key], chunks[key]) for key in kinds}
+
+
+def _piece_by_piece(offers: Sequence[Offer]) -> Sequence[Offer]:
+    """``offers`` with tensors by themselves of those pieces whose parameter has its state in several forms.
+
+    Each form is there for some pieces, and is no whole tensor.
+    """
+    kept: dict[str, dict[str, tuple[int, int]]] = {}
+    for offer in offers:
+        for key, (label, _, numel, wanted) in offer.kept.items():
+            kept.setdefault(key[1], {})[label] = (numel, wanted)
+    # Otherwise some rank has no state at all.
+    complete = {name for name, each in kept.items() if sum(n for n, _ in each.values()) >= max(each.values())[1]}
+    parted: set[Key] = set()
+    for key in {key for offer in offers for key in offer.kept if key[1] in complete}:
+        found = [offer.tensors[key] for offer in offers if key in offer.tensors]
+        kinds = {(dtype, shape) for dtype, shape, _ in found}
+        boxes = {Box(*extent) for *_, extents in found for extent in extents}
+        held, wanted = sum(box.numel for box in boxes), math.prod(found[0][1])
+        if held > wanted:
+            held = sum(part.numel for _, part in disjoint(list(boxes)))
+        if len(kinds) > 1 or held < wanted:
+            parted.add(key)
+    if not parted:
+        return offers
+    changed = []
+    for offer in offers:
+        tensors = {key: value for key, value in offer.tensors.items() if key not in parted}
+        for key, (label, numbers, *_) in offer.kept.items():
+            if key in parted:
+                tensors[_by_itself(key, label)] = offer.tensors[key][0], (numbers,), (((0,), (numbers,)),)
+        changed.append(Offer(tensors, offer.values, offer.numbers))
+    return changed
+
+
+def _by_itself(key: Key, label: str) -> Key:
+    """The key of a tensor of one piece."""
+    return (*key[:-1], f"{key[-1]}{label}")
 
 
 def places(sizes: Iterable[int]) -> tuple[list[int], int]:

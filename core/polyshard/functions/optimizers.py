@@ -1,18 +1,10 @@
-"""Checks of optimizers before their first step: updates, groups and states that cannot be right on pieces.
-
-Some optimizers of other packages keep their state in blocks of a few bits, each with a scale of its own. They count
-blocks from the beginning of their tensor, which is a piece. Where that is not a whole number of blocks behind the
-parameter's beginning, other elements share a scale than on the unsharded model, and a warning says so.
-"""
+"""Checks of optimizers before their first step: updates, groups and states that cannot be right on pieces."""
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..runtime.root import Root
-from ..runtime.unit import Unit
+from .block_states import refuse_dtensors_in_blocks, warn_of_cut_blocks
 from .lookup import LiveRoots, ParameterLocation
 from .norms import make_scales_readable
 
@@ -136,6 +128,8 @@ class OptimizerCheck:
                     f"{type(optimizer).__name__} was to update '{each.name}' inside of {context} (rank "
                     f"{each.root.rank}), where the model holds its {values}. Leave it first."
                 )
+        for group in optimizer.param_groups:
+            refuse_dtensors_in_blocks(optimizer, group["params"], self._live.find(group["params"]))
         found = [
             [each for each in self._live.find_pieces(group["params"]) if each is not None]
             for group in optimizer.param_groups
@@ -351,74 +345,6 @@ def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Seque
 def _dims(found: ParameterLocation) -> int:
     """Dimensions of the whole parameter; 1 of a flat one."""
     return 1 if found.slot is None else len(found.unit.layout.slots[found.slot].shape)
-
-
-def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
-    """Warn where the result differs from the unsharded model's. ``groups``: parameters in units that are cut."""
-    blocks = _blocks_of(optimizer)
-    if blocks is None:
-        return
-    # Rank 0 alone warns.
-    for each in (each for group in groups for each in group if each.root.rank == 0):
-        kind = f"{type(optimizer).__name__} keeps its state in blocks of {blocks.size} elements"
-        if each.slot is None:
-            if each.unit.layout.shard_numel >= blocks.smallest:
-                warnings.warn(
-                    f"{kind}, and divides the flat parameter of unit '{each.unit.name}' otherwise than each of its "
-                    "parameters (rank 0): the result differs slightly from the unsharded model's. Give the optimizer "
-                    "model.parameters(), and shard with layout={'name': 'blocks', 'size': 4096}.",
-                    stacklevel=2,
-                )
-                return
-        elif blocks.differ(each.unit, each.slot):
-            warnings.warn(
-                f"{kind}, and ranks cut '{each.unit.parameters[each.slot].names[0]}' inside of some (rank 0): the "
-                "result differs slightly from the unsharded model's. Shard with layout={'name': 'blocks', 'size': "
-                "4096}, or filter this warning.",
-                stacklevel=2,
-            )
-            return
-
-
-def _blocks_of(optimizer: torch.optim.Optimizer) -> _Blocks | None:
-    """The blocks of ``optimizer``; None where it treats all elements of a tensor alike."""
-    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
-    if "bitsandbytes" in packages:
-        settings = getattr(optimizer, "args", None)
-        if getattr(settings, "optim_bits", 32) == 8:
-            return _Blocks(256, getattr(settings, "min_8bit_size", 4096), whole=False)
-    size = getattr(optimizer, "block_size", None) if "torchao" in packages else None
-    # torchao's optimizer that only rounds has a single block.
-    return _Blocks(int(size), 4096, whole=True) if size and math.isfinite(size) else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """How an optimizer divides a tensor."""
-
-    size: int
-    """Elements of a block."""
-    smallest: int
-    """Elements of a tensor below which its state is in full precision."""
-    whole: bool
-    """Whether the state of a tensor that is not made of whole blocks is in full precision, too."""
-
-    def divides(self, numel: int) -> bool:
-        """Whether a tensor of ``numel`` elements has its state in blocks."""
-        return numel >= self.smallest and not (self.whole and numel % self.size)
-
-    def differ(self, unit: Unit, slot: int) -> bool:
-        """Whether blocks of a parameter's pieces, on any rank, are not those of the whole parameter.
-
-        Pieces that are too small to be divided are more exact than the whole, and do not count.
-        """
-        ranges = [unit.layout.range_of(slot, rank) for rank in range(unit.ranks.shard_size)]
-        there = [(start, stop - start) for start, stop in ranges if start < stop]
-        if not self.divides(unit.layout.slots[slot].numel):
-            return any(self.divides(numel) for _, numel in there)
-        return any(
-            start % self.size and max(before, numel) >= self.smallest for (_, before), (start, numel) in pairwise(there)
-        )
 
 
 class ReplacedParameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,19 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import ShardedModel, is_dtensor, local_of, savable_model, state_dicts_of_pieces
+from ..inspect import (
+    Blocks,
+    Role,
+    ShardedModel,
+    StateTensor,
+    blocks_of,
+    is_dtensor,
+    local_of,
+    savable_model,
+    state_dicts_of_pieces,
+    taken_apart,
+)
+from .blocks import entry_of
 from .sharded import Holding, holdings, of_parameter, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -18,6 +31,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Kind = Mapping[str, str] | Sequence[Mapping[str, str]]
 #: Optimizers that keep something else of large parameters do so from 4,096 elements on.
 _MOST = 1 << 16
+#: Torch's stance is one for all threads.
+_STANCE = threading.Lock()
 
 
 class Joint:
@@ -36,6 +51,7 @@ class Joint:
                 "Give an optimizer of PyTorch, a sequence of them, or None."
             )
         self.groups: list[dict[str, Any]] = [group for each in self.members for group in each.param_groups]
+        self._in_blocks: dict[tuple[int, torch.dtype, torch.device], Mapping[str, Any]] = {}
         self._optimizer_of = {
             parameter: each for each in self.members for group in each.param_groups for parameter in group["params"]
         }
@@ -79,6 +95,20 @@ class Joint:
             return found
         return {key: local_of(value) if is_dtensor(value) else value for key, value in found.items()}
 
+    def blocks_of(self, parameter: nn.Parameter) -> Blocks | None:
+        """How its optimizer divides ``parameter``; None where it treats all elements alike."""
+        return blocks_of(self._optimizer_of[parameter])
+
+    def like_in_blocks(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """State in blocks of a tensor that stands for ``parameter`` of ``group``, as its optimizer would make it."""
+        optimizer, blocks = self._optimizer_of[parameter], self.blocks_of(parameter)
+        assert blocks is not None
+        alike = (id(group), parameter.dtype, parameter.device)
+        if alike not in self._in_blocks:
+            numel = blocks.size * max(1, -(-blocks.smallest // blocks.size))
+            self._in_blocks[alike] = _state_after_a_step(optimizer, group, _zeros((numel,), parameter))
+        return self._in_blocks[alike]
+
     def shares_work(self, parameter: nn.Parameter) -> bool:
         """Whether of ranks with copies of ``parameter`` one alone may have its state."""
         return hasattr(self._optimizer_of[parameter], "drop_outdated_state")
@@ -94,7 +124,10 @@ class Joint:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    return {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
+    """Its class, and how many elements a block of its states has, where they are in blocks."""
+    blocks = blocks_of(optimizer)
+    kind = {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
+    return kind if blocks is None else {**kind, "block": str(blocks.size)}
 
 
 def _placed_as(parameter: nn.Parameter, value: Any) -> Any:
@@ -172,9 +205,9 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
         getattr(each, "drop_outdated_state", bool)()
     state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
-        for key, value in joint.state_of(parameter).items():
-            for name, shown in _entries(holding, key, value, sharded.rank).items():
-                state.setdefault(name, {})[key] = shown
+        blocks = joint.blocks_of(parameter)
+        for name, shown in _entries(holding, joint.state_of(parameter), blocks, sharded.rank):
+            state.setdefault(name, {}).update(shown)
     groups = []
     for group in joint.groups:
         names = [name for parameter in group["params"] for name in held[parameter].names]
@@ -217,21 +250,49 @@ def _state_dict_names(module: nn.Module) -> Collection[str]:
         return module.state_dict().keys()
 
 
-def _entries(holding: Holding, key: str, value: Any, rank: int) -> dict[str, Any]:
-    """The state ``key`` of each parameter that ``holding`` stands for, by name."""
-    require_entry(holding, key, value, rank)
-    if not isinstance(value, torch.Tensor):
-        return dict.fromkeys(holding.here, value)
-    if holding.sharded and value.ndim > 0 and value.shape == holding.parameter.shape:
-        return dict(holding.parts(value))
-    return dict.fromkeys(holding.here, value.detach())
+def _entries(
+    holding: Holding, state: Mapping[str, Any], blocks: Blocks | None, rank: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The ``state`` of each parameter that ``holding`` stands for: names, and values by key.
+
+    ``blocks``: those of the optimizer; None where it has none.
+    """
+    require_state(holding, state, rank)
+    for key, value in taken_apart(state).items():
+        tensor = value.value if isinstance(value, StateTensor) else value
+        if not isinstance(tensor, torch.Tensor):
+            yield from ((name, {key: tensor}) for name in holding.here)
+        elif isinstance(value, StateTensor) and holding.sharded:
+            for each in holding.sharded if holding.here else ():
+                name, shown = entry_of(each, key, tensor, value.role, value.elements)
+                yield each.name, {name: shown}
+        elif holding.sharded and tensor.ndim > 0 and tensor.shape == holding.parameter.shape:
+            if blocks is None or holding.unit is not None:
+                yield from ((name, {key: shown}) for name, shown in holding.parts(tensor).items())
+            else:
+                for each in holding.sharded if holding.here else ():
+                    # Other ranks may have blocks of their pieces.
+                    yield each.name, {key: entry_of(each, key, tensor, Role.ELEMENTS, 1)[1]}
+        else:
+            yield from ((name, {key: tensor.detach()}) for name in holding.here)
 
 
-def require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
+def require_state(holding: Holding, state: Mapping[str, Any], rank: int) -> None:
     """Refuse state of a parameter that no other number of ranks could take over.
 
-    Raises ConfigError: naming the state ``key``, and the parameter that ``holding`` is about.
+    Raises ConfigError: naming a state, and the parameter that ``holding`` is about.
     """
+    for key, value in taken_apart(state).items():
+        if not isinstance(value, StateTensor):
+            _require_entry(holding, key, value, rank)
+        elif holding.unit is not None:
+            raise ConfigError(
+                f"The optimizer's state '{key}' of {holding.described} is in blocks (rank {rank}), which know nothing "
+                "of the parameters that it stands for. Give the optimizer model.parameters()."
+            )
+
+
+def _require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
     if isinstance(value, (dict, list, tuple)):
         raise ConfigError(
             f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), whose "
@@ -287,6 +348,11 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     while shape and torch.Size(shape).numel() > _MOST:
         longest = shape.index(max(shape))
         shape[longest] = max(1, shape[longest] * _MOST // torch.Size(shape).numel())
+    return _zeros(shape, parameter)
+
+
+def _zeros(shape: Sequence[int], parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of zeros with a gradient of zeros, of the dtype and on the device of ``parameter``."""
     with torch.inference_mode(False):
         stand_in = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
         stand_in.grad = torch.zeros_like(stand_in)
@@ -307,7 +373,7 @@ def _state_after_a_step(
     devices = [stand_in.device] if stand_in.device.type == "cuda" else []
     try:
         # Some compile their steps, which takes longer than one does. The class's own: schedulers put others around.
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        with _STANCE, torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             type(optimizer).step(copied)
     except Exception:
         return {}

@@ -7,16 +7,18 @@ beside that what it was asked for, on the host.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import StateError, UnsupportedError
-from ..inspect import ShardedModel, ShardedParameter, ShardedUnit
+from ..errors import ConfigError, StateError, UnsupportedError
+from ..inspect import ShardedModel, ShardedParameter, ShardedUnit, is_inside, put_together
 from ..interfaces import ReduceOp
 from ..io.boxes import Box, box_within, disjoint
+from .blocks import is_of_piece
 from .contents import Joint
 from .sharded import CheckpointTensor, Holding, holdings
 from .streaming import whole_weights
@@ -56,12 +58,13 @@ def full_optimizer_state(
     extents = {
         (name, key): [chunk.box for chunk in value.chunks]
         for name, states in own["state"].items()
-        for key, value in (states.items() if name in shared else ())
-        if isinstance(value, CheckpointTensor)
+        for key, value in states.items()
+        if isinstance(value, CheckpointTensor) and (name in shared or value.kept is not None)
     }
     mine = (specs, parts, extents)
     everyone = sharded.collectives.all_gather_object(mine) if sharded.collectives.world_size > 1 else [mine]
     _require_alike([each for _, each, _ in everyone])
+    _require_whole(everyone, sharded.rank)
     known: dict[str, dict[str, Any]] = {}
     for each, *_ in everyone:
         for name, states in each.items():
@@ -73,10 +76,16 @@ def full_optimizer_state(
         if holding.sharded and not joint.shares_work(given):
             by_unit.setdefault(unit_of[holding.names[0]], []).append((given, holding))
     found: dict[str, dict[str, Any]] = {}
+    # Of others, units are gathered.
+    apart = {each for *_, boxes in everyone for each in boxes}
+    known_of_units = {
+        name: {key: value for key, value in states.items() if (name, key) not in apart}
+        for name, states in known.items()
+    }
     for unit in sharded.units:
         if unit.shard is None and not _taking_part(unit, receives=receives):
             continue
-        for name, key, tensor in _whole_states(unit, by_unit.get(unit, []), joint, known, receives=receives):
+        for name, key, tensor in _whole_states(unit, by_unit.get(unit, []), joint, known_of_units, receives=receives):
             found.setdefault(name, {})[key] = tensor
     for name, key, tensor in _from_any(sharded, own, known, [each for *_, each in everyone], receives=receives):
         found.setdefault(name, {})[key] = tensor
@@ -91,7 +100,15 @@ def full_optimizer_state(
                 found.setdefault(name, {})[key] = value
     order = [name for group in own["param_groups"] for name in group["params"] if name in found]
     groups = [{setting: _on_host(value) for setting, value in group.items()} for group in own["param_groups"]]
-    return {"state": {name: {key: found[name][key] for key in known[name]} for name in order}, "param_groups": groups}
+    state = {name: {key: found[name][key] for key in known[name]} for name in order}
+    shapes: dict[str, Sequence[int]] = {name: each.shape for name, each in sharded.module.named_parameters()}
+    shapes.update({each.name: each.shape for unit in sharded.units for each in unit.parameters})
+    for group in joint.groups:
+        for given in group["params"]:
+            name = held[given].names[0]
+            if any(map(is_inside, state.get(name, {}))):
+                state[name] = put_together(state[name], joint.like_in_blocks(given, group), shapes[name])
+    return {"state": state, "param_groups": groups}
 
 
 #: A parameter as the optimizer has it, which may be a ``DTensor``, and what it stands for.
@@ -119,11 +136,38 @@ def _require_alike(everyone: Sequence[Mapping[tuple[str, tuple[int, ...]], Mappi
             )
 
 
+def _require_whole(everyone: Sequence[tuple[_Specs, Any, Mapping[tuple[str, str], Sequence[Box]]]], rank: int) -> None:
+    """Raise ConfigError where pieces have state in blocks that are not the whole parameter's; on all ranks."""
+    shapes: dict[tuple[str, str], set[tuple[torch.dtype, tuple[int, ...]]]] = {}
+    boxes: dict[tuple[str, str], set[Box]] = {}
+    for specs, _, extents in everyone:
+        for (name, key), found in extents.items():
+            spec = specs[name][key]
+            if spec.by_piece:
+                shapes.setdefault((name, key), set()).add((spec.dtype, spec.shape))
+                boxes.setdefault((name, key), set()).update(found)
+    for (name, key), kinds in shapes.items():
+        (_, shape), *others = kinds
+        held = 0 if others else sum(part.numel for _, part in disjoint(list(boxes[name, key])))
+        if is_of_piece(key) or held < math.prod(shape):
+            raise ConfigError(
+                f"The optimizer's state of '{name}' is in blocks, of which ranks cut some, or have pieces too small "
+                f"for them (rank {rank}): there is no state of the whole. Save it by polyshard.checkpoint, for the "
+                "same number of ranks; or shard with layout={'name': 'blocks', 'size': 4096}."
+            )
+
+
 class _TensorSpec(NamedTuple):
     """Stands for a tensor whose elements are not sent with the names."""
 
     dtype: torch.dtype
     cut: bool
+    shape: tuple[int, ...]
+    by_piece: bool
+    """Whether ranks may have pieces in different forms."""
+
+
+_Specs = Mapping[str, Mapping[str, Any]]
 
 
 def _specs(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -132,7 +176,12 @@ def _specs(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     for name, states in state.items():
         for key, value in states.items():
             if isinstance(value, torch.Tensor) and (isinstance(value, CheckpointTensor) or value.numel() != 1):
-                found.setdefault(name, {})[key] = _TensorSpec(value.dtype, isinstance(value, CheckpointTensor))
+                found.setdefault(name, {})[key] = _TensorSpec(
+                    value.dtype,
+                    isinstance(value, CheckpointTensor),
+                    tuple(value.shape),
+                    getattr(value, "kept", None) is not None,
+                )
             else:
                 found.setdefault(name, {})[key] = _on_host(value)
     return found
@@ -177,21 +226,23 @@ def _from_any(
 
     ``everyone``: the boxes that each rank has, by names of the parameter and the state.
     """
-    shapes = {each.name: each.shape for unit in sharded.units for each in unit.parameters}
     for name, key in sorted({each for boxes in everyone for each in boxes}):
         offers = [
             (rank, number, box)
             for rank, boxes in enumerate(everyone)
             for number, box in enumerate(boxes.get((name, key), ()))
         ]
-        tensor = torch.zeros(shapes[name], dtype=known[name][key].dtype, device=sharded.collectives.device)
+        spec = known[name][key]
+        tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=sharded.collectives.device)
         for index, part in disjoint([box for *_, box in offers]):
             rank, number, box = offers[index]
             if rank == sharded.rank:
                 view = own["state"][name][key].chunks[number].view
                 box_within(tensor, Box.whole(tensor.shape), part).copy_(box_within(view, box, part))
         if sharded.collectives.world_size > 1 and tensor.numel():
-            sharded.collectives.all_reduce(tensor, op=ReduceOp.SUM).wait()
+            # Of others than one rank all are zeros: bytes can be added where numbers of eight bits cannot.
+            carried = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+            sharded.collectives.all_reduce(carried, op=ReduceOp.SUM).wait()
         if receives:
             yield name, key, _on_host(tensor)
 

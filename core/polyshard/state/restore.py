@@ -12,7 +12,18 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import ConfigError
-from ..inspect import NOT_BY_ELEMENT, ShardedModel, is_dtensor
+from ..inspect import (
+    NOT_BY_ELEMENT,
+    ShardedModel,
+    StateTensor,
+    blocks_of,
+    is_dtensor,
+    is_inside,
+    local_of,
+    put_together,
+    taken_apart,
+)
+from .blocks import SavedBlocks, is_in_blocks
 from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
 from .source import SavedState, Source, in_lines, listed, opening, problem_with
@@ -20,6 +31,8 @@ from .source import SavedState, Source, in_lines, listed, opening, problem_with
 #: How a step is carried out, not what it computes: left as the optimizer was made.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_COMPARED = _IMPLEMENTATION | {"params", "param_names"}
+#: Begins the key of a tensor that is filled by pieces. No key of a source begins so.
+_IN_BLOCKS = "\0in blocks "
 #: For a flat parameter that differs from the parameters that it stands for.
 _REMEDY = "Give the optimizer model.parameters() instead."
 
@@ -107,11 +120,18 @@ class OptimizerRestore:
         #: it began with.
         self._taken: list[nn.Parameter] = []
         saved = self._saved()
+        if kind is None:
+            self._refuse_full_precision(held, saved)
+        #: Parameters with state in blocks, and state of the classes that theirs are to have.
+        self._like: dict[nn.Parameter, Mapping[str, Any]] = {}
         self._numbers = self._names_of_numbers(held.values(), saved)
         wrong: list[str] = []
         for group in optimizer.groups:
             for parameter in group["params"]:
                 holding, present = held[parameter], optimizer.state_of(parameter)
+                for each in holding.names:
+                    if is_in_blocks(saved.get(each, {})):
+                        self._require_blocks(parameter, holding, each)
                 if holding.unit is not None:
                     beside = _on_parameters_device(group)
                     flat = _FlatState(source, holding, saved, present, self._numbers, sharded.rank, beside=beside)
@@ -123,7 +143,18 @@ class OptimizerRestore:
                 if not holding.here and not is_dtensor(parameter):
                     continue
                 self._taken.append(parameter)
-                for name, key in saved.get(holding.names[0], {}).items():
+                own = saved.get(holding.names[0], {})
+                if is_in_blocks(own):
+                    try:
+                        own = self._blocks(parameter, holding, own, group)
+                    except ConfigError as error:
+                        wrong.append(str(error))
+                        continue
+                # What is in blocks now takes nothing of single elements.
+                present = {
+                    name: value for name, value in taken_apart(present).items() if not isinstance(value, StateTensor)
+                }
+                for name, key in own.items():
                     try:
                         self.targets[key] = self._target(key, name, holding, present, group)
                     except ConfigError as error:
@@ -140,7 +171,12 @@ class OptimizerRestore:
             value = self._tensors[key] if key in self._tensors else self.targets[key]
             state.setdefault(parameter, {})[name] = value
         for parameter in self._taken:
-            self._optimizer.replace_state(parameter, state.get(parameter))
+            found = state.get(parameter)
+            like = self._like.get(parameter)
+            if found is not None and like is not None:
+                shape = (local_of(parameter) if is_dtensor(parameter) else parameter).shape
+                found = put_together(found, like, shape)
+            self._optimizer.replace_state(parameter, found)
         for group, settings in zip(self._optimizer.groups, self._settings, strict=True):
             for name, value in settings.items():
                 current = group.get(name)
@@ -151,6 +187,79 @@ class OptimizerRestore:
                     current.copy_(torch.as_tensor(value))
                 else:
                     group[name] = value
+
+    def _require_blocks(self, parameter: nn.Parameter, holding: Holding, name: str) -> None:
+        if holding.unit is not None or self._optimizer.blocks_of(parameter) is None:
+            what = holding.described if holding.unit is not None else "the optimizer"
+            raise ConfigError(
+                f"{opening(self._source)} has optimizer state of '{name}' in blocks of a few bits, and {what} has it "
+                f"for single elements in full precision (rank {self._rank}). Load it into the optimizer that saved it, "
+                "over model.parameters(), or load without the optimizer."
+            )
+
+    def _blocks(
+        self, parameter: nn.Parameter, holding: Holding, keys: Mapping[str, str], group: Mapping[str, Any]
+    ) -> Mapping[str, str]:
+        """Match the state in blocks of one parameter; returns what is left of ``keys``."""
+        blocks, present = self._optimizer.blocks_of(parameter), self._optimizer.state_of(parameter)
+        assert blocks is not None
+        found = SavedBlocks(self._source, holding, keys, blocks, present, self._rank)
+        for key, target in found.targets.items():
+            wrong = problem_with(
+                self._source, key, f"optimizer state of {holding.described}", target, f"(rank {self._rank})"
+            )
+            if wrong is not None:
+                raise ConfigError(wrong)
+        self.targets.update(found.targets)
+        for name, tensor in found.tensors.items():
+            key = f"{_IN_BLOCKS}{len(self._tensors)}"
+            self._tensors[key] = tensor
+            self._entries.append((parameter, name, key))
+        if any(map(is_inside, found.tensors)):
+            self._like[parameter] = self._like_of(parameter, holding, found, group)
+        return found.left
+
+    def _like_of(
+        self, parameter: nn.Parameter, holding: Holding, found: SavedBlocks, group: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """State of the classes that ``found`` was taken from."""
+        like = self._optimizer.state_of(parameter)
+        if not found.tensors.keys() <= taken_apart(like).keys():
+            like = self._optimizer.like_in_blocks(parameter, group)
+        known = taken_apart(like)
+        for name, tensor in found.tensors.items():
+            each = known.get(name)
+            own = each.value if isinstance(each, StateTensor) else each
+            if is_inside(name) and (not isinstance(own, torch.Tensor) or own.dtype != tensor.dtype):
+                raise ConfigError(
+                    f"{opening(self._source)} has '{name}' of {holding.described} in {tensor.dtype}, which the "
+                    f"optimizer does not make (rank {self._rank}). Load it into the optimizer that saved it."
+                )
+        return like
+
+    def _refuse_full_precision(self, held: Mapping[nn.Parameter, Holding], saved: SavedState) -> None:
+        """Raise where an optimizer with states in blocks is given those of one that has none, by all that is seen."""
+        for each in self._optimizer.members:
+            blocks = blocks_of(each)
+            parameters = [own for group in each.param_groups for own in group["params"]] if blocks else []
+            states = {own: saved.get(held[own].names[0], {}) for own in parameters}
+            if blocks is None or any(map(is_in_blocks, states.values())):
+                continue
+            for own, keys in states.items():
+                numel = held[own].parameter.numel()
+                fresh = blocks.divides(numel) and not self._optimizer.state_of(own)
+                if fresh and self._are_of_elements(held[own], keys):
+                    raise ConfigError(
+                        f"{opening(self._source)} has optimizer state of '{held[own].names[0]}' in full precision, and "
+                        f"{type(each).__name__} keeps that of {numel} elements in blocks of a few bits (rank "
+                        f"{self._rank}). Make the optimizer as it was when it was saved, or load without it; where "
+                        "all pieces were too small for blocks, load at the number of ranks that saved it."
+                    )
+
+    def _are_of_elements(self, holding: Holding, keys: Mapping[str, str]) -> bool:
+        shape = holding.sharded[0].shape if holding.sharded else tuple(holding.parameter.shape)
+        entries = map(self._source.entry, keys.values())
+        return any(isinstance(each, TensorStorageMetadata) and tuple(each.size) == tuple(shape) for each in entries)
 
     def _saved(self) -> SavedState:
         found: dict[str, dict[str, str]] = {}
@@ -438,6 +547,15 @@ def _require_same_kind(
         raise ConfigError(
             f"{opening(source)} was saved by {saved['module']}.{saved['class']}, whose state means nothing to "
             f"{mine['module']}.{mine['class']} (rank {rank}). Load it with the optimizer that saved it, or without one."
+        )
+    if saved is not None and saved.get("block") != mine.get("block"):
+        was, here = (
+            "in full precision" if each.get("block") is None else f"in blocks of {each['block']} elements"
+            for each in (saved, mine)
+        )
+        raise ConfigError(
+            f"{opening(source)} was saved by {saved['class']} with states {was}, and the optimizer keeps them {here} "
+            f"(rank {rank}). Make it as it was when it was saved, or load without it."
         )
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         different = [

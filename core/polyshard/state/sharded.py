@@ -27,6 +27,20 @@ _STAGER = (
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
+@dataclass(frozen=True, slots=True)
+class KeptPiece:
+    """A piece of a parameter whose state this rank may keep in another form than other ranks keep theirs."""
+
+    label: str
+    """Tells it from other pieces of the parameter."""
+    numel: int
+    """Elements of the piece."""
+    whole: int
+    """Elements of the parameter."""
+    flat: torch.Tensor
+    """The numbers of this rank, 1-D."""
+
+
 class CheckpointTensor(torch.Tensor):
     """Stands for a whole tensor. This rank holds some of its chunks, possibly none.
 
@@ -41,6 +55,8 @@ class CheckpointTensor(torch.Tensor):
     is_part: bool = False
     #: Whether ``torch.distributed.checkpoint`` is to write from here: not where other ranks cut their copy otherwise.
     offers: bool = True
+    #: Set where a checkpoint may have to write the numbers of each piece by themselves.
+    kept: KeptPiece | None = None
 
     @staticmethod
     def __new__(

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..errors import ConfigError, ConfigTypeError, RankMismatchError
+from ..inspect import StateTensor, local_of, taken_apart
 from ..interfaces import Collectives
 from ..io.boxes import Box, Chunk, box_within
 from .exchange import coordinates, from_first, speaks
@@ -291,8 +292,15 @@ def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | N
         )
     for name, states in optimizer["state"].items():
         require_name(name)
-        for key, value in states.items():
-            yield (OPTIMIZER, "state", name, key), _replicated(value)
+        for key, value in taken_apart({key: _replicated(each) for key, each in states.items()}).items():
+            tensor = value.value if isinstance(value, StateTensor) else value
+            local = local_of(tensor) if _is_dtensor(tensor) else tensor
+            if _is_dtensor(tensor) and hasattr(local, "__tensor_flatten__"):
+                raise ConfigError(
+                    f"The optimizer's state '{key}' of '{name}' is a DTensor of {type(local).__name__}, "
+                    "whose blocks are each rank's own. Give the state of whole parameters, from one process."
+                )
+            yield (OPTIMIZER, "state", name, key), tensor
     for index, group in enumerate(optimizer["param_groups"]):
         for name in group["params"]:
             require_name(name)

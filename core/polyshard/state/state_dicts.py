@@ -239,6 +239,9 @@ def _state_like(parameter: DTensor, holding: Holding, value: object) -> DTensor 
     """
     if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape != holding.parameter.shape:
         return None
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        # Told as the tensors that it is made of.
+        return None
     if any(stop == start for start, stop in placement(holding.parameter).pieces):
         return None
     from torch.distributed.tensor import DTensor

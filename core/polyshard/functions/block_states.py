@@ -1,0 +1,250 @@
+"""States of optimizers in blocks of a few bits, each with a scale of its own: who has them, and what they are made of.
+
+Optimizers of other packages count blocks from the beginning of their tensor, which is a piece. Where that is not a
+whole number of blocks behind the parameter's beginning, other elements share a scale than on the unsharded model, and a
+warning says so.
+
+[Note: parts of a state]
+A state in blocks is several tensors: *codes*, one for each element or for a few elements in one byte; *scales*, one for
+each block; and *tables* of what codes mean, the same for every block. torchao has them in a subclass of ``Tensor``,
+which gives them by ``__tensor_flatten__``: a parameter's ``exp_avg`` is told as ``exp_avg:codes``, ``exp_avg:scale``
+and ``exp_avg:qmap``. bitsandbytes has them side by side, under names of its own: ``state1``, ``absmax1``, ``qmap1``.
+Neither package is imported here.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..planning.parts import is_dtensor
+from ..runtime.unit import Unit
+from .lookup import ParameterLocation
+
+#: Of bitsandbytes, for all of its optimizers.
+_BITSANDBYTES_BLOCK = 256
+_BITSANDBYTES = re.compile(r"(state|absmax|qmap)(\d+)")
+#: Between the name of a state and that of a tensor inside of it.
+_INSIDE = ":"
+
+
+class Role(enum.Enum):
+    """What a tensor of a state is."""
+
+    ELEMENTS = "elements"
+    """A number for each element, or its code; or a byte of several codes."""
+    SCALES = "scales"
+    """A number for each block."""
+    TABLE = "table"
+    """What codes mean."""
+
+
+_ROLES = {
+    "codes": Role.ELEMENTS,
+    "scale": Role.SCALES,
+    "qmap": Role.TABLE,
+    "state": Role.ELEMENTS,
+    "absmax": Role.SCALES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How an optimizer divides a tensor."""
+
+    size: int
+    """Elements of a block."""
+    smallest: int
+    """Elements of a tensor below which its state is in full precision."""
+    whole: bool
+    """Whether the state of a tensor that is not made of whole blocks is in full precision, too."""
+
+    def divides(self, numel: int) -> bool:
+        """Whether a tensor of ``numel`` elements has its state in blocks."""
+        return numel >= self.smallest and not (self.whole and numel % self.size)
+
+    def differ(self, unit: Unit, slot: int) -> bool:
+        """Whether blocks of a parameter's pieces, on any rank, are not those of the whole parameter.
+
+        Pieces that are too small to be divided are more exact than the whole, and do not count.
+        """
+        ranges = [unit.layout.range_of(slot, rank) for rank in range(unit.ranks.shard_size)]
+        there = [(start, stop - start) for start, stop in ranges if start < stop]
+        if not self.divides(unit.layout.slots[slot].numel):
+            return any(self.divides(numel) for _, numel in there)
+        return any(
+            start % self.size and max(before, numel) >= self.smallest for (_, before), (start, numel) in pairwise(there)
+        )
+
+
+def blocks_of(optimizer: torch.optim.Optimizer) -> Blocks | None:
+    """The blocks of ``optimizer``; None where it treats all elements of a tensor alike."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    if "bitsandbytes" in packages:
+        settings = getattr(optimizer, "args", None)
+        if getattr(settings, "optim_bits", 32) == 8:
+            return Blocks(_BITSANDBYTES_BLOCK, getattr(settings, "min_8bit_size", 4096), whole=False)
+    size = getattr(optimizer, "block_size", None) if "torchao" in packages else None
+    # torchao's optimizer that only rounds has a single block.
+    return Blocks(int(size), 4096, whole=True) if size and math.isfinite(size) else None
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of a parameter's state."""
+
+    value: torch.Tensor
+    role: Role
+    elements: int
+    """How many elements of the parameter one number is of; of a table, 0."""
+
+
+def role_of(name: str) -> Role | None:
+    """The role of the tensor that is told as ``name``; None of an ordinary state.
+
+    bitsandbytes' codes have the name of an ordinary state: see their dtype.
+    """
+    inside = name.partition(_INSIDE)[2]
+    if inside:
+        return _ROLES.get(inside)
+    found = _BITSANDBYTES.fullmatch(name)
+    return None if found is None or found[1] == "state" else _ROLES[found[1]]
+
+
+def state_name_of(name: str) -> str:
+    """The name of the state that the tensor ``name`` is a part of: the one that it has in full precision."""
+    found = _BITSANDBYTES.fullmatch(name)
+    return name.partition(_INSIDE)[0] if found is None else f"state{found[2]}"
+
+
+def is_inside(name: str) -> bool:
+    """Whether the tensor that is told as ``name`` is inside of one of a class of its own."""
+    return _INSIDE in name
+
+
+def taken_apart(state: Mapping[str, Any]) -> dict[str, StateTensor | Any]:
+    """``state`` of one parameter with the tensors of those in blocks; others are themselves, and in their order."""
+    found: dict[str, StateTensor | Any] = {}
+    for name, value in state.items():
+        inner = _inner(value)
+        if inner is not None:
+            numel = value.numel()
+            for each, tensor in inner.items():
+                role = _ROLES[each]
+                elements = 0 if role is Role.TABLE else numel // max(1, tensor.numel())
+                found[f"{name}{_INSIDE}{each}"] = StateTensor(tensor, role, elements)
+            continue
+        matched = _BITSANDBYTES.fullmatch(name) if isinstance(value, torch.Tensor) else None
+        codes = None if matched is None else state.get(f"state{matched[2]}")
+        scales = None if matched is None else state.get(f"absmax{matched[2]}")
+        if matched is None or not _are_blocks(codes, scales):
+            found[name] = value
+        else:
+            role = _ROLES[matched[1]]
+            size = {Role.ELEMENTS: 1, Role.SCALES: _BITSANDBYTES_BLOCK, Role.TABLE: 0}[role]
+            found[name] = StateTensor(value, role, size)
+    return found
+
+
+def put_together(parts: Mapping[str, Any], like: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+    """The state that was ``taken_apart``, of a parameter of ``shape``.
+
+    ``like``: the state of any parameter of the same optimizer, whose classes it gets.
+    """
+    found: dict[str, Any] = {}
+    inner: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in parts.items():
+        outer, _, inside = name.partition(_INSIDE)
+        if inside:
+            found.setdefault(outer, None)
+            inner.setdefault(outer, {})[inside] = value
+        else:
+            found[name] = value
+    for name, tensors in inner.items():
+        model: Any = like[name]
+        context = _of_shape(model.__tensor_flatten__()[1], tuple(model.shape), tuple(shape))
+        size = torch.Size(shape)
+        found[name] = type(model).__tensor_unflatten__(
+            tensors, context, size, torch.empty(size, device="meta").stride()
+        )
+    return found
+
+
+def _inner(value: object) -> dict[str, torch.Tensor] | None:
+    """The tensors inside of a state in blocks; None for others, and for those of which some are not known."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None:
+        return None
+    names: Sequence[str] = flatten()[0]
+    if not {"codes", "scale"} <= set(names) <= _ROLES.keys():
+        return None
+    return {name: getattr(value, name) for name in names}
+
+
+def _are_blocks(codes: object, scales: object) -> bool:
+    return (
+        isinstance(codes, torch.Tensor)
+        and isinstance(scales, torch.Tensor)
+        and codes.dtype == torch.uint8
+        and tuple(scales.shape) == (-(-codes.numel() // _BITSANDBYTES_BLOCK),)
+    )
+
+
+def _of_shape(context: Any, known: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """``context`` of a tensor of the shape ``known`` for one of ``shape``: codes of half a byte do not tell it."""
+    if isinstance(context, list | tuple) and not isinstance(context, torch.Size):
+        if all(isinstance(each, int) for each in context) and tuple(context) == known:
+            return type(context)(shape)
+        return type(context)(_of_shape(each, known, shape) for each in context)
+    return torch.Size(shape) if isinstance(context, torch.Size) and tuple(context) == known else context
+
+
+def refuse_dtensors_in_blocks(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], found: Sequence[ParameterLocation | None]
+) -> None:
+    """Raise UnsupportedError where bitsandbytes' kernels would get a ``DTensor``, which they cannot take."""
+    blocks = blocks_of(optimizer)
+    if blocks is None or blocks.whole:
+        return
+    for parameter, each in zip(parameters, found, strict=True):
+        if each is not None and is_dtensor(parameter):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} of bitsandbytes cannot step the DTensor '{each.name}' (rank "
+                f"{each.root.rank}). Give it polyshard.local_parameters(model)."
+            )
+
+
+def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
+    """Warn where the result differs from the unsharded model's. ``groups``: parameters in units that are cut."""
+    blocks = blocks_of(optimizer)
+    if blocks is None:
+        return
+    # Rank 0 alone warns.
+    for each in (each for group in groups for each in group if each.root.rank == 0):
+        kind = f"{type(optimizer).__name__} keeps its state in blocks of {blocks.size} elements"
+        if each.slot is None:
+            if each.unit.layout.shard_numel >= blocks.smallest:
+                warnings.warn(
+                    f"{kind}, and divides the flat parameter of unit '{each.unit.name}' otherwise than each of its "
+                    "parameters (rank 0): the result differs slightly from the unsharded model's. Give the optimizer "
+                    "model.parameters(), and shard with layout={'name': 'blocks', 'size': 4096}.",
+                    stacklevel=2,
+                )
+                return
+        elif blocks.differ(each.unit, each.slot):
+            warnings.warn(
+                f"{kind}, and ranks cut '{each.unit.parameters[each.slot].names[0]}' inside of some (rank 0): the "
+                "result differs slightly from the unsharded model's. Shard with layout={'name': 'blocks', 'size': "
+                "4096}, or filter this warning.",
+                stacklevel=2,
+            )
+            return
