@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from ..inspect import Blocks, Role, ShardedParameter, StateTensor, role_of, state_name_of, taken_apart
 from ..io.boxes import Box, Chunk, storage_order
 from .sharded import CheckpointTensor, Holding, KeptPiece, of_parameter, whole
-from .source import Source, opening
+from .source import Source, opening, problem_with
 
 #: What ``label_of`` gives.
 _LABEL = re.compile(r"\[[\d:,;]*\]$")
@@ -180,6 +180,10 @@ class SavedBlocks:
             target = None if key is None else self._target(stem, key)
             if key is None or target is None:
                 raise ConfigError(self._not_there(state, stem))
+            what = f"optimizer state '{stem}' of {self._holding.described}"
+            wrong = problem_with(self._source, key, what, target, self._where)
+            if wrong is not None:
+                raise ConfigError(wrong)
             self.targets[key] = target
 
     def _not_there(self, state: str, stem: str) -> str:

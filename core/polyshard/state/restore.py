@@ -204,12 +204,6 @@ class OptimizerRestore:
         blocks, present = self._optimizer.blocks_of(parameter), self._optimizer.state_of(parameter)
         assert blocks is not None
         found = SavedBlocks(self._source, holding, keys, blocks, present, self._rank)
-        for key, target in found.targets.items():
-            wrong = problem_with(
-                self._source, key, f"optimizer state of {holding.described}", target, f"(rank {self._rank})"
-            )
-            if wrong is not None:
-                raise ConfigError(wrong)
         self.targets.update(found.targets)
         for name, tensor in found.tensors.items():
             key = f"{_IN_BLOCKS}{len(self._tensors)}"
