@@ -35,14 +35,13 @@ def _never() -> bool:
 def root_of(module_state: ModuleState) -> Root:
     """The root of the model that ``module_state`` is inside.
 
-    Raises StateError: there is none yet, as in models of ``FullyShardedDataParallel`` before their first forward.
+    Raises StateError: there is none yet, a wrapper may find it in the first forward.
     """
     root = module_state.step
     if not isinstance(root, Root):
         raise StateError(
-            f"'{module_state.name or 'The model'}' has no root before its first forward: "
-            "modules around it may still be wrapped. Run a forward first, or call the wrapper's own methods, such as "
-            "FSDP.summon_full_params."
+            f"'{module_state.name or 'The model'}' has no root before its first forward: modules around it may still "
+            "be wrapped. Run a forward first, or call the wrapper's own methods."
         )
     return root
 
