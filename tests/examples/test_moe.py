@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from checkpoints import tensors_in
 from processes import KeptRanks, importing_from
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +71,37 @@ class Curves(NamedTuple):
     norms: list[float]
 
 
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """All of a model computes in fp64: what it casts to fp32 (norms, routing, the loss), too, and grouped products."""
+    to, softmax = torch.Tensor.to, functional.softmax
+
+    def kept(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        return to(tensor, *args, **kwargs)
+
+    def by_loop(x: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        ends = offs.tolist()
+        parts = [x[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
+        return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weights.shape[-1])])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", kept)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(functional, "softmax", lambda x, *args, dtype=None, **kwargs: softmax(x, *args, **kwargs))
+        patch.setattr(functional, "grouped_mm", by_loop)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def train_in_fp64(rank: int, name: str, folder: Path, changes: dict[str, Any]) -> Curves:
+    with in_fp64():
+        return train_steps(rank, name, folder, changes)
+
+
 def train_steps(rank: int, name: str, folder: Path, changes: dict[str, Any]) -> Curves:
     """What a rank knows of a run over a mesh."""
     # torchdata 0.11 tells torch what it uses, in a way that torch 2.13 deprecates.
@@ -82,14 +116,14 @@ def train_steps(rank: int, name: str, folder: Path, changes: dict[str, Any]) -> 
         ranks = Ranks(rank, 4, torch.device("cpu"))
         tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
         training = Training(settings, ranks, tokens)
-        steps = [training.step() for _ in range(STEPS)]
+        steps = [training.step() for _ in range(settings.training.steps)]
         losses, balances = ([step.loss for step in steps], [step.balance for step in steps])
         means = [[total / 4 for total in ranks.total(values)] for values in (losses, balances)]
         polyshard.close(training.model)
         return Curves(*means, [step.norm.item() for step in steps])
 
 
-def plain_steps(name: str, folder: Path) -> tuple[Curves, list[list[int]]]:
+def plain_steps(name: str, folder: Path, steps: int = STEPS) -> tuple[Curves, list[list[int]]]:
     """The same of Transformers' own model in one process, with the whole batch; tokens of each expert, by step."""
     from loader import Share
     from model import Initializer, model_config
@@ -112,7 +146,9 @@ def plain_steps(name: str, folder: Path) -> tuple[Curves, list[list[int]]]:
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     batches = iter(Share(len(rows), 4, 0, 1, seed=0))
     curves, counts = Curves([], [], []), []
-    for rate in (0.005, 0.01, 0.01, 0.00775, 0.00325):
+    for step in range(steps):
+        done = (step - 2) / (steps - 2)
+        rate = 0.005 if step == 0 else 0.001 + 0.0045 * (1 + math.cos(math.pi * max(0.0, done)))
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = rows[next(batches)]
@@ -171,6 +207,18 @@ def test_ranks_of_a_mesh_train_as_one_process_does(name: str, meshes: Sequence[d
             assert found.losses == pytest.approx(expected.losses, abs=1e-5), changes
             assert found.balances == pytest.approx(expected.balances, abs=1e-5), changes
             assert found.norms == pytest.approx(expected.norms, rel=1e-4), changes
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("example")
+def test_twenty_steps_in_fp64_are_those_of_one_process(tmp_path: Path) -> None:
+    with in_fp64():
+        expected, _ = plain_steps("mixtral", tmp_path / "run", 20)
+    for changes in ({"parallel.ep": 1}, {"parallel.ep": 2}, {"parallel.tp": 2}, {"parallel.ep": 4}):
+        changes |= {"training.steps": 20, "training.microbatch": changes.get("parallel.tp", 1)}
+        for found in RANKS.run(4, train_in_fp64, "mixtral", tmp_path / "run", changes):
+            for mine, theirs in zip(found, expected, strict=True):
+                assert mine == pytest.approx(theirs, rel=0, abs=1e-9), changes
 
 
 @pytest.mark.usefixtures("example")
