@@ -38,14 +38,14 @@ _UNNAMED = (
     r"polyshard_plugins\.stand_in\.StandIn",
     r"polyshard\.(planning|runtime|functions|setup|capture)\..*",
     r"polyshard\.checkpoint\.(pending\.Notes|storage\.contract\.AnyPlace)",
-    r"polyshard\.inspect\.ShardedUnit",
+    r"polyshard\.(inspect\.ShardedUnit|state\.sharded\.KeptPiece)",
     r"polyshard_lightning\.(fabric\.ShardedModule|common\.Strategy)",
     r"polyshard_tools\.forecast\.(memory|recording|timing)\..*",
     r"polyshard_testing\.(plugin|ranks)\..*",
     r"polyshard_plugins\.(block_scaled\.BlockScaled|offload\.ParkingRule|precision\.Configured)",
     r"polyshard_policies\.(division\..*|functions\.RecursivePolicy)",
 )
-nitpick_ignore_regex.append(("py:class", "|".join(_UNNAMED)))
+nitpick_ignore_regex.append(("py:(class|obj)", "|".join(_UNNAMED)))
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
