@@ -62,7 +62,7 @@ class Offer:
 
 
 class _Scan:
-    """What was installed when it was made."""
+    """The entry points that were installed when it was made."""
 
     def __init__(self, places: object) -> None:
         self.places = places
@@ -75,7 +75,7 @@ _latest: _Scan | None = None
 
 
 def offers_of(group: Group) -> list[Offer]:
-    """The group's entry points, ordered, each once."""
+    """What is installed of ``group``, as ``_offered`` orders it. Callers do not change the list: it is kept."""
     global _latest
     places, scan = _places(), _latest
     if scan is None or scan.places != places:
@@ -97,7 +97,10 @@ def _places() -> object:
 
 
 def _offered(entry_points: EntryPoints, group: Group) -> list[Offer]:
-    """An editable install can leave two metadata folders of one distribution, or one file that lists a line twice."""
+    """The group's entry points, ordered, each once.
+
+    An editable install can leave two metadata folders of one distribution, or one file that lists a line twice.
+    """
     # The metadata of a package that offers many plugins is read once, and that of other packages not at all.
     origins: dict[int, tuple[str, str]] = {}
     found: dict[tuple[str, str, str], Offer] = {}
