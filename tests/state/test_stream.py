@@ -185,7 +185,7 @@ def test_a_unit_is_one_gather_and_a_bucket_one_launch() -> None:
     wanted = [
         names for names, _ in polyshard.stream(model, names=lambda n: n[7:] if n.startswith("blocks.4") else None)
     ]
-    assert wanted == [["4.up.weight", "4.up.bias", "4.down.weight"]]
+    assert wanted == [["4.up.weight", "4.down.weight", "4.up.bias"]]
     assert len(collectives.gathers) == 1
 
     collectives.calls.clear()

@@ -53,12 +53,12 @@ def stream(
     """Hand out the whole weights of a sharded model, unit by unit: ``(names, tensors)``, two lists of equal length.
 
     For an engine that generates, ``for names, tensors in polyshard.stream(model): engine.load(zip(names, tensors))``.
-    A unit is one gather, and the next one's is on its way while the caller handles this one's. Every rank calls it
-    and goes through it alike, between steps; the model is as it was afterwards, also where the caller leaves the loop
-    early. Parameters come first, by unit in module order; then, as one more list, what is outside of units: ignored
-    parameters and persistent buffers. A tied parameter comes once, under its first name. Parameters that are parts of
-    larger tensors by tensor or expert parallelism come whole, by one more gather for those of a unit that are cut
-    evenly, and one for each other.
+    A unit is one gather, and the next one's is on its way while the caller handles this one's. Every rank calls it and
+    goes through it alike, between steps; the model is as it was afterwards, also where the caller leaves the loop
+    early. Parameters come first, by unit in module order, the smallest of each last; then, as one more list, what is
+    outside of units: ignored parameters and persistent buffers. A tied parameter comes once, under its first name.
+    Parameters that are parts of larger tensors by tensor or expert parallelism come whole, by one more gather for those
+    of a unit that are cut evenly, and one for each other.
 
     A rank has at most two units whole at a time. The list of tensors is emptied when the next one is asked for. A
     tensor that the caller still refers to then is moved to memory of its own and stays valid; a view of one keeps its
@@ -234,6 +234,9 @@ def _wanted(sharded: ShardedModel, dtype: torch.dtype | None, names: Renaming | 
     for unit in sharded.units:
         chosen = [(new, each) for each in unit.parameters if (new := name_for(each.name)) is not None]
         if chosen:
+            # The caller's loop still refers to the last tensor when it asks for the next list, which copies that one.
+            smallest = min(range(len(chosen)), key=lambda number: math.prod(chosen[number][1].shape))
+            chosen.append(chosen.pop(smallest))
             wanted.append(_Wanted([new for new, _ in chosen], [each for _, each in chosen], (), unit, dtype))
     outside = [(new, value) for name, value in outside_units(sharded).items() if (new := name_for(name)) is not None]
     if outside:
