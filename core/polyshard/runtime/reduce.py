@@ -492,8 +492,9 @@ class MergedInput:
             gaps = [column[:, layout.shard_numel :] for column, layout in pairs] if clean else []
             gaps += [column.narrow(1, *pad) for column, layout in pairs for pad in layout.pads()]
             self._gaps = [gap for gap in gaps if gap.numel()]
-            if ranks <= thresholds.ROWS_TOGETHER:
-                # Row by row both sides are contiguous, which is what one launch for all of them needs.
+            if ranks <= thresholds.ROWS_TOGETHER and self.flat.device.type != "cpu":
+                # Row by row both sides are contiguous, which is what one launch for all of them needs. A CPU has no
+                # launches, and each copy costs the host.
                 places = [row for place in places for row in place.unbind()]
                 parts = [row for part in parts for row in part.unbind()]
             self._places, self._parts = places, parts
