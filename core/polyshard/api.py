@@ -119,6 +119,29 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         root.synchronises = before
 
 
+@contextmanager
+def no_all_reduce(model: nn.Module) -> Iterator[None]:
+    """Backwards inside reduce gradients among the ranks that shard; the next one outside adds them up over replicas.
+
+    For accumulation with a hybrid strategy: replicas send each other one sum a step, not one a microbatch. What waits
+    takes a rank's shard in the reduction dtype, where ``no_sync`` keeps the whole of each unit; ``.grad`` does not show
+    it. Units without replicas are reduced as outside, and those that nothing shards (``no_shard``) wait as in
+    ``no_sync``. Every rank enters and leaves it alike.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+    """
+    root = outermost_root(model, "no_all_reduce()")
+    before = [each.all_reduces for each in root.module_states]
+    try:
+        for each in root.module_states:
+            each.all_reduces = False
+        yield
+    finally:
+        for each, all_reduces in zip(root.module_states, before, strict=True):
+            each.all_reduces = all_reduces
+
+
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:

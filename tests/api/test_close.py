@@ -213,6 +213,7 @@ CALLS = {
     "forward": lambda model: model(torch.ones(2, 6)),
     "inner forward": lambda model: model[0](torch.ones(2, 6)),
     "no_sync()": lambda model: polyshard.no_sync(model).__enter__(),
+    "no_all_reduce()": lambda model: polyshard.no_all_reduce(model).__enter__(),
     "clip_grad_norm_()": lambda model: polyshard.clip_grad_norm_(model, 1.0),
     "unsharded()": lambda model: polyshard.unsharded(model).__enter__(),
     "flat_parameters()": polyshard.flat_parameters,

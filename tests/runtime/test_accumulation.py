@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +20,8 @@ from parity import (
     stepping,
     units_of,
 )
+from polyshard.interfaces import PluginContext
+from polyshard_backends.fake import FakeCollectives
 from torch import nn
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
@@ -80,3 +82,46 @@ def test_waiting_gradients_are_reduced_by_a_backward_through_a_child_alone(strat
 
     settings = {"policy": units_of(Block), "strategy": strategy}
     assert_parity(seeded(Net), accumulating(child_alone), world_size=2, settings=settings)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "full_shard"])
+def test_no_all_reduce_adds_replicas_up_with_the_last_microbatch(strategy: str) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        values = []
+        with polyshard.no_all_reduce(model) if is_sharded(model) else nullcontext():
+            for microbatch in (turn, turn + 10):
+                values += square_step(model, microbatch, rank)
+                hidden = all(parameter.grad is None for parameter in model.parameters())
+                assert not is_sharded(model) or hidden == strategy.startswith("hybrid")
+        return [*values, *square_step(model, turn + 20, rank)]
+
+    settings: dict[str, Any] = {"policy": units_of(Block), "strategy": strategy}
+    if strategy.startswith("hybrid"):
+        settings["shard_size"] = 2
+    assert_parity(seeded(Net), step, world_size=4, settings=settings, optimizer=adam)
+
+
+@pytest.mark.parametrize(("accumulating", "sums"), [(polyshard.no_all_reduce, 1), (lambda _: nullcontext(), 4)])
+def test_replicas_send_one_sum_a_step(accumulating: Callable[[nn.Module], Any], sums: int) -> None:
+    groups: list[FakeCollectives] = []
+
+    class Recorded(FakeCollectives):
+        def partition(self, rank_lists: Sequence[Sequence[int]]) -> FakeCollectives:
+            groups.append(super().partition(rank_lists))
+            return groups[-1]
+
+    ranks = Recorded(PluginContext("fake", torch.device("cpu")), 0, 8)
+    config = polyshard.ShardConfig(collectives=ranks, strategy="hybrid_shard", shard_size=2, policy=units_of(nn.Linear))
+    model = polyshard.shard(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), config)
+    whole = 4 * (64 * 64 + 64)
+    for group in groups:
+        group.calls.clear()
+    with accumulating(model):
+        for _ in range(3):
+            model(torch.ones(4, 64)).sum().backward()
+    model(torch.ones(4, 64)).sum().backward()
+    sent = [call.numel for group in groups for call in group.calls if call.operation == "all_reduce"]
+    # Each rank adds up its half of every unit with three others; up to 128 elements of each are padding.
+    assert sums * whole / 2 <= sum(sent) <= sums * (whole / 2 + 4 * 128)
+    scattered = [call.numel for group in groups for call in group.calls if call.operation == "reduce_scatter"]
+    assert 4 * whole <= sum(scattered) <= 4 * (whole + 8 * 128)
