@@ -21,13 +21,19 @@ _WHOLE = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw", "g
 _EVALUATION = (
     "would change the dtype of sharded parameters. Leave it out: evaluation computes in the precision of training."
 )
-#: Settings of ``TrainingArguments``, and why each is refused.
+#: Settings of ``TrainingArguments`` and of TRL's configurations, and why each is refused.
 _REFUSED = {
     "enable_jit_checkpoint": "saves on each rank behind its own signal: one that was signalled alone, or a step "
     "earlier, would wait for the others in the save. Leave it out, and give the trainer "
     "callbacks=[polyshard_transformers.PreemptionCallback()].",
     "bf16_full_eval": _EVALUATION,
     "fp16_full_eval": _EVALUATION,
+    "use_vllm": "hands parameters to vLLM by their names, and each rank holds pieces of them. Leave it out: TRL calls "
+    "the model's generate, which gathers once a call.",
+    "use_transformers_continuous_batching": "generates by another method than generate, and would gather each unit for "
+    "each token. Leave it out.",
+    "activation_offloading": "moves all that backward needs to the host, gathered parameters as well. Leave it out; "
+    "gradient_checkpointing=True keeps less.",
     "torch_compile": "is set, and PolyshardTrainer does not compile. Compile the model's blocks before you give it to "
     "the trainer: for block in model.model.layers: block.compile().",
 }
