@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         register_forward_method,
         report,
         shard,
+        token_divisor,
         unsharded,
     )
     from .capture.step import CapturedStep, CaptureFallback, CaptureMode
@@ -80,6 +81,7 @@ __all__ = [
     "shard",
     "stream",
     "tell_failures",
+    "token_divisor",
     "unsharded",
 ]
 

@@ -214,6 +214,7 @@ CALLS = {
     "inner forward": lambda model: model[0](torch.ones(2, 6)),
     "no_sync()": lambda model: polyshard.no_sync(model).__enter__(),
     "clip_grad_norm_()": lambda model: polyshard.clip_grad_norm_(model, 1.0),
+    "token_divisor()": lambda model: polyshard.token_divisor(model, 1),
     "unsharded()": lambda model: polyshard.unsharded(model).__enter__(),
     "flat_parameters()": polyshard.flat_parameters,
     "report()": polyshard.report,
