@@ -101,6 +101,19 @@ def refuse_model(model: nn.Module, config: ShardConfig | None, rank: int) -> Non
         )
 
 
+def refuse_unlike_reference(model: nn.Module, reference: nn.Module) -> None:
+    """Raise ``ConfigError`` where ranks might come to hold other pieces of ``reference`` than of ``model``, which
+    TRL's ``sync_ref_model`` mixes element by element.
+    """
+    trained, same = ([each.requires_grad for each in both.parameters()] for both in (model, reference))
+    if is_sharded(model) or is_sharded(reference) or trained != same:
+        raise ConfigError(
+            "sync_ref_model mixes each rank's pieces of the model with those of its reference, so both must be cut "
+            "alike. Give the trainer both before they are sharded, with the same parameters frozen, or leave "
+            "sync_ref_model out."
+        )
+
+
 def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module, rank: int, *, whole: bool) -> None:
     """Raise where ``optimizer`` was made over parameters that are not the model's, or computes with whole ones.
 

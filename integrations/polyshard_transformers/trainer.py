@@ -41,6 +41,7 @@ from .refusals import (
     refuse_model,
     refuse_optimizer,
     refuse_other_precision,
+    refuse_unlike_reference,
     refuse_whole_optimizers,
     with_precision,
 )
@@ -50,8 +51,8 @@ class PolyshardMixin(TrainerHooks):
     """Lets a ``Trainer`` behind it shard its model: ``class Mine(PolyshardMixin, SFTTrainer)``.
 
     Before it trains or evaluates for the first time, the model is sharded in place, unit by unit, onto this rank's
-    device. ``trainer.model`` is the model that was given. Each ``train()`` asks a ``model_init`` for a new one, and
-    closes the one before.
+    device. A ``ref_model`` of TRL's is sharded alike. ``trainer.model`` is the model that was given. Each ``train()``
+    asks a ``model_init`` for a new one, and closes the one before.
     """
 
     def __init__(self, *args: Any, shard: ShardConfig | None = None, save_frozen: bool = True, **kwargs: Any) -> None:
@@ -145,7 +146,11 @@ class PolyshardMixin(TrainerHooks):
 
     def _shard_reference(self, model: nn.Module) -> None:
         """Shard ``model`` as the one that is trained, where it is the ``ref_model`` of a trainer of TRL's."""
-        if model is getattr(self, "ref_model", None) and not is_sharded(model):
+        if model is not getattr(self, "ref_model", None):
+            return
+        if getattr(self.args, "sync_ref_model", False):
+            refuse_unlike_reference(self.model, model)
+        if not is_sharded(model):
             refuse_model(model, None, self.args.process_index)
             shard(model, self._config())
 

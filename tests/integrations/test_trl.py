@@ -121,8 +121,10 @@ def make_trainer(kind: str, folder: str, world_size: int, base: str, **settings:
         made = type("Sharded", (PolyshardMixin, made), {})
         given |= {"ddp_backend": "gloo"}
         extra |= {"shard": shard_config(listeners=settings.pop("listeners", ()))}
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.model.embed_tokens.requires_grad_(not settings.pop("freezes_embedding", False))
     return made(
-        model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        model=model,
         args=arguments(**{**given, **settings}),
         train_dataset=load_from_disk(f"{folder}-rows"),
         processing_class=tokenizer(),
@@ -220,19 +222,29 @@ def test_trains_as_trl_does(ranks: KeptRanks, tmp_path: Path, kind: str, setting
         assert found["reference"] == (found["units"] if holds else None)
 
 
-def refuse(rank: int, folder: str, setting: str) -> str:
+def refuse(rank: int, folder: str, kind: str, setting: str) -> str:
     quiet()
     if rank == 0:
         make_model("llama").save_pretrained(f"{folder}/base")
-        write_rows("grpo", f"{folder}/refused-rows")
+        write_rows(kind, f"{folder}/refused-rows")
     torch.distributed.barrier()
-    kind = "sft" if setting == "activation_offloading" else "grpo"
     with launched(rank, 2), repeatable(0), pytest.raises(ConfigError) as caught:
-        make_trainer(kind, f"{folder}/refused", 2, f"{folder}/base", **{setting: True})
+        # What is frozen is another unit, and its reference has no such.
+        make_trainer(kind, f"{folder}/refused", 2, f"{folder}/base", freezes_embedding=True, **{setting: True})
     return str(caught.value)
 
 
-@pytest.mark.parametrize("setting", ["use_vllm", "use_transformers_continuous_batching", "activation_offloading"])
-def test_settings_of_trl_that_take_whole_parameters_are_refused(ranks: KeptRanks, tmp_path: Path, setting: str) -> None:
-    for told in ranks.run(2, refuse, str(tmp_path), setting):
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("grpo", "use_vllm"),
+        ("grpo", "use_transformers_continuous_batching"),
+        ("sft", "activation_offloading"),
+        ("dpo", "sync_ref_model"),
+    ],
+)
+def test_settings_of_trl_that_pieces_cannot_serve_are_refused(
+    ranks: KeptRanks, tmp_path: Path, kind: str, setting: str
+) -> None:
+    for told in ranks.run(2, refuse, str(tmp_path), kind, setting):
         assert setting in told
