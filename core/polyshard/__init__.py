@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         register_forward_method,
         report,
         shard,
+        token_divisor,
         unsharded,
     )
     from .capture.step import CapturedStep, CaptureFallback, CaptureMode
@@ -82,6 +83,7 @@ __all__ = [
     "shard",
     "stream",
     "tell_failures",
+    "token_divisor",
     "unsharded",
 ]
 

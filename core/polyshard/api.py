@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -14,9 +15,10 @@ from .config import ShardConfig
 from .errors import ConfigError, StateError
 from .functions.lookup import Placement, dtensor_of, live_roots, placement_of
 from .functions.memory import MemoryReport, memory_report
-from .functions.norms import clip_grad_norm
+from .functions.norms import clip_grad_norm, norm_dtype
 from .functions.torch_functions import follow
 from .functions.whole import state_dicts_of_pieces, unsharded_parameters
+from .interfaces import ReduceOp
 from .planning.plan import MODULE_STATE_ATTRIBUTE
 from .registry import UsedPlugin
 from .runtime.grouped import hooks_of
@@ -167,6 +169,47 @@ def clip_grad_norm_(
     """
     root = outermost_root(model, "clip_grad_norm_()")
     return clip_grad_norm(root, model, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
+
+
+def token_divisor(model: nn.Module, count: int | torch.Tensor) -> torch.Tensor:
+    """What each rank divides its sum of token losses by, so that a step has the gradient of the mean over all tokens.
+
+    Ranks rarely have as many tokens, and their gradients are averaged: a mean of ranks' means would weigh the tokens of
+    a rank with few of them more. The divisor is the number of tokens of all ranks, by the number of ranks that
+    gradients are averaged over. Ranks along tensor-parallel dimensions give the count of the batch that they share.
+
+    Every rank calls it once a step: one all-reduce of a number, for which the host does not wait.
+
+    Args:
+        model: The outermost sharded module.
+        count: This rank's tokens with a loss in all microbatches of the step; an ``int``, or a tensor of no dimensions.
+
+    Returns:
+        A 0-dim tensor on the compute device, the same on every rank: fp64 where gradients are, else fp32. Where no rank
+        has a token it is that of one, so that a loss of 0 stays 0.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+        ConfigError: ``count`` has dimensions.
+    """
+    root = outermost_root(model, "token_divisor()")
+    device, dtype = root.collectives.device, norm_dtype(root.units)
+    if isinstance(count, torch.Tensor):
+        if count.ndim:
+            raise ConfigError(
+                f"token_divisor() got counts of shape {tuple(count.shape)} (rank {root.rank}). Give the number of this "
+                "rank's tokens in the whole step: count.sum()."
+            )
+        total = count.detach().to(device, dtype, copy=True)
+    else:
+        # Not from the host's memory, for which the host would wait.
+        total = torch.full((), count, dtype=dtype, device=device)
+    everyone = root.units[0].ranks.everyone if root.units else (root.collectives,)
+    with root.meeting("number of tokens", everyone):
+        for group in everyone:
+            group.all_reduce(total, op=ReduceOp.SUM).wait()
+    # Ranks that share a batch have counted it as often as they are many, and are among those divided by.
+    return total.clamp_(min=1).div_(math.prod(group.world_size for group in everyone))
 
 
 def placement(parameter: torch.Tensor) -> Placement:

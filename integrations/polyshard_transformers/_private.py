@@ -8,7 +8,9 @@ methods are those that its own engines go through; a version that lacks one is r
 - ``_save``, ``_save_optimizer_and_scheduler``: what a checkpoint's folder gets;
 - ``_load_from_checkpoint``, ``_load_optimizer_and_scheduler``, ``_load_best_model``: the reads of it;
 - ``PreTrainedModel._init_weights``: how a module's own parameters begin;
-- ``Accelerator._optimizers``: the optimizers that it prepared.
+- ``Accelerator._optimizers``: the optimizers that it prepared;
+- ``_precompute_ref_logps`` of TRL 1.16.0's ``DPOTrainer`` and ``KTOTrainer``: computes with the model while the trainer
+  is made. A version without it is none that does so.
 """
 
 from __future__ import annotations
@@ -69,6 +71,11 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
         self.ensure_sharded(training=False)
         sharded: nn.Module = self.model
         return sharded
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        # Nothing has moved the model to its device yet.
+        self.ensure_sharded(training=False)
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # Called on all ranks.

@@ -21,13 +21,19 @@ _WHOLE = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw", "g
 _EVALUATION = (
     "would change the dtype of sharded parameters. Leave it out: evaluation computes in the precision of training."
 )
-#: Settings of ``TrainingArguments``, and why each is refused.
+#: Settings of ``TrainingArguments`` and of TRL's configurations, and why each is refused.
 _REFUSED = {
     "enable_jit_checkpoint": "saves on each rank behind its own signal: one that was signalled alone, or a step "
     "earlier, would wait for the others in the save. Leave it out, and give the trainer "
     "callbacks=[polyshard_transformers.PreemptionCallback()].",
     "bf16_full_eval": _EVALUATION,
     "fp16_full_eval": _EVALUATION,
+    "use_vllm": "hands parameters to vLLM by their names, and each rank holds pieces of them. Leave it out: TRL calls "
+    "the model's generate, which gathers once a call.",
+    "use_transformers_continuous_batching": "generates by another method than generate, and would gather each unit for "
+    "each token. Leave it out.",
+    "activation_offloading": "moves all that backward needs to the host, gathered parameters as well. Leave it out; "
+    "gradient_checkpointing=True keeps less.",
     "torch_compile": "is set, and PolyshardTrainer does not compile. Compile the model's blocks before you give it to "
     "the trainer: for block in model.model.layers: block.compile().",
 }
@@ -92,6 +98,19 @@ def refuse_model(model: nn.Module, config: ShardConfig | None, rank: int) -> Non
         raise AlreadyShardedError(
             f"This {type(model).__name__} is sharded already, and shard= was given, too. Leave shard out, or give the "
             "trainer the model before it is sharded."
+        )
+
+
+def refuse_unlike_reference(model: nn.Module, reference: nn.Module) -> None:
+    """Raise ``ConfigError`` where ranks might come to hold other pieces of ``reference`` than of ``model``, which
+    TRL's ``sync_ref_model`` mixes element by element.
+    """
+    trained, same = ([each.requires_grad for each in both.parameters()] for both in (model, reference))
+    if is_sharded(model) or is_sharded(reference) or trained != same:
+        raise ConfigError(
+            "sync_ref_model mixes each rank's pieces of the model with those of its reference, so both must be cut "
+            "alike. Give the trainer both before they are sharded, with the same parameters frozen, or leave "
+            "sync_ref_model out."
         )
 
 

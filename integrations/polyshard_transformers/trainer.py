@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -41,6 +41,7 @@ from .refusals import (
     refuse_model,
     refuse_optimizer,
     refuse_other_precision,
+    refuse_unlike_reference,
     refuse_whole_optimizers,
     with_precision,
 )
@@ -50,8 +51,8 @@ class PolyshardMixin(TrainerHooks):
     """Lets a ``Trainer`` behind it shard its model: ``class Mine(PolyshardMixin, SFTTrainer)``.
 
     Before it trains or evaluates for the first time, the model is sharded in place, unit by unit, onto this rank's
-    device. ``trainer.model`` is the model that was given. Each ``train()`` asks a ``model_init`` for a new one, and
-    closes the one before.
+    device. A ``ref_model`` of TRL's is sharded alike. ``trainer.model`` is the model that was given. Each ``train()``
+    asks a ``model_init`` for a new one, and closes the one before.
     """
 
     def __init__(self, *args: Any, shard: ShardConfig | None = None, save_frozen: bool = True, **kwargs: Any) -> None:
@@ -69,12 +70,17 @@ class PolyshardMixin(TrainerHooks):
             AlreadyShardedError: the model is sharded, and ``shard`` is given.
         """
         refuse_other_trainers(self)
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, transformers.TrainingArguments):
+                # Trainers may wrap the model before they come to this class.
+                refuse_arguments(each)
         self.shard_config = shard
         self._save_frozen = save_frozen
         self._prepared: nn.Module | None = None
         self._whole_numel = 0
         super().__init__(*args, **kwargs)
-        refuse_model(self.model, shard, self.args.process_index)
+        if self.model is not self._prepared:
+            refuse_model(self.model, shard, self.args.process_index)
         if is_sharded(self.model):
             refuse_other_precision(self.model, self.args.mixed_precision)
         refuse_optimizer(self.optimizer, self.model, self.args.process_index, whole=self._keeps_whole())
@@ -89,7 +95,8 @@ class PolyshardMixin(TrainerHooks):
             refuse_other_ranks(self.shard_config, "Trainer", self.args.world_size)
             on_device(self.shard_config, self.args.device, "Trainer", self.args.process_index)
         super().create_accelerator_and_postprocess()
-        ShardedAccelerator.adopt(self.accelerator, scales_loss=self.args.mixed_precision == "fp16")
+        scales_loss = self.args.mixed_precision == "fp16"
+        ShardedAccelerator.adopt(self.accelerator, scales_loss=scales_loss, before=self._shard_reference)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer``, and a callback puts signals back where training fails."""
@@ -112,8 +119,9 @@ class PolyshardMixin(TrainerHooks):
 
     def end(self) -> None:
         """As ``Trainer``, which ends the process group; the model, which holds it, is closed before."""
-        if self._prepared is not None:
-            close(self._prepared)
+        for model in (self._prepared, getattr(self, "ref_model", None)):
+            if model is not None and is_sharded(model):
+                close(model)
         super().end()
 
     def ensure_sharded(self, *, training: bool) -> None:
@@ -135,6 +143,16 @@ class PolyshardMixin(TrainerHooks):
             register_generate(model)
         self._whole_numel = _numel_without_embeddings(model)
         self._prepared = model
+
+    def _shard_reference(self, model: nn.Module) -> None:
+        """Shard ``model`` as the one that is trained, where it is the ``ref_model`` of a trainer of TRL's."""
+        if model is not getattr(self, "ref_model", None):
+            return
+        if getattr(self.args, "sync_ref_model", False):
+            refuse_unlike_reference(self.model, model)
+        if not is_sharded(model):
+            refuse_model(model, None, self.args.process_index)
+            shard(model, self._config())
 
     @contextmanager
     def _seeded_alike(self, model: nn.Module) -> Iterator[None]:
@@ -325,25 +343,35 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
     Never made: ``Trainer`` makes an ``Accelerator``, which then becomes one of these (``adopt``).
     """
 
-    #: The model; None until it is prepared.
+    #: The model that is trained; None until it is prepared.
     sharded: nn.Module | None = None
+    _before: Callable[[nn.Module], None]
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, *, scales_loss: bool) -> None:
-        """Let ``accelerator`` be one of these. ``scales_loss``: gradients may underflow, so the loss is scaled."""
+    def adopt(cls, accelerator: Accelerator, *, scales_loss: bool, before: Callable[[nn.Module], None]) -> None:
+        """Let ``accelerator`` be one of these.
+
+        ``scales_loss``: gradients may underflow, so the loss is scaled. ``before``: called with each model that is to
+        be prepared, and may shard it.
+        """
         accelerator.__class__ = cls
+        accelerator._before = before
         if scales_loss:
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
 
-    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
         """``model`` itself: neither wrapped for data parallelism, nor moved, nor under autocast.
 
-        One that is not sharded, such as a reference that a trainer compares with, is theirs to place.
+        One that is not sharded, such as a model that rewards, is theirs to place.
         """
+        self._before(model)
         if not is_sharded(model):
-            placed: nn.Module = super().prepare_model(model, *args, **kwargs)
+            placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return placed
-        self.sharded = model
+        if not evaluation_mode:
+            self.sharded = model
         return model
 
     @contextmanager

@@ -215,6 +215,7 @@ CALLS = {
     "no_sync()": lambda model: polyshard.no_sync(model).__enter__(),
     "no_all_reduce()": lambda model: polyshard.no_all_reduce(model).__enter__(),
     "clip_grad_norm_()": lambda model: polyshard.clip_grad_norm_(model, 1.0),
+    "token_divisor()": lambda model: polyshard.token_divisor(model, 1),
     "unsharded()": lambda model: polyshard.unsharded(model).__enter__(),
     "flat_parameters()": polyshard.flat_parameters,
     "report()": polyshard.report,

@@ -113,6 +113,30 @@ def test_frozen_parameters(plan: Plan) -> None:
     assert max(run(4, partly_frozen, plan)) < 1e-12
 
 
+def unevenly_weighed(rank: int, plan: Plan) -> float:
+    """How far gradients are from those of the mean over all tokens, of which data ranks have different numbers."""
+    with meshed(plan, rank) as (model, mesh):
+        trainer, data_rank = Polyshard(plan, model, mesh), plan.data_rank(coordinate_of(mesh))
+        before, count = trainer.whole(), 3 + 2 * data_rank
+        # The loss is a mean: as that of so many tokens.
+        loss = model(plan.batch(0, data_rank, 0)) * count
+        (loss / polyshard.token_divisor(model, count)).backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        after = trainer.whole()
+        trainer.close()
+    whole = make(plan)
+    counts = [3 + 2 * each for each in range(plan.data_size)]
+    for data_rank, count in enumerate(counts):
+        (whole(plan.batch(0, data_rank, 0)) * count / sum(counts)).backward()
+    gradients = {name: each.grad for name, each in whole.named_parameters() if each.grad is not None}
+    return max((before[name] - after[name] - each).abs().max().item() for name, each in gradients.items())
+
+
+@pytest.mark.parametrize("plan", [TP, EP], ids=str)
+def test_the_mean_over_all_tokens(plan: Plan) -> None:
+    assert max(run(4, unevenly_weighed, plan)) < 1e-12
+
+
 def raising(rank: int) -> float:
     """How far the norm of a step is behind one that a hook ended in forward, and one in backward."""
     with meshed(TP, rank) as (model, mesh):

@@ -14,14 +14,19 @@ from parity import (
     Net,
     adam,
     assert_parity,
+    draw,
     is_sharded,
+    on_ranks,
     seeded,
+    sharded_copy,
     square_step,
     stepping,
     units_of,
 )
+from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
@@ -125,3 +130,39 @@ def test_replicas_send_one_sum_a_step(accumulating: Callable[[nn.Module], Any], 
     assert sums * whole / 2 <= sum(sent) <= sums * (whole / 2 + 4 * 128)
     scattered = [call.numel for group in groups for call in group.calls if call.operation == "reduce_scatter"]
     assert 4 * whole <= sum(scattered) <= 4 * (whole + 8 * 128)
+
+
+def test_ranks_with_different_numbers_of_tokens_train_on_the_mean_over_all_tokens() -> None:
+    counts = [(4, 2), (0, 1), (3, 0)]
+    strategies: dict[str, dict[str, Any]] = {each: {"strategy": each} for each in STRATEGIES}
+
+    def loss(model: nn.Module, rank: int, part: int) -> torch.Tensor:
+        summed: torch.Tensor = model(draw(4, 3, turn=part, rank=rank))[: counts[rank][part]].square().sum()
+        return summed
+
+    whole = seeded(Net)
+    (sum(loss(whole, rank, part) for rank in range(3) for part in range(2)) / 10).backward()
+    torch.optim.SGD(whole.parameters(), lr=1.0).step()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[tuple[float, dict[str, torch.Tensor]]]:
+        found = []
+        for settings in strategies.values():
+            model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block), **settings)
+            with pytest.raises(ConfigError, match=r"shape \(2,\).*count\.sum"):
+                polyshard.token_divisor(model, torch.tensor(counts[rank]))
+            count = sum(counts[rank])
+            divisor = polyshard.token_divisor(model, torch.tensor(count) if rank else count)
+            for part in range(2):
+                with polyshard.no_sync(model) if part == 0 else nullcontext():
+                    (loss(model, rank, part) / divisor).backward()
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+            none = polyshard.token_divisor(model, 0).item()
+            with polyshard.unsharded(model):
+                found.append((none, {name: each.detach().clone() for name, each in model.named_parameters()}))
+        return found
+
+    for of_rank in on_ranks(3, on_rank):
+        for none, parameters in of_rank:
+            assert none == pytest.approx(1 / 3)
+            for name, each in whole.named_parameters():
+                torch.testing.assert_close(parameters[name], each.detach(), rtol=0, atol=1e-12, msg=name)
