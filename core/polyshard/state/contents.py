@@ -170,10 +170,10 @@ def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     for name, parameter in module.named_parameters():
         if id(parameter) not in managed:
             state[name] = parameter.detach()
-    persistent = _state_dict_names(module)
-    for name, buffer in module.named_buffers():
-        if name in persistent:
-            state[name] = buffer.detach()
+    if buffers := dict(module.named_buffers()):
+        # Only a whole state dict tells which are persistent: a millisecond or more.
+        persistent = _state_dict_names(module)
+        state.update((name, buffer.detach()) for name, buffer in buffers.items() if name in persistent)
     return state
 
 

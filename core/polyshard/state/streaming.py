@@ -246,11 +246,13 @@ def _wanted(sharded: ShardedModel, dtype: torch.dtype | None, names: Renaming | 
 
 def _buckets(wanted: Sequence[_Wanted], nbytes: int | None) -> list[list[_Wanted]]:
     """Neighbours of at most ``nbytes`` together, or one that is larger."""
+    if nbytes is None:
+        return [[each] for each in wanted]
     buckets: list[list[_Wanted]] = []
     filled = 0
     for each in wanted:
         size = each.nbytes
-        if not buckets or nbytes is None or filled + size > nbytes:
+        if not buckets or filled + size > nbytes:
             buckets.append([])
             filled = 0
         buckets[-1].append(each)
