@@ -150,7 +150,7 @@ def _handed_out(
                 kept = [weakref.ref(tensor) for tensor in tensors]
                 yield chosen, tensors
                 tensors.clear()
-                _let_go(kept)
+                let_go(kept)
         finally:
             if coming is not None:
                 # Its memory is written until it ends.
@@ -185,7 +185,7 @@ def _weights(bucket: Sequence[_Wanted], flats: list[torch.Tensor], receivers: _R
 
 
 @torch.no_grad()
-def _let_go(kept: Sequence[weakref.ref[torch.Tensor]]) -> None:
+def let_go(kept: Sequence[weakref.ref[torch.Tensor]]) -> None:
     """Give tensors that the caller still has memory of their own, and so the unit's back."""
     with torch.inference_mode(False):
         for reference in kept:
