@@ -440,13 +440,14 @@ def test_ranks_that_ask_for_something_else_are_told_before_anything_is_gathered(
         assert "torch.bfloat16" in message
 
 
-@pytest.mark.parametrize("call", ["load_stream", "set_model_state_dict"])
+@pytest.mark.parametrize("call", ["load_stream", "set_model_state_dict", "get_state_dict"])
 @pytest.mark.parametrize(("where", "words"), [("blocks.1", "the inner one 'blocks.1'"), ("first", "is not sharded")])
-def test_a_module_inside_of_the_model_is_given_no_values(call: str, where: str, words: str) -> None:
+def test_a_module_inside_of_the_model_is_refused_by_name(call: str, where: str, words: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
         calls: dict[str, Callable[[nn.Module], Any]] = {
             "load_stream": lambda module: polyshard.load_stream(module, []),
+            "get_state_dict": lambda module: polyshard.state.get_state_dict(module, sgd(module)),
             "set_model_state_dict": lambda module: polyshard.state.set_model_state_dict(module, {}),
         }
         with pytest.raises(StateError) as caught:

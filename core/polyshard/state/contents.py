@@ -247,7 +247,9 @@ def names_within(sharded: ShardedModel, module: nn.Module) -> dict[str, tuple[st
             found.setdefault(first_of[id(tensor)], []).append(name)
     if module is outermost:
         # The names of when it was sharded stay, wherever modules moved since.
-        found = {first: names if first in (names := found.get(first, [])) else [first] for first in first_of.values()}
+        for first in first_of.values():
+            names = found.get(first, [])
+            found[first] = [first, *(name for name in names if name != first and first in names)]
     return {first: tuple(names) for first, names in found.items()}
 
 

@@ -160,6 +160,8 @@ def get_state_dict(
     model: nn.Module, optimizers: Optimizers, options: StateOptions | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """``get_model_state_dict`` and ``get_optimizer_state_dict``; arguments and errors are theirs."""
+    # Before anything is gathered.
+    savable_model(model, "get_state_dict()")
     return get_model_state_dict(model, options), get_optimizer_state_dict(model, optimizers, options)
 
 
