@@ -77,8 +77,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
     Raises:
         StateError: ``module`` is not sharded, or not the outermost sharded module.
         ConfigError: it is another stage's, too, or sharded over ranks of other stages; or ``gathers`` is no such word.
-        UnsupportedError: it computes with a parameter of another stage, or ``fully_shard`` sharded it and ``gathers``
-            is ``MICROBATCH``.
+        UnsupportedError: ``fully_shard`` sharded it, and ``gathers`` is ``MICROBATCH``.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 f"Stage {stage_index} (rank {root.rank}) was sharded by fully_shard, whose modules torch's schedules "
                 "gather themselves, once for all microbatches. Leave gathers out, or shard it with polyshard.shard."
             )
-        _refuse_shared(module, root, stage_index)
+        _refuse_shared(root, stage_index)
         _refuse_ranks_of_others(root, stage_index, group)
         # Units compute both gradients of a layer at once. Modules that torch knows show it their whole parameters, and
         # it computes those of weights apart.
@@ -111,6 +110,9 @@ class PipelineStage(torch_pipelining.PipelineStage):
         )
         _share_streams(root)
         _STAGES[root] = self
+        if not self.is_first:
+            # What torch finds shapes by, before the first step, has no values. The first stage compares the batch.
+            root.same_batch = None
         reduced = {held for unit in root.units if not unit.resident for held in _held(unit)}
         # Parameters into whose ``.grad`` autograd itself accumulates.
         self._accumulating = [parameter for parameter in module.parameters() if parameter not in reduced]
@@ -120,7 +122,11 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self._runs = False
 
     def clear_runtime_states(self) -> None:
-        """A schedule begins. Gives up one that raised."""
+        """A schedule begins. Gives up one that raised.
+
+        Raises:
+            StateError: the schedule has no loss, but forwards would be recorded for a backward.
+        """
         super().clear_runtime_states()
         self._sizes = None
         if self._runs:
@@ -128,21 +134,27 @@ class PipelineStage(torch_pipelining.PipelineStage):
             self.root.start_over()
             for parameter, before in zip(self._accumulating, self._before, strict=True):
                 parameter.grad = before
+        if not self.has_backward and torch.is_grad_enabled() and self.submod.training:
+            raise StateError(
+                f"The schedule of stage {self.stage_index} (rank {self.root.rank}) has no loss_fn, so no backward "
+                "would follow its forwards, which autograd records. Give it a loss_fn on every rank, or evaluate: "
+                "inside of torch.no_grad(), or with the modules in eval mode."
+            )
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    # Torch 2.11 has no save_forward_output.
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **others: Any
+    ) -> Any:
         """The forward of one microbatch.
 
         Raises:
-            StateError: the schedule has no loss, but the forward would be recorded for a backward.
             ConfigError: the microbatch has another size than the first one.
         """
         if self.is_first:
             self._refuse_uneven(args)
-        if not self.has_backward:
-            self._refuse_endless()
-        elif not self._runs:
+        if self.has_backward and not self._runs:
             self._enter()
-        return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **others)  # type: ignore[no-untyped-call]
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all microbatches, once, and divide them by ``grad_scale_factor``.
@@ -205,14 +217,6 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 f"{[tuple(each) for each in sizes]}, the first one {[tuple(each) for each in self._sizes]}: stages "
                 f"receive one size. Give the schedule a batch that its {self.chunks or 'number of'} microbatches "
                 "divide, on every rank."
-            )
-
-    def _refuse_endless(self) -> None:
-        if torch.is_grad_enabled() and self.submod.training and any(unit.trainable for unit in self.root.units):
-            raise StateError(
-                f"The schedule of stage {self.stage_index} (rank {self.root.rank}) has no loss_fn, so no backward "
-                "would follow this forward, which autograd records. Give it a loss_fn on every rank, or evaluate: "
-                "inside of torch.no_grad(), or with the modules in eval mode."
             )
 
 
@@ -377,21 +381,14 @@ def _held(unit: Unit) -> Iterator[nn.Parameter]:
         yield from unit.held_for(slot)
 
 
-def _refuse_shared(module: nn.Module, root: Root, stage_index: int) -> None:
-    """Raise if ``module`` or a parameter of it is another stage's."""
+def _refuse_shared(root: Root, stage_index: int) -> None:
+    """Raise if the module of ``root`` is another stage's."""
     other = _STAGES.get(root)
     if other is not None and other.stage_index != stage_index:
         raise ConfigError(
             f"The module of stage {stage_index} is stage {other.stage_index}'s already (rank {root.rank}). Give each "
             "stage a module of its own."
         )
-    named = list(module.named_parameters())
-    for (name, _), found in zip(named, live_roots.find([each for _, each in named]), strict=True):
-        if found is not None and found.root is not root:
-            raise UnsupportedError(
-                f"Stage {stage_index} computes with '{name}', which another model is sharded with (rank {root.rank}). "
-                "Give each stage a parameter of its own, and tie them by polyshard.pipelining.TiedParameter."
-            )
 
 
 def _refuse_ranks_of_others(root: Root, stage_index: int, group: dist.ProcessGroup | None) -> None:

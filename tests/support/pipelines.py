@@ -10,9 +10,12 @@ import polyshard
 import torch
 from parity import Block, seeded
 from polyshard.pipelining import PipelineStage, TiedParameter, clip_grad_norm_
+from polyshard_fsdp2 import fully_shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 WORDS, WIDTH, BLOCKS = 12, 6, 4
 #: Rows of a microbatch, and tokens of a row.
@@ -25,7 +28,7 @@ class Model(nn.Module):
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.embedding: nn.Module | None = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleDict({str(number): Block(WIDTH) for number in range(BLOCKS)})
+        self.blocks = nn.ModuleDict({str(number): Block(WIDTH, 8) for number in range(BLOCKS)})
         self.head: nn.Module | None = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
@@ -69,6 +72,14 @@ class Plan:
     names: tuple[str, ...] = ("pp", "dp")
     microbatches: int = 4
     tied: bool = True
+    faced: bool = False
+    """Whether ``fully_shard`` of ``polyshard_fsdp2`` shards, and not ``polyshard.shard``."""
+
+    def __str__(self) -> str:
+        kinds = f"{self.gathers}-{self.settings.get('strategy', 'full_shard')}"
+        return (
+            f"{self.schedule}-{self.stages}-{'fully_shard' if self.faced else kinds}-{'x'.join(map(str, self.sizes))}"
+        )
 
     @property
     def stages(self) -> int:
@@ -89,24 +100,30 @@ def batch(turn: int, data_rank: int, microbatches: int) -> tuple[torch.Tensor, t
     return words[0], words[1]
 
 
-def whole(plan: Plan, steps: int) -> Model:
-    """The model of ``plan`` before any step, or behind ``steps`` of one process over all ranks' batches."""
-    return expected(plan, steps)[0]
+def whole_model(plan: Plan) -> Model:
+    """The unsharded model of ``plan``."""
+    model = seeded(lambda: Model(plan.tied))
+    assert isinstance(model, Model)
+    return model
+
+
+def whole_backward(model: Model, plan: Plan, turn: int) -> None:
+    """Forward and backward of the unsharded model, over the batches of all data ranks."""
+    ranks = 1
+    for size, name in zip(plan.sizes, plan.names, strict=True):
+        ranks *= size if name in ("dp", "replicate") else 1
+    batches = [batch(turn, rank, plan.microbatches) for rank in range(ranks)]
+    inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
+    loss_of(model(inputs), targets).backward()
 
 
 def expected(plan: Plan, steps: int) -> tuple[Model, list[float]]:
     """The unsharded model behind ``steps``, and the norm of each step's gradients."""
-    model = seeded(lambda: Model(plan.tied))
-    assert isinstance(model, Model)
+    model = whole_model(plan)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     norms = []
-    ranks = 1
-    for size, name in zip(plan.sizes, plan.names, strict=True):
-        ranks *= size if name in ("dp", "replicate") else 1
     for turn in range(steps):
-        batches = [batch(turn, rank, plan.microbatches) for rank in range(ranks)]
-        inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
-        loss_of(model(inputs), targets).backward()
+        whole_backward(model, plan, turn)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
@@ -125,7 +142,7 @@ class Trainer:
         self.data_rank = 0
         for name in data:
             self.data_rank = self.data_rank * mesh[name].size() + mesh[name].get_local_rank()
-        whole = seeded(lambda: Model(plan.tied))
+        whole = whole_model(plan)
         self.models = [self.shard(part_of(whole, number, plan.stages)) for number in plan.numbers(self.place)]
         self.stages = [
             PipelineStage(
@@ -147,9 +164,20 @@ class Trainer:
     def shard(self, part: Model) -> Model:
         """``part``, sharded over the ranks that share it."""
         plan = self.plan
+        if "tp" in plan.names:
+            for block in part.blocks.values():
+                parallelize_module(block, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if plan.faced:
+            units = [*part.blocks.values(), part.embedding, part.head, part]
+            for module in units:
+                if module is not None:
+                    fully_shard(module, mesh=self.mesh["dp"])
+            return part
         inner = self.mesh[tuple(name for name in plan.names if name != "pp")]
         settings: dict[str, Any] = {"mesh": inner, **plan.settings}
-        units = {"name": "module_class", "classes": [Block, nn.Embedding, nn.Linear]}
+        units = {"name": "module_class", "classes": [Block, nn.Embedding]}
+        if "tp" in plan.names:
+            settings["shard"] = "dp"
         return polyshard.shard(part, polyshard.ShardConfig(policy=units, **settings))
 
     def forward_backward(self, turn: int) -> list[float]:
@@ -165,6 +193,19 @@ class Trainer:
             each.reduce()
         return [loss.item() for loss in losses]
 
+    def fail(self, turn: int, microbatch: int) -> None:
+        """A schedule of the only stage, whose loss raises ``ZeroDivisionError`` behind so many microbatches."""
+        left = iter(range(microbatch))
+
+        def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            if next(left, None) is None:
+                raise ZeroDivisionError
+            return loss_of(output, target)
+
+        kind: Any = get_schedule_class(self.plan.schedule)
+        inputs, targets = batch(turn, self.data_rank, self.plan.microbatches)
+        kind(self.stages[0], self.plan.microbatches, loss_fn=failing).step(inputs, target=targets)
+
     def step(self, turn: int) -> float:
         """A whole step; the norm of its gradients."""
         self.forward_backward(turn)
@@ -179,13 +220,19 @@ class Trainer:
         found = {}
         for model in self.models:
             with polyshard.unsharded(model):
-                found.update({name: each.detach().clone() for name, each in model.named_parameters()})
+                found.update({name: whole_of(each) for name, each in model.named_parameters()})
         return found
 
     def close(self) -> None:
         """Release what the stages hold."""
         for model in self.models:
             polyshard.close(model)
+
+
+def whole_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of its values."""
+    values = parameter.detach()
+    return values.full_tensor() if isinstance(values, DTensor) else values.clone()
 
 
 def train(rank: int, plan: Plan, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
