@@ -141,8 +141,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 "inside of torch.no_grad(), or with the modules in eval mode."
             )
 
-    # Torch 2.11 has no save_forward_output.
-    def forward_one_chunk(
+    # Older releases of torch have no save_forward_output.
+    def forward_one_chunk(  # type: ignore[override]
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **others: Any
     ) -> Any:
         """The forward of one microbatch.
@@ -154,7 +154,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
             self._refuse_uneven(args)
         if self.has_backward and not self._runs:
             self._enter()
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **others)  # type: ignore[no-untyped-call]
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **others)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all microbatches, once, and divide them by ``grad_scale_factor``.
