@@ -40,7 +40,7 @@ from .functions.norms import ModelGradients, check_norm_type
 from .planning.parts import gradient_of, is_dtensor, local_of
 from .runtime.root import Root
 from .runtime.streams import CudaStreams
-from .runtime.unit import Reshard, Unit
+from .runtime.unit import Reshard, Unit, UnitState
 
 __all__ = ["Gathers", "PipelineStage", "TiedParameter", "clip_grad_norm_"]
 
@@ -107,11 +107,13 @@ class PipelineStage(torch_pipelining.PipelineStage):
             )
         _refuse_shared(root, stage_index)
         _refuse_ranks_of_others(root, stage_index, group)
-        # Units compute both gradients of a layer at once. Modules that torch knows show it their whole parameters, and
-        # it computes those of weights apart.
-        weights_apart = None if is_faced else _nothing_apart
+        for unit in root.units:
+            # A schedule adds gradients up, and writes none in place: layers that would compute both of theirs at once.
+            unit.writes_gradients_directly = False
+        # Torch computes the gradients of weights apart from graphs that it kept, for which parameters must stay.
+        weights = None if self.gathers is Gathers.SCHEDULE else _nothing_apart
         super().__init__(
-            module, stage_index, num_stages, device, input_args, output_args, group=group, dw_builder=weights_apart
+            module, stage_index, num_stages, device, input_args, output_args, group=group, dw_builder=weights
         )
         _share_streams(root)
         _STAGES[root] = self
@@ -160,6 +162,24 @@ class PipelineStage(torch_pipelining.PipelineStage):
         if self.has_backward and not self._runs:
             self._enter()
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **others)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        """A backward of one microbatch: ``"full"``, or that of inputs or of weights alone."""
+        backward = super().backward_maybe_with_nosync
+        parts = backward_type != "full"
+        units = [unit for unit in self._root.units if parts and unit.state is UnitState.UNSHARDED]
+        for unit in units:
+            # Torch asks the module for the parameters that its graphs end at.
+            unit.show()
+        try:
+            return backward(backward_type, bwd_kwargs, last_backward)
+        finally:
+            for unit in units:
+                unit.hide()
+                if unit.pending:
+                    unit.gradients.keep(unit.take_gradients(), self._root.streams)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all microbatches, once, and divide them by ``grad_scale_factor``.
@@ -234,8 +254,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
 class TiedParameter:
     """One parameter that two stages have: an embedding whose weight is the head's, too.
 
-    Each stage holds and steps one of its own, with equal values. ``reduce`` adds up their gradients, behind each
-    schedule and before anything reads these. Every rank of the pipeline makes it, and calls ``reduce``.
+    Each stage holds and steps one of its own, with equal values. ``reduce`` adds up their gradients, once a step behind
+    its last schedule, before anything reads these. Every rank of the pipeline makes it, and calls ``reduce``.
 
     Args:
         stages: This rank's stages.
@@ -295,7 +315,7 @@ class TiedParameter:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up the gradients of both stages. Every rank of the pipeline calls it, behind ``schedule.step``."""
+        """Add up the gradients of both stages. Every rank of the pipeline calls it, once a step."""
         own = {number: _gradient(found) for number, found in self._held.items()}
         if len(own) == 2:
             first, second = own.values()
