@@ -126,13 +126,13 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self._before: list[torch.Tensor | None] = []
         self._policies: list[Reshard] = []
         self._sizes: list[torch.Size] | None = None
-        self._runs, self._synchronises = False, True
+        self._runs = False
 
     def clear_runtime_states(self) -> None:
-        """A schedule begins. Gives up one that raised.
+        """A schedule begins. Gives up one that raised, and all gradients that wait to be reduced.
 
         Raises:
-            StateError: the schedule has no loss, but forwards would be recorded for a backward.
+            StateError: the schedule runs no backward, but forwards would be recorded for one.
         """
         super().clear_runtime_states()
         self._sizes = None
@@ -143,9 +143,9 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 parameter.grad = before
         if not self.has_backward and torch.is_grad_enabled() and self.submod.training:
             raise StateError(
-                f"The schedule of stage {self.stage_index} (rank {self._root.rank}) has no loss_fn, so no backward "
-                "would follow its forwards, which autograd records. Give it a loss_fn on every rank, or evaluate: "
-                "inside of torch.no_grad(), or with the modules in eval mode."
+                f"The schedule of stage {self.stage_index} (rank {self._root.rank}) has no loss_fn, or was called by "
+                "eval(): no backward would follow its forwards, which autograd records. Give it a loss_fn on every "
+                "rank, or evaluate inside of torch.no_grad(), or with the modules in eval mode."
             )
 
     # Older releases of torch have no save_forward_output.
@@ -167,19 +167,21 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
         """A backward of one microbatch: ``"full"``, or that of inputs or of weights alone."""
-        backward = super().backward_maybe_with_nosync
+        backward, root = super().backward_maybe_with_nosync, self._root
         parts = backward_type != "full"
-        units = [unit for unit in self._root.units if parts and unit.state is UnitState.UNSHARDED]
+        units = [unit for unit in root.units if parts and unit.state is UnitState.UNSHARDED]
+        synchronises, root.synchronises = root.synchronises, False
         for unit in units:
             # Torch asks the module for the parameters that its graphs end at.
             unit.show()
         try:
             return backward(backward_type, bwd_kwargs, last_backward)
         finally:
+            root.synchronises = synchronises
             for unit in units:
                 unit.hide()
                 if unit.pending:
-                    unit.gradients.keep(unit.take_gradients(), self._root.streams)
+                    unit.gradients.keep(unit.take_gradients(), root.streams)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all microbatches, once, and divide them by ``grad_scale_factor``.
@@ -207,7 +209,6 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def _enter(self) -> None:
         self._runs = True
         root = self._root
-        self._synchronises, root.synchronises = root.synchronises, False
         if self.gathers is Gathers.SCHEDULE:
             self._policies = [unit.reshard_policy for unit in root.units]
             for unit in root.units:
@@ -221,7 +222,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def _leave(self) -> None:
         self._runs = False
         root = self._root
-        root.synchronises, root.last_backward = self._synchronises, True
+        root.last_backward = True
         for unit, policy in zip(root.units, self._policies, strict=False):
             unit.reshard_policy = policy
         self._policies = []

@@ -94,6 +94,31 @@ def test_replicas_and_tensor_parallelism_beside_a_pipeline(plan: Plan) -> None:
     assert_parity(plan)
 
 
+def evaluated(rank: int, plan: Plan) -> list[torch.Tensor]:
+    """What the last stage returns for a batch behind each of two steps; nothing on other ranks."""
+    trainer, found = Trainer(plan), []
+    inputs, targets = batch(9, trainer.data_rank, plan.microbatches)
+    for turn in range(2):
+        trainer.step(turn)
+        with torch.no_grad():
+            output = trainer.schedule.eval(*([inputs] if trainer.place == 0 else []), target=targets)
+        found += [] if output is None else [output]
+    trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", [Plan("1F1B"), Plan("Interleaved1F1B", each=2, gathers="microbatch")], ids=str)
+def test_a_pipeline_is_evaluated_between_steps(plan: Plan) -> None:
+    outputs = RANKS.run(4, evaluated, plan)
+    assert [len(each) for each in outputs] == [0, 0, 2, 2]
+    for steps in (1, 2):
+        reference, _ = pipelines.expected(plan, steps)
+        for data_rank, found in enumerate(outputs[2:]):
+            with torch.no_grad():
+                wanted = reference(batch(9, data_rank, plan.microbatches)[0])
+            torch.testing.assert_close(found[steps - 1], wanted, rtol=1e-12, atol=1e-12)
+
+
 def two_schedules(rank: int, plan: Plan, waits: bool) -> dict[str, torch.Tensor]:
     """Gradients of this rank's stages behind two schedules, the second of which another one was to precede.
 
