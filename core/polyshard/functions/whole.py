@@ -37,6 +37,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
 
     Raises:
         StateError: inside a forward or backward, or when entered twice.
+        UnsupportedError: a parameter gathers itself.
         ParameterChangedError: on leaving, what is to be kept has another shape, or was tied to another parameter.
     """
     root.leave_failed_backward()
@@ -51,6 +52,8 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
             f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
             "Use the context that is open."
         )
+    for unit in root.units:
+        unit.refuse_extended("unsharded()")
     root.adopt_changes(trains=False)
     root.outdate()
     root.unsharded = True

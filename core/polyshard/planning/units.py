@@ -143,7 +143,7 @@ def plan_units(
             order, flat = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         members = tuple(group[index] for index in order)
         spec = _spec(planned, members, flat, device, suffix, is_root, lists.label)
-        wire = wire_of(caster, spec, rank) if shards > 1 else None
+        wire = wire_of(caster, spec, rank) if shards > 1 and not group[0].extended else None
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         full_precision_in_eval_of(caster, spec, rank)
         observers = events.observers(spec) if events.active else ()
@@ -267,4 +267,5 @@ def _geometry(
 def _suffix(group: Sequence[ManagedParameter]) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
-    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}]"
+    extended = ", extended" if group[0].extended else ""
+    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{extended}]"
