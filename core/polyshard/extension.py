@@ -17,6 +17,7 @@ from .functions.optimizers import replaced_parameters
 from .functions.torch_functions import follow
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
+from .planning.answers import dtypes_of
 from .planning.extensions import ExtensionArguments, gathers_itself, own_rows
 from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
@@ -78,6 +79,7 @@ __all__ = [
     "contiguous_stride",
     "dense_stride",
     "distinct_tensors",
+    "dtypes_of",
     "follow",
     "gather_whole",
     "gathers_itself",

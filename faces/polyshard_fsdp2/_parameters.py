@@ -21,6 +21,7 @@ from polyshard.extension import (
     Shown,
     Unit,
     UnitState,
+    dtypes_of,
     is_dtensor,
     live_roots,
     part_of_master,
@@ -240,7 +241,7 @@ class PlacedUnit(Unit):
                 "them, or after zero_grad()."
             )
         self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
-        self.dtypes = self.caster.dtypes(self.spec)
+        self.dtypes = dtypes_of(self.caster, self.spec, self.ranks.world.rank)
         self._use_master(self.offload.place(self.spec, master) if self.parks else master)
         self._be_found()
 

@@ -290,6 +290,36 @@ def calls_of_the_methods(face: ModuleType) -> Any:
     return asked, [each[:2] for each in told]
 
 
+class Packed(nn.Module):
+    """A frozen weight of a dtype that means something by its bits, and a trained vector."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        numbers = torch.arange(OUT * IN).to(torch.uint8).view(OUT, IN)
+        self.weight = nn.Parameter(
+            numbers.view(dtype) if dtype.itemsize == 1 else numbers.to(dtype), requires_grad=False
+        )
+        self.bias = nn.Parameter(torch.ones(OUT))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.weight.detach().clone())
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+def packed_parameters(face: ModuleType) -> Any:
+    """Plain ones of eight bits, and integers, beside trained ones that are cast."""
+    found = []
+    for dtype in (torch.uint8, torch.int8, torch.int32):
+        model = Packed(dtype)
+        face.fully_shard(model, mesh=cpu_mesh(), mp_policy=face.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        for _ in range(2):
+            model(torch.ones(2, IN)).sum().backward()
+        assert all(torch.equal(each, Packed(dtype).weight) for each in model.seen)
+        found += [shown(model), model.bias.grad]
+    return found
+
+
 #: Bodies, and on how many ranks each runs.
 BODIES: dict[Callable[[ModuleType], object], int] = {
     trains_as_unsharded: 3,
@@ -298,6 +328,7 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
     state_dicts_keep_the_class: 3,
     meta_models: 2,
     calls_of_the_methods: 2,
+    packed_parameters: 3,
 }
 
 
@@ -468,3 +499,16 @@ def memory_and_launches(rank: int) -> None:
 
 def test_memory_and_launches(ranks: KeptRanks) -> None:
     ranks.run(2, memory_and_launches)
+
+
+def eight_bit_floats(rank: int) -> None:
+    model = Packed(torch.float8_e4m3fn)
+    bits = model.weight.detach().view(torch.uint8)
+    OURS.fully_shard(model, mesh=cpu_mesh(), mp_policy=OURS.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model(torch.ones(2, IN)).sum().backward()
+    assert model.seen[0].dtype == torch.float8_e4m3fn
+    assert torch.equal(model.seen[0].view(torch.uint8), bits)
+
+
+def test_frozen_eight_bit_floats_are_not_cast(ranks: KeptRanks) -> None:
+    ranks.run(3, eight_bit_floats)

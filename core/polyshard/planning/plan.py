@@ -35,6 +35,7 @@ from ..errors import (
 )
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import thresholds
+from .answers import is_packed
 from .extensions import gathers_itself, protocol_fault
 from .meshes import refuse_wrong_overrides
 from .parts import TensorPart, is_dtensor, local_of, plain_parameter
@@ -149,7 +150,8 @@ class ModuleParameters:
     overrides: Mapping[str, Any]
     """Settings that differ from the model's."""
     dtype: torch.dtype
-    """Of its own parameters or, without any, of those split off it; torch's default where there are neither."""
+    """In which it computes: of its own parameters that are not packed or, without any, of those split off it; torch's
+    default where there are neither."""
     parent: nn.Module | None
     """The module that this one was split off; None where it was chosen."""
 
@@ -264,7 +266,9 @@ def plan_modules(
         kinds = groups.get(module, {})
         ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
         parent = root if module in split else None
-        dtypes = [dtype for dtype, *_ in kinds] or [each.dtype for each in owned]
+        dtypes = [
+            dtype for dtype in [dtype for dtype, *_ in kinds] or [each.dtype for each in owned] if not is_packed(dtype)
+        ]
         planned.append(
             ModuleParameters(
                 name,
@@ -379,10 +383,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_refere
         raise ParameterError(f"Cannot flatten {parameter.layout} tensors: {where}. Make the parameter dense.")
     data = local_of(parameter) if is_dtensor(parameter) else parameter.data
     extended = extends and gathers_itself(data)
-    if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex or extended):
+    if is_packed(parameter.dtype) and parameter.requires_grad:
         raise ParameterError(
-            f"Cannot flatten integer dtype tensors: {where} has dtype {parameter.dtype}. "
-            "Register it as a buffer, or pass it in ignored_parameters."
+            f"The parameter {where} is trained, and has dtype {parameter.dtype}, in which gradients and steps are not "
+            "computed. Freeze it with requires_grad_(False), or train it in a wider dtype; precision 'fp8' and 'int8' "
+            "gather that in eight bits."
         )
     fault = "" if type(data) is torch.Tensor else protocol_fault(data) if extends else "not a plain tensor"
     if fault:

@@ -343,9 +343,10 @@ class FlatBuffer:
         return found
 
     def make_leaves(self) -> None:
-        """Let every view collect a gradient of its own."""
+        """Let every view collect a gradient of its own, if there are gradients of its dtype."""
+        collects = self.dtype.is_floating_point or self.dtype.is_complex
         for view in self.views:
-            view.requires_grad_(True)
+            view.requires_grad_(collects)
 
     def attach(self) -> None:
         """Give the buffer memory, uninitialised, from the current stream's pool. Nothing happens if it has some."""
