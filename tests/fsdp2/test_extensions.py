@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,9 @@ from polyshard_backends.gloo import GlooCollectives
 from polyshard_fsdp2 import CPUOffloadPolicy
 from processes import KeptRanks
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 IN, OUT = 6, 7
@@ -255,6 +258,24 @@ def state_dicts_keep_the_class(face: ModuleType) -> Any:
     return found, trained(other)
 
 
+def torch_checkpoints(face: ModuleType) -> Any:
+    """Those of ``torch.distributed.checkpoint``, which reads classes that the program names."""
+    model = sharded(face, Net())
+    trained(model)
+    seed_all(1)
+    other = sharded(face, Net())
+    with TemporaryDirectory() as folder, torch.serialization.safe_globals([Pair, Rounded, getattr]):
+        given = [folder]
+        dist.broadcast_object_list(given)
+        checkpoint.save({"model": model.state_dict()}, checkpoint_id=given[0])
+        state = {"model": other.state_dict()}
+        checkpoint.load(state, checkpoint_id=given[0])
+        other.load_state_dict(state["model"])
+        dist.barrier()
+    alike(shown(other), shown(model))
+    return shown(other)
+
+
 def meta_models(face: ModuleType) -> Any:
     with torch.device("meta"):
         model = Net()
@@ -326,6 +347,7 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
     keeps_whole: 2,
     over_replicas: 4,
     state_dicts_keep_the_class: 3,
+    torch_checkpoints: 2,
     meta_models: 2,
     calls_of_the_methods: 2,
     packed_parameters: 3,
@@ -499,6 +521,30 @@ def memory_and_launches(rank: int) -> None:
 
 def test_memory_and_launches(ranks: KeptRanks) -> None:
     ranks.run(2, memory_and_launches)
+
+
+def beside_tensor_parallelism(rank: int) -> None:
+    """A local tensor of a class of its own in a ``DTensor``, cut once more: over (2, 2) ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    parts, rows = mesh["tensor"], 2 * OUT
+    whole = torch.arange(rows * IN, dtype=torch.float64).view(rows, IN)
+    layer = nn.Linear(IN, rows, bias=False).double()
+    own = Rounded(whole.chunk(2)[parts.get_local_rank()].clone())
+    layer.weight = nn.Parameter(DTensor.from_local(own, parts, [Shard(0)]))
+    OURS.fully_shard(layer, mesh=mesh["shard"])
+    x = DTensor.from_local(torch.eye(IN, dtype=torch.float64), parts, [Replicate()])
+    out: Any = layer(x)
+    assert torch.equal(out.to_local(), whole.chunk(2)[parts.get_local_rank()].T)
+    out.to_local().sum().backward()
+    # Each rank's mean over the data of what the identity gives: one.
+    gradient: Any = layer.weight.grad
+    assert (type(gradient.to_local()), tuple(gradient.shape)) == (torch.Tensor, (rows, IN))
+    assert torch.equal(gradient.to_local(), torch.ones_like(gradient.to_local()))
+    assert inside(layer.weight)[5] is Rounded
+
+
+def test_beside_tensor_parallelism(ranks: KeptRanks) -> None:
+    ranks.run(4, beside_tensor_parallelism)
 
 
 def eight_bit_floats(rank: int) -> None:

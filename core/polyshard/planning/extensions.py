@@ -68,7 +68,9 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from inner_tensors(getattr(tensor, name))
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield from inner_tensors(inner)
 
 
 def own_rows(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
