@@ -201,7 +201,7 @@ class ShardedUnit:
         Raises:
             UnsupportedError: its parameters gather themselves.
         """
-        self._unit.refuse_extended("What reads shards of polyshard")
+        self._unit.refuse_extended("A function over flat shards")
         return self._unit.master
 
     @property

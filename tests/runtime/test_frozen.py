@@ -28,6 +28,7 @@ from parity import (
     threaded,
     units_of,
 )
+from polyshard.errors import ParameterError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -221,6 +222,21 @@ def test_packed_parameters_are_gathered_bit_for_bit(
     on_ranks(3, run)
     read = polyshard.checkpoint.read(polyshard.checkpoint.latest(tmp_path))["model"]
     assert torch.equal(read["1.weight"].view(torch.uint8), bits)
+
+
+def test_packed_parameters_cannot_be_trained_later() -> None:
+    whole = Packed(torch.float8_e4m3fn)
+
+    def run(rank: int, world: ThreadedWorld) -> None:
+        model: Any = sharded_copy(whole, rank, world, precision="bf16")
+        model(torch.ones(2, 21))
+        model.weight.requires_grad_(True)
+        with pytest.raises(ParameterError, match=r"are torch\.float8_e4m3fn, and are to be trained now"):
+            model(torch.ones(2, 21))
+        model.weight.requires_grad_(False)
+        assert torch.equal(model(torch.ones(2, 21)), model(torch.ones(2, 21)))
+
+    on_ranks(3, run)
 
 
 def test_a_rank_has_its_part_of_the_bytes() -> None:

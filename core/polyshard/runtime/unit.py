@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CollectiveError, StateError, UnshardedUseError, UnsupportedError
+from ..errors import CollectiveError, ParameterError, StateError, UnshardedUseError, UnsupportedError
 from ..interfaces import (
     Collectives,
     Observer,
@@ -22,6 +22,7 @@ from ..interfaces import (
     WireSpec,
 )
 from ..nested import iter_hidden_tensors, iter_tensors
+from ..planning.answers import is_packed
 from ..planning.groups import UnitRanks
 from ..planning.launches import alike
 from ..planning.layout import FlatLayout
@@ -477,7 +478,16 @@ class Unit:
                 )
 
     def follow_requires_grad(self) -> None:
-        """Take over a ``requires_grad`` that the user changed on an original."""
+        """Take over a ``requires_grad`` that the user changed on an original.
+
+        Raises:
+            ParameterError: the unit is packed, and has no gradients.
+        """
+        if is_packed(self.spec.master_dtype) and any(self.originals.trained):
+            raise ParameterError(
+                f"Parameters of {self.name} are {self.spec.master_dtype}, and are to be trained now (rank "
+                f"{self.ranks.world.rank}). Freeze them with requires_grad_(False), or shard them in a wider dtype."
+            )
         if self.flat is not None:
             self.flat.follow_requires_grad()
         for trained, leaf in zip(self.originals.trained, self.leaves, strict=True):
