@@ -438,7 +438,13 @@ def failures(rank: int) -> None:
             pytest.raises(ParameterError, match=words),
         ):
             model(torch.ones(1, IN, dtype=torch.float64))
-        # The next forward gathers anew.
+        # The next forward gathers anew, and so does the one behind a failure of a later gather.
+        assert model(torch.ones(1, IN, dtype=torch.float64)).isfinite().all()
+        with (
+            patch.object(Rounded, "fsdp_pre_all_gather", lambda _, mesh: ((torch.ones(2),), None)),
+            pytest.raises(ParameterError, match=r"'down\.weight' .* answered .* before"),
+        ):
+            model(torch.ones(1, IN, dtype=torch.float64))
         assert model(torch.ones(1, IN, dtype=torch.float64)).isfinite().all()
 
 

@@ -90,6 +90,8 @@ class LaneBuffer(FlatBuffer):
         self.owns, self.pairs = [], []
         self.nbytes, self.attached = 0, False
         self._unit = unit
+        # Whether ranks know what all of them send.
+        self._met = False
         self._parameters = [
             _Extended(parameter, slot.shape, unit.arguments, dtype, unit.ranks.world.rank)
             for parameter, slot in zip(unit.parameters, layout.slots, strict=True)
@@ -99,14 +101,16 @@ class LaneBuffer(FlatBuffer):
 
     def attach(self) -> None:
         """Ask the parameters what they send, and bring that together, on the current stream."""
+        # What fails halfway is released.
+        self.attached = True
         with torch.inference_mode(False), torch.no_grad():
-            if not self.pairs:
+            if not self._met:
                 self._meet()
+                self._met = True
             else:
                 self._take_memory()
                 for parameter, own in zip(self._parameters, self._unit.own_tensors, strict=True):
                     parameter.send(own)
-        self.attached = True
 
     def release(self) -> None:
         if self._resizable and self.attached:
@@ -140,6 +144,8 @@ class LaneBuffer(FlatBuffer):
         ranks, rank = (group.world_size, group.rank) if group is not None else (1, 0)
         for index, parameter in enumerate(self._parameters):
             parameter.agree([each[index] for each in everyone])
+        self.pairs.clear()
+        self._storages.clear()
         for parameter in self._parameters:
             parameter.make_lanes(ranks, rank, self.device)
             self._remember([lane.whole for lane in parameter.lanes])
