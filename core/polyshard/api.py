@@ -251,8 +251,11 @@ def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
     Raises:
         StateError: ``model`` is not the outermost sharded module, a parameter has a gradient already, or a unit holds
             trained and frozen parameters.
+        UnsupportedError: a parameter gathers itself.
     """
     root = outermost_root(model, "flat_parameters()")
+    for unit in root.units:
+        unit.refuse_extended("flat_parameters()")
     root.adopt_changes()
     flat = [parameter for unit in root.units for parameter in unit.flatten()]
     live_roots.flattened.add(root)

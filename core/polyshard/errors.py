@@ -141,7 +141,7 @@ class ShardingError(PolyshardError):
 
 
 class ParameterError(ShardingError, ValueError):
-    """A parameter that cannot be sharded: integer, sparse, or with hooks that would never fire."""
+    """A parameter that cannot be sharded: packed and trained, sparse, or with hooks that would never fire."""
 
 
 class DeviceError(ShardingError, RuntimeError):

@@ -17,11 +17,14 @@ from .functions.optimizers import replaced_parameters
 from .functions.torch_functions import follow
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
+from .planning.answers import dtypes_of
+from .planning.extensions import ExtensionArguments, gathers_itself, own_rows
 from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
 from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, refuse_unshardable
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
+from .runtime.extended import ExtendedUnit
 from .runtime.gather import FlatBuffer, view_of
 from .runtime.gradients import Gradients
 from .runtime.hooks import ForwardHooks, output_hook, pass_through_in
@@ -44,6 +47,8 @@ __all__ = [
     "Copies",
     "Events",
     "ExecutionOrder",
+    "ExtendedUnit",
+    "ExtensionArguments",
     "FlatBuffer",
     "FlatLayout",
     "ForwardHooks",
@@ -74,8 +79,10 @@ __all__ = [
     "contiguous_stride",
     "dense_stride",
     "distinct_tensors",
+    "dtypes_of",
     "follow",
     "gather_whole",
+    "gathers_itself",
     "in_backward",
     "is_dtensor",
     "is_meta",
@@ -87,6 +94,7 @@ __all__ = [
     "on_gradient",
     "output_hook",
     "own_part",
+    "own_rows",
     "part_of_master",
     "pass_through_in",
     "plain_parameter",

@@ -197,7 +197,12 @@ class ShardedUnit:
 
     @property
     def master(self) -> torch.Tensor:
-        """This rank's shard of the flat unit (``[shard_numel]``, master dtype), where it is parked if it is."""
+        """This rank's shard of the flat unit (``[shard_numel]``, master dtype), where it is parked if it is.
+
+        Raises:
+            UnsupportedError: its parameters gather themselves.
+        """
+        self._unit.refuse_extended("A function over flat shards")
         return self._unit.master
 
     @property

@@ -126,7 +126,7 @@ def _shard(
     _refuse_sharded_elsewhere(modules[0], named)
     _refuse_unplaced(named)
     dims = dims_of(named.items(), shard_placement_fn, over.size(over.ndim - 1))
-    state = State(tuple(modules), Asked(settings(dims), ignored, Placed(over, dims)))
+    state = State(tuple(modules), Asked(settings(dims), ignored, Placed(over, dims, mp_policy)))
     state.cut()
     for each in modules:
         each.__dict__[STATE_ATTRIBUTE] = state

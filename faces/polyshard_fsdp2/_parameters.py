@@ -21,6 +21,7 @@ from polyshard.extension import (
     Shown,
     Unit,
     UnitState,
+    dtypes_of,
     is_dtensor,
     live_roots,
     part_of_master,
@@ -44,6 +45,8 @@ class Placed:
     """``[shard]``, or ``[replicate, shard]``."""
     dims: Mapping[str, int]
     """The dimension along which a parameter is cut, by its name in the module, where that is not 0."""
+    policy: object
+    """The ``MixedPrecisionPolicy`` of the call."""
 
     def spec_of(self, parameter: ManagedParameter, whole: torch.Tensor) -> Any:
         """The spec of ``parameter``, whose names are still those in the module.
@@ -200,13 +203,18 @@ class PlacedUnit(Unit):
         assert isinstance(self.step, Root)
         live_roots.add(self.step)
 
+    @property
+    def lacks_values(self) -> bool:
+        """Whether parameters are on the meta device."""
+        return self.master.is_meta
+
     def refuse_meta(self, call: str) -> None:
         """Raise if parameters are on the meta device.
 
         Raises:
             StateError: naming them.
         """
-        if self.master.is_meta and self.spec.device.type != "meta":
+        if self.lacks_values and self.spec.device.type != "meta":
             names = [parameter.names[0] for parameter in self.parameters if parameter.original.is_meta]
             raise StateError(
                 "FSDP parameters should be materialized from meta device before training, but the following were still "
@@ -233,7 +241,7 @@ class PlacedUnit(Unit):
                 "them, or after zero_grad()."
             )
         self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
-        self.dtypes = self.caster.dtypes(self.spec)
+        self.dtypes = dtypes_of(self.caster, self.spec, self.ranks.world.rank)
         self._use_master(self.offload.place(self.spec, master) if self.parks else master)
         self._be_found()
 
@@ -253,8 +261,9 @@ class PlacedParameters(MasterViews):
             original = parameter.original
             if isinstance(previous, PlacedParameters):
                 self.locals.append(previous.locals[index])
-                if not view.is_meta:
-                    view.copy_(_torch_private.local_tensor(original).detach())
+                before = _torch_private.local_tensor(original)
+                if before is not view and not view.is_meta:
+                    view.copy_(before.detach())
             else:
                 self.locals.append(nn.Parameter(view, requires_grad=original.requires_grad))
                 self._replace(index, parameter, view)
@@ -271,7 +280,14 @@ class PlacedParameters(MasterViews):
         spec = unit.placed.spec_of(parameter, whole)
         placed = nn.Parameter(_torch_private.dtensor_over(view, spec), requires_grad=before.requires_grad)
         if parameter.part is None:
-            placed.__dict__.update({key: value for key, value in vars(before).items() if not key.startswith("_")})
+            placed.__dict__.update(
+                {
+                    key: value
+                    for key, value in vars(before).items()
+                    # What a parameter of a class of its own is made of would stay whole.
+                    if not (key.startswith("_") or (parameter.extended and isinstance(value, torch.Tensor)))
+                }
+            )
             named = [(before, parameter.names[0])]
             replaced_parameters.add(named, "a DTensor of this rank's part", f"rank {unit.ranks.world.rank}")
         parameter.original = placed
@@ -377,13 +393,17 @@ class PlacedParameters(MasterViews):
                 f"{unit.ranks.world.rank}). Move the module to {wanted}."
             )
         with torch.no_grad():
-            if dtype != unit.master.dtype or unit.master.is_meta:
-                unit.rehome(torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device))
-                return
-            for view, local in zip(self._views, found, strict=True):
-                if view.data_ptr() != local.data_ptr():
-                    view.copy_(local)
-            self.expose()
+            self._take_values(found, dtype, device)
+
+    def _take_values(self, found: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        unit = self._unit
+        if dtype != unit.master.dtype or unit.master.is_meta:
+            unit.rehome(torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device))
+            return
+        for view, local in zip(self._views, found, strict=True):
+            if view.data_ptr() != local.data_ptr():
+                view.copy_(local)
+        self.expose()
 
     def _take_replacement(self, index: int, parameter: ManagedParameter) -> bool:
         """Let what modules hold in the place of ``parameter`` be it; returns whether that is another object."""

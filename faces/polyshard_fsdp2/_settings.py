@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from polyshard.config import PluginChoice, ShardConfig, Strategy
 from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, UnsupportedError
+from polyshard.extension import gathers_itself
 from polyshard.interfaces import Arrangement, Layout, ParameterGeometry, UnitGeometry
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -135,7 +136,7 @@ def dims_of(
 
     Raises:
         UnsupportedError: a parameter is not contiguous, is to be sharded over another mesh, or unevenly along another
-            dimension than the first.
+            dimension than the first, or along that and gathers itself.
         ConfigAssertionError: a parameter has no such dimension.
         ConfigTypeError: ``shard_placement_fn`` answered nothing that is known.
     """
@@ -171,6 +172,11 @@ def dims_of(
             raise UnsupportedError(
                 f"FSDP does not support uneven sharding on dim {dim}: '{name}' has shape {tuple(local.shape)}, and "
                 f"there are {ranks} ranks. Answer Shard(0), or a dimension that they divide, in shard_placement_fn."
+            )
+        if dim and gathers_itself(local):
+            raise UnsupportedError(
+                f"shard_placement_fn answered Shard({dim}) for '{name}', a {type(local).__name__} with "
+                "fsdp_pre_all_gather, which is cut along dimension 0 alone. Answer Shard(0)."
             )
         if dim:
             dims[name] = dim

@@ -29,6 +29,7 @@ from polyshard.interfaces import InputCast
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ._extensions import placed_unit
 from ._parameters import Placed, PlacedUnit
 from ._torch_private import TorchState
 
@@ -99,8 +100,9 @@ class State(TorchState):
                     (),
                     self.asked.ignored,
                     composes=True,
-                    make_unit=partial(PlacedUnit, placed=self.asked.placed),
+                    make_unit=partial(placed_unit, self.asked.placed),
                     stays_on_meta=True,
+                    extends=True,
                 )
             )
             if root.idle_guard is not None:

@@ -80,15 +80,11 @@ def with_scales() -> nn.Module:
 
 ODD = "'inner.head.odd'"
 PARAMETERS = {
-    "integer": Case(
-        holding(torch.tensor([1, 2])),
+    "packed and trained": Case(
+        holding(torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)),
         errors.ParameterError,
-        ("Cannot flatten integer dtype tensors", ODD, "torch.int64", "ignored_parameters"),
-    ),
-    "bool": Case(
-        holding(torch.tensor([True])),
-        errors.ParameterError,
-        ("integer dtype", ODD, "torch.bool"),
+        (ODD, "is trained", "torch.float8_e4m3fn", "Freeze it"),
+        trains=False,
     ),
     "sparse": Case(
         holding(torch.eye(3).to_sparse()),

@@ -227,11 +227,11 @@ def test_a_model_that_polyshard_has_sharded_is_taken_as_it_is() -> None:
 def test_nothing_is_prepared_where_one_model_of_several_cannot_be() -> None:
     accelerator = Accelerator(shard=ALONE, cpu=True)
     model, whole = seeded(Net), seeded(Net)
-    whole.scale = nn.Parameter(torch.tensor([1]), requires_grad=False)
+    whole.scale = nn.Parameter(torch.tensor([1.0]).to(torch.float8_e4m3fn))
     sharing = seeded(Net)
     sharing.blocks[0].up.weight = model.blocks[0].up.weight
     tries: list[tuple[nn.Module, type[PolyshardError], str]] = [
-        (whole, ParameterError, r"integer dtype tensors: 'scale' on rank 0"),
+        (whole, ParameterError, r"'scale' on rank 0 is trained, and has dtype torch\.float8_e4m3fn"),
         (sharing, AlreadyShardedError, r"'blocks\.0\.up\.weight' of Net is also 'blocks\.0\.up\.weight' of Net"),
     ]
     for other, error, words in tries:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import polyshard
+import polyshard.checkpoint
 import pytest
 import torch
 from parity import (
@@ -26,6 +28,7 @@ from parity import (
     threaded,
     units_of,
 )
+from polyshard.errors import ParameterError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -155,3 +158,91 @@ def test_what_is_ignored_and_trained_is_told_once_by_name() -> None:
     with warnings.catch_warnings(action="error"):
         on_ranks(3, on_rank(hook))
         on_ranks(3, on_rank(freeze))
+
+
+class Packed(nn.Module):
+    """A frozen weight of whose numbers each bit counts, a mask, and trained scales."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        # All bits of a byte, NaN among them.
+        numbers = torch.arange(16 * 21).remainder(256).to(torch.uint8).view(16, 21)
+        packed = numbers.view(dtype) if dtype.itemsize == 1 else numbers.to(dtype)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(16) % 3 > 0, requires_grad=False)
+        self.scale = nn.Parameter(torch.linspace(0.1, 1.0, 16))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.weight.detach().clone())
+        assert (self.weight.is_contiguous(), self.mask.dtype) == (True, torch.bool)
+        weight = self.weight.to(x.dtype).nan_to_num().clamp(-1, 1)
+        return (x @ weight.T) * self.scale * self.mask
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint of step 1 .* no number")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bf16"},
+        {"precision": "int8", "layout": "rows"},
+        {"precision": "fp32", "layout": {"name": "blocks", "size": 64, "smallest": 1}, "offload": "cpu"},
+        {"strategy": "no_shard", "precision": "bf16"},
+    ],
+    ids=["flat", "rows", "blocks", "whole"],
+)
+def test_packed_parameters_are_gathered_bit_for_bit(
+    dtype: torch.dtype, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    whole, another = (nn.Sequential(nn.Linear(3, 21), Packed(dtype)) for _ in range(2))
+    bits = whole[1].weight.detach().view(torch.uint8)  # type: ignore[union-attr]
+    another[1].weight.data.view(torch.uint8).zero_()  # type: ignore[union-attr]
+
+    def run(rank: int, world: ThreadedWorld) -> None:
+        model: Any = sharded_copy(whole, rank, world, policy=units_of(Packed), **settings)
+        inner = model[1]
+        assert inner.weight.dtype == dtype
+        if settings.get("layout") == "rows":
+            assert inner.weight.shape == ((6, 21), (6, 21), (4, 21))[rank]
+        elif "layout" in settings:
+            # A cut lies between blocks.
+            assert inner.weight.numel() == (128, 128, 80)[rank]
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 3)).float().square().mean().backward()
+            optimizer.step()
+        assert all(torch.equal(each.view(torch.uint8), bits) for each in inner.seen)
+        polyshard.checkpoint.save(tmp_path, 1, model)
+        other: Any = sharded_copy(another, rank, world, policy=units_of(Packed))
+        polyshard.checkpoint.load(polyshard.checkpoint.latest(tmp_path), other)
+        other(torch.ones(2, 3))
+        assert torch.equal(other[1].seen[0].view(torch.uint8), bits)
+
+    on_ranks(3, run)
+    read = polyshard.checkpoint.read(polyshard.checkpoint.latest(tmp_path))["model"]
+    assert torch.equal(read["1.weight"].view(torch.uint8), bits)
+
+
+def test_packed_parameters_cannot_be_trained_later() -> None:
+    whole = Packed(torch.float8_e4m3fn)
+
+    def run(rank: int, world: ThreadedWorld) -> None:
+        model: Any = sharded_copy(whole, rank, world, precision="bf16")
+        model(torch.ones(2, 21))
+        model.weight.requires_grad_(True)
+        with pytest.raises(ParameterError, match=r"are torch\.float8_e4m3fn, and are to be trained now"):
+            model(torch.ones(2, 21))
+        model.weight.requires_grad_(False)
+        assert torch.equal(model(torch.ones(2, 21)), model(torch.ones(2, 21)))
+
+    on_ranks(3, run)
+
+
+def test_a_rank_has_its_part_of_the_bytes() -> None:
+    def run(rank: int, world: ThreadedWorld) -> None:
+        model = nn.Linear(256, 96, bias=False)
+        model.weight = nn.Parameter(torch.zeros(96, 256, dtype=torch.uint8), requires_grad=False)
+        assert polyshard.report(sharded_copy(model, rank, world, precision="bf16")).master_nbytes == 96 * 256 / 3
+
+    on_ranks(3, run)

@@ -81,7 +81,7 @@ def memory_report(root: Root) -> MemoryReport:
         units=len(units),
         parameters=parameters,
         padding=sum(u.layout.padded_numel for u in units) - parameters,
-        master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
+        master_nbytes=sum(u.own_nbytes for u in units),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
         gathered_nbytes=sum(u.gathered_nbytes for u in kept)
         + sum(u.post_forward_nbytes for u in units)

@@ -38,6 +38,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
 
     Raises:
         StateError: inside a forward or backward, or when entered twice.
+        UnsupportedError: a parameter gathers itself.
         ParameterChangedError: on leaving, what is to be kept has another shape, or was tied to another parameter.
     """
     root.leave_failed_backward()
@@ -52,6 +53,8 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
             f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
             "Use the context that is open."
         )
+    for unit in root.units:
+        unit.refuse_extended("unsharded()")
     root.adopt_changes(trains=False)
     root.outdate()
     units = units_within(root, module)

@@ -54,13 +54,22 @@ _CAPABILITIES: dict[type, type[Any]] = {
 }
 
 
+def is_packed(dtype: torch.dtype) -> bool:
+    """Whether numbers of ``dtype`` mean something with others beside them alone, or by their bits: all but complex and
+    floating-point ones of two bytes and more. A cast would lose that."""
+    return not dtype.is_complex and (not dtype.is_floating_point or dtype.itemsize == 1)
+
+
 def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> UnitDtypes:
-    """The dtypes of ``unit`` by ``caster``.
+    """The dtypes of ``unit`` by ``caster``; of packed parameters their own, which no caster is asked for.
 
     Raises:
         PluginContractError: no ``UnitDtypes``, a dtype that parameters cannot compute in or gradients be reduced in, or
             a reduction narrower than what travels.
     """
+    own = unit.master_dtype
+    if is_packed(own):
+        return UnitDtypes(own, own, own, own)
     answer = caster.dtypes(unit)
     where = _answered(caster, "dtypes", answer, f"unit '{unit.label}'", rank)
     if not isinstance(answer, UnitDtypes):

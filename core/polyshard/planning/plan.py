@@ -35,6 +35,8 @@ from ..errors import (
 )
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import thresholds
+from .answers import is_packed
+from .extensions import gathers_itself, protocol_fault
 from .meshes import refuse_wrong_overrides
 from .parts import TensorPart, is_dtensor, local_of, plain_parameter
 
@@ -67,6 +69,8 @@ class ManagedParameter:
     """Every (module, attribute) that holds it."""
     part: TensorPart | None = None
     """The part of a whole tensor that it is, by tensor or expert parallelism; None for a whole parameter."""
+    extended: bool = False
+    """Whether it gathers itself, by methods of its class."""
 
 
 def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
@@ -118,8 +122,8 @@ def _separable(
             waiting += list(module.children())[::-1]
             continue
         held = {p for each in inside for p in each._parameters.values() if p is not None and p in owned}
-        if any(map(is_dtensor, held)):
-            # What other modules would find in its place outside of its forward is no DTensor.
+        if any(is_dtensor(each) or gathers_itself(each) for each in held):
+            # What other modules would find in its place outside of its forward is plain.
             continue
         large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_SPLIT
         if large and all(user in inside for parameter in held for user, _ in owned[parameter]):
@@ -142,11 +146,12 @@ class ModuleParameters:
     modules: tuple[nn.Module, ...]
     """``module``, and the modules inside it that are inside of no other one of these."""
     groups: tuple[tuple[ManagedParameter, ...], ...]
-    """Parameters of one dtype each, all trained or all frozen."""
+    """Parameters of one dtype each, all trained or all frozen, that gather themselves or not."""
     overrides: Mapping[str, Any]
     """Settings that differ from the model's."""
     dtype: torch.dtype
-    """Of its own parameters or, without any, of those split off it; torch's default where there are neither."""
+    """In which it computes: of its own parameters that are not packed or, without any, of those split off it; torch's
+    default where there are neither."""
     parent: nn.Module | None
     """The module that this one was split off; None where it was chosen."""
 
@@ -244,12 +249,13 @@ def plan_modules(
             for parameter in user._parameters.values():
                 if parameter in owned:
                     uses[parameter].owners.append(module)
-    groups: dict[nn.Module, dict[tuple[torch.dtype, bool], list[ManagedParameter]]] = {}
+    groups: dict[nn.Module, dict[tuple[torch.dtype, bool, bool], list[ManagedParameter]]] = {}
     for parameter, found in uses.items():
         part = TensorPart.of(parameter, found.names[0], rank)
         original = parameter if part is None else plain_parameter(parameter)
-        managed = ManagedParameter(original, tuple(found.names), tuple(found.sites), part)
-        kind = (parameter.dtype, parameter.requires_grad)
+        extended = gathers_itself(original)
+        managed = ManagedParameter(original, tuple(found.names), tuple(found.sites), part, extended)
+        kind = (parameter.dtype, parameter.requires_grad, extended)
         groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
     owners = {module for module in names if module is root or module in groups}
     outside = owners | set(ignored_modules)
@@ -260,7 +266,9 @@ def plan_modules(
         kinds = groups.get(module, {})
         ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
         parent = root if module in split else None
-        dtypes = [dtype for dtype, _ in kinds] or [each.dtype for each in owned]
+        dtypes = [
+            dtype for dtype in [dtype for dtype, *_ in kinds] or [each.dtype for each in owned] if not is_packed(dtype)
+        ]
         planned.append(
             ModuleParameters(
                 name,
@@ -344,8 +352,11 @@ def refuse_unshardable(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
     rank: int = 0,
+    extends: bool = False,
 ) -> None:
     """Raise if a parameter of ``root`` cannot be sharded. To be called before a policy looks at them.
+
+    ``extends``: whether parameters may gather themselves.
 
     Raises:
         ParameterError: saying which, and what to do.
@@ -361,26 +372,29 @@ def refuse_unshardable(
             if parameter is not None and parameter not in seen:
                 seen.add(parameter)
                 known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
-                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, rank, known)
+                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, rank, known, extends)
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_references: int) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_references: int, extends: bool) -> None:
     where = f"'{name}' on rank {rank}"
     if isinstance(parameter, (UninitializedParameter, UninitializedBuffer)):
         raise ParameterError(f"The parameter {where} is not initialized. Run a forward of the lazy module first.")
     if parameter.layout is not torch.strided:
         raise ParameterError(f"Cannot flatten {parameter.layout} tensors: {where}. Make the parameter dense.")
-    if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
-        raise ParameterError(
-            f"Cannot flatten integer dtype tensors: {where} has dtype {parameter.dtype}. "
-            "Register it as a buffer, or pass it in ignored_parameters."
-        )
     data = local_of(parameter) if is_dtensor(parameter) else parameter.data
-    if type(data) is not torch.Tensor:
+    extended = extends and gathers_itself(data)
+    if is_packed(parameter.dtype) and parameter.requires_grad:
         raise ParameterError(
-            f"The parameter {where} is a {type(data).__name__}, not a plain tensor. Pass it in ignored_parameters."
+            f"The parameter {where} is trained, and has dtype {parameter.dtype}, in which gradients and steps are not "
+            "computed. Freeze it with requires_grad_(False), or train it in a wider dtype; precision 'fp8' and 'int8' "
+            "gather that in eight bits."
         )
-    own = _state_of_its_own(parameter)
+    fault = "" if type(data) is torch.Tensor else protocol_fault(data) if extends else "not a plain tensor"
+    if fault:
+        raise ParameterError(
+            f"The parameter {where} is a {type(data).__name__}, {fault}. Pass it in ignored_parameters."
+        )
+    own = [] if extended else _state_of_its_own(parameter)
     if own:
         raise ParameterError(
             f"The parameter {where} is a {type(parameter).__name__} with state of its own ({', '.join(own[:4])}), "

@@ -24,7 +24,7 @@ from ..interfaces import (
     WireSpec,
 )
 from ..registry import Constructed
-from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, parked_of, wire_of
+from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, is_packed, parked_of, wire_of
 from .layout import FlatLayout, NamedLayout, dense_stride
 from .meshes import UnitLists
 from .plan import ManagedParameter, ModuleParameters, modules_called
@@ -143,15 +143,17 @@ def plan_units(
             order, flat = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         members = tuple(group[index] for index in order)
         spec = _spec(planned, members, flat, device, suffix, is_root, lists.label)
-        wire = wire_of(caster, spec, rank) if shards > 1 else None
+        as_it_is = shards == 1 or group[0].extended or is_packed(dtype)
+        wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         full_precision_in_eval_of(caster, spec, rank)
         observers = events.observers(spec) if events.active else ()
         launched = _launch_numel(members, flat)
         units.append(PlannedUnit(spec, flat, dtypes, wire, observers, parked=False, launch_numel=launched))
         groups.append(members)
-    if units:
-        first, buffer_dtype = units[0].spec, units[0].dtypes.buffer
+    computing = next((unit for unit in units if not is_packed(unit.spec.master_dtype)), None)
+    if computing is not None:
+        first, buffer_dtype = computing.spec, computing.dtypes.buffer
     else:
         first = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
         buffer_dtype = dtypes_of(caster, first, rank).buffer
@@ -267,4 +269,5 @@ def _geometry(
 def _suffix(group: Sequence[ManagedParameter]) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
-    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}]"
+    extended = ", extended" if group[0].extended else ""
+    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{extended}]"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..interfaces import Collectives
+from .extensions import inner_tensors
 from .layout import dense_stride
 from .plan import ManagedParameter
 from .units import PlannedModule
@@ -136,6 +137,7 @@ def _send(tensor: torch.Tensor, device: torch.device, broadcast: Callable[[torch
 _COLUMNS = 1021
 #: Words of a parameter that does not begin at a word, and is copied in pieces to be summed.
 _COPIED_WORDS = _COLUMNS << 12
+_PLAIN = (torch.Tensor, nn.Parameter)
 #: Odd, so that a change of one column cannot vanish; about 2**64 divided by the golden ratio.
 _SPREAD = -7046029254386353131
 
@@ -147,6 +149,9 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     Any one changed byte changes it. It is one pass over memory, with nothing copied where the tensor begins at a
     multiple of 8 bytes.
     """
+    if type(tensor) not in _PLAIN:
+        # Parameters that gather themselves may have no memory of their own.
+        return torch.stack([checksum(inner.as_subclass(torch.Tensor)) for inner in inner_tensors(tensor)]).sum()
     tensor = tensor.detach()
     stride = dense_stride(tensor.shape, tensor.stride())
     if tensor.stride() != stride:

@@ -104,7 +104,7 @@ def end_gather(record: GatherRecord) -> None:
 
 def _start_one(record: GatherRecord) -> Work:
     group, buffer = record.group, record.buffer
-    if buffer.layout.segments and group is not None:
+    if buffer.divided:
         return _start_many(group, (record,))
     for observer in record.observers:
         observer.unshard(record.spec)
@@ -122,7 +122,7 @@ def _start_one(record: GatherRecord) -> Work:
     return issued(group.all_gather(buffer.flat, own), "all_gather", group, record.spec.label)
 
 
-def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
+def _start_many(group: Collectives | None, records: Sequence[GatherRecord]) -> Work:
     for record in records:
         for observer in record.observers:
             observer.unshard(record.spec)
@@ -131,16 +131,19 @@ def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
     stages = [stage for record in plain for stage in record.buffer.stages]
     for stage in stages:
         stage.attach()
-    if here:
+    owns = [own for record in here for own in record.owns]
+    if owns:
         # The cast is the copy-in, as for one, in one launch.
-        owns = [own for record in here for own in record.owns]
         _torch_private.foreach_copy_(owns, [each for record in here for each in record.slices])
     if len(here) < len(plain):
         for record in plain:
             if record.offload is not None:
                 _fetch(record, record.offload)
     pairs = [pair for record in plain for pair in record.pairs]
-    if len(plain) == len(records):
+    if group is None:
+        # Parameters that gather themselves do so on one rank, too.
+        gather = COMPLETED
+    elif len(plain) == len(records):
         gather = issued(group.all_gather_many(pairs), "all_gather_many", group, "")
     else:
         encoded = _EncodedGather(group, [record for record in records if record.wire is not None])
@@ -250,6 +253,9 @@ class FlatBuffer:
         self.flat = flat
         self.layout = layout
         self.dtype = flat.dtype
+        self.device = flat.device
+        #: Whether a gather fills several parts of it.
+        self.divided = bool(layout.segments)
         self.views = [view_of(flat, slot.shape, slot.stride, slot.offset) for slot in layout.slots]
         #: The segments of ``flat``.
         self.parts = parts_of(flat, layout)
@@ -337,9 +343,10 @@ class FlatBuffer:
         return found
 
     def make_leaves(self) -> None:
-        """Let every view collect a gradient of its own."""
+        """Let every view collect a gradient of its own, if there are gradients of its dtype."""
+        collects = self.dtype.is_floating_point or self.dtype.is_complex
         for view in self.views:
-            view.requires_grad_(True)
+            view.requires_grad_(collects)
 
     def attach(self) -> None:
         """Give the buffer memory, uninitialised, from the current stream's pool. Nothing happens if it has some."""

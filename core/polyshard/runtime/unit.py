@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CollectiveError, StateError, UnshardedUseError
+from ..errors import CollectiveError, ParameterError, StateError, UnshardedUseError, UnsupportedError
 from ..interfaces import (
     Collectives,
     Observer,
@@ -22,6 +22,7 @@ from ..interfaces import (
     WireSpec,
 )
 from ..nested import iter_hidden_tensors, iter_tensors
+from ..planning.answers import is_packed
 from ..planning.groups import UnitRanks
 from ..planning.launches import alike
 from ..planning.layout import FlatLayout
@@ -97,6 +98,8 @@ class Unit:
     writes_gradients_directly = True
     #: Whether a drop-in makes state dicts of its modules and of optimizers whole.
     answers_state_dicts = False
+    #: Whether its parameters gather themselves. Its master is on the meta device then.
+    extended = False
 
     def __init__(
         self,
@@ -187,7 +190,8 @@ class Unit:
         dtypes = self.dtypes
         self.master = master
         # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
-        self.permanent = self.ranks.owner is None and dtypes.compute == self.master.dtype and not self.parks
+        same = self.ranks.owner is None and dtypes.compute == self.master.dtype
+        self.permanent = same and not self.parks and not self.extended
         self.originals = self._make_originals()
         self.gradients = self._make_gradients()
         self._take_gradient_dtype(self.originals.tensors)
@@ -198,6 +202,7 @@ class Unit:
             not self.permanent
             and dtypes.compute != self.spec.master_dtype
             and self.wire is None
+            and not self.extended
             and self.caster.full_precision_in_eval(self.spec)
         )
         self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
@@ -282,6 +287,25 @@ class Unit:
         receivers = self.receivers
         return zip(range(len(receivers)) if len(receivers) == len(self.parameters) else (None,), receivers, strict=True)
 
+    def refuse_extended(self, call: str) -> None:
+        """Raise where the unit has no flat master, which ``call`` needs.
+
+        Raises:
+            UnsupportedError: naming the first parameter.
+        """
+        if self.extended:
+            parameter = self.parameters[0]
+            raise UnsupportedError(
+                f"{call}: '{parameter.names[0]}' gathers itself (fsdp_pre_all_gather), and lies in no flat buffer "
+                f"(rank {self.ranks.world.rank}). Use model.state_dict() with torch.distributed.checkpoint, and give "
+                "model.parameters() to the optimizer."
+            )
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self.master.nbytes
+
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the gather buffer while it has memory; 0 where the master serves compute."""
@@ -326,7 +350,7 @@ class Unit:
                 self.wire,
                 self.observers,
                 self.places,
-                slices_of(self.master, self.layout),
+                [] if self.extended else slices_of(self.master, self.layout),
                 buffer.pairs,
                 buffer.owns,
             )
@@ -454,7 +478,16 @@ class Unit:
                 )
 
     def follow_requires_grad(self) -> None:
-        """Take over a ``requires_grad`` that the user changed on an original."""
+        """Take over a ``requires_grad`` that the user changed on an original.
+
+        Raises:
+            ParameterError: the unit is packed, and has no gradients.
+        """
+        if is_packed(self.spec.master_dtype) and any(self.originals.trained):
+            raise ParameterError(
+                f"Parameters of {self.name} are {self.spec.master_dtype}, and are to be trained now (rank "
+                f"{self.ranks.world.rank}). Freeze them with requires_grad_(False), or shard them in a wider dtype."
+            )
         if self.flat is not None:
             self.flat.follow_requires_grad()
         for trained, leaf in zip(self.originals.trained, self.leaves, strict=True):
@@ -524,13 +557,16 @@ class Unit:
         if audit.done or among is None or self.name in audit.gathered:
             return
         audit.gathered.add(self.name)
-        sent = None if self.parks or self.wire is not None else self.master
         assert self.step is not None
         with self.step.recorder.during("comparison of a gather", (self.spec,), self.step.phase is Phase.BACKWARD):
-            own = shard_in(self.buffer.flat, self.layout, self.ranks.shard_rank)
-            # Nothing arrives between segments.
-            whole = torch.cat(self.buffer.parts) if self.layout.segments else self.buffer.flat
-            audit.compare_gathered(among, self.name, whole, own, sent)
+            audit.compare_gathered(among, self.name, *self._arrived())
+
+    def _arrived(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What a gather brought, this rank's part of it, and what that must be; None where nobody knows."""
+        own = shard_in(self.buffer.flat, self.layout, self.ranks.shard_rank)
+        # Nothing arrives between segments.
+        whole = torch.cat(self.buffer.parts) if self.layout.segments else self.buffer.flat
+        return whole, own, None if self.parks or self.wire is not None else self.master
 
     def show(self) -> None:
         """Let modules see whole parameters."""
@@ -726,7 +762,7 @@ def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
     )
     for tensor in tensors:
         for unit in held:
-            if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
+            if tensor.device == unit.buffer.device and tensor.numel() and unit.buffer.holds(tensor):
                 raise UnshardedUseError(
                     f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
                     f"on rank {unit.ranks.world.rank}, which is released when the forward ends. Return a clone, or "

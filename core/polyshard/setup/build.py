@@ -52,6 +52,8 @@ class Request:
     """Makes each of its units: a face has a class of its own."""
     stays_on_meta: bool = False
     """Whether parameters and buffers on the meta device stay there until somebody gives them memory."""
+    extends: bool = False
+    """Whether parameters may gather themselves: ``make_unit`` then makes units of them."""
 
     @property
     def owned_locally(self) -> frozenset[nn.Parameter]:
@@ -369,6 +371,9 @@ def _replace_dtensors(group: Sequence[ManagedParameter], rank: int) -> None:
 
 
 def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, ranks: UnitRanks, device: torch.device) -> torch.Tensor:
+    if group[0].extended:
+        # Their unit cuts them.
+        return torch.empty(layout.shard_numel, dtype=group[0].original.dtype, device="meta")
     if any(parameter.original.is_meta for parameter in group):
         # It stays there until all of the group's parameters have memory.
         device = torch.device("meta")

@@ -346,7 +346,8 @@ def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: 
         )
     # A gather in compute dtype is written by it; one that is encoded reads the master as it is.
     dtype = unit.dtypes.compute if unit.wire is None else master.dtype
-    own = torch.full((spec.shard_numel,), float("nan"), dtype=dtype, device=spec.device)
+    # NaN, or -1 where there is none.
+    own = torch.full((spec.shard_numel * dtype.itemsize,), 255, dtype=torch.uint8, device=spec.device).view(dtype)
     offload.fetch(spec, master, own)
     difference = _difference(_sample(own), wanted.to(dtype))
     if difference is not None:

@@ -17,7 +17,7 @@ from .. import registry
 from .._torch_private import post_accumulate_grad_hooks
 from .._version import __version__
 from ..config import ShardConfig, Strategy
-from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMismatchError
+from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMismatchError, UnsupportedError
 from ..functions.lookup import live_roots
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
@@ -158,7 +158,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     if not request.composes or any(MODULE_STATE_ATTRIBUTE in each.__dict__ for each in modules_called(module)):
         refuse_sharded(module, rank)
     _refuse_pieces(module, parameters_to_shard(module, **ignored), rank)
-    refuse_unshardable(module, rank=rank, **ignored)
+    refuse_unshardable(module, rank=rank, extends=request.extends, **ignored)
     refuse_unable(plugins.caster, rank)
     context = PolicyContext(
         request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, partial(_warn_once, rank)
@@ -231,7 +231,35 @@ def _plan_units(
                 post_forward_size=size,
             )
         )
-    return decide_parking(planned, rank)
+    modules = decide_parking(planned, rank)
+    for each in modules:
+        _refuse_unextended(each, plugins.collectives)
+    return modules
+
+
+def _refuse_unextended(module: PlannedModule, collectives: Collectives) -> None:
+    """Raise where parameters that gather themselves meet what needs them to be a part of a flat buffer."""
+    for unit, group in zip(module.units, module.groups, strict=True):
+        parameter = group[0]
+        if not parameter.extended:
+            continue
+        kind = type(parameter.original).__name__
+        where = f"'{parameter.names[0]}', a {kind} that gathers itself (rank {collectives.rank})"
+        if module.post_forward_size is not None:
+            raise UnsupportedError(
+                f"reshard_after_forward={module.post_forward_size} for {where}: it is gathered from the shards of all "
+                "ranks alone. Give True or False."
+            )
+        if unit.parked:
+            raise UnsupportedError(
+                f"{type(module.plugins.offload).__name__} would park {where}, and takes flat buffers alone. Leave "
+                "offloading out, or pass the parameter in ignored_parameters."
+            )
+        if collectives.capabilities.fixed_addresses:
+            raise UnsupportedError(
+                f"{type(collectives).__name__} gathers into memory of its own, and {where} has memory of its own, too. "
+                "Take other collectives, or pass it in ignored_parameters."
+            )
 
 
 def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> None:
