@@ -37,6 +37,7 @@ ROOMS = {
     "checkpoint": ("core/polyshard/checkpoint", "checkpoints: saving, loading, folders"),
     "optim": ("core/polyshard/optim", "optimizers that need whole tensors; averages of weights"),
     "capture": ("core/polyshard/capture", "the whole step as one CUDA graph"),
+    "pipelining": (("core/polyshard/pipelining.py",), "models that are stages of a pipeline"),
     "state": ("core/polyshard/state", "state of models and optimizers as objects"),
     "api": (
         tuple(f"core/polyshard/{name}.py" for name in ("api", "extension", "inspect")),

@@ -110,10 +110,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             StateError: this is not the root FSDP module.
         """
-        root = outermost(_state(self), "reset_iter_state")
-        root.abandon()
-        for unit in root.units:
-            unit.gradients.discard_sums()
+        outermost(_state(self), "reset_iter_state").start_over()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients, from now on; where not, they wait whole on this rank, and add up.

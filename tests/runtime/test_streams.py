@@ -233,3 +233,46 @@ def test_what_is_gathered_after_a_second_reduction_of_a_unit_waits_for_its_memor
     # gathers a unit that had none: other ranks may have a gradient for it.
     model.unused, model.constant = (0,), (1,)
     train(device, model, on("main", 0, 1, 1))
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_stages_of_one_process_share_streams(device: PretendedDevice, releases: bool) -> None:
+    models = [sharded(device, factors(device, 5), reshard_after_forward=releases)[0] for _ in range(2)]
+    roots = [root_of(model) for model in models]
+    roots[1].use_streams(roots[0].streams)
+    for model in models:
+        model.calls = on("main", 0, 1, 2, 3, 4)
+    for _ in range(3):
+        for root in roots:
+            root.synchronises = False
+            for module_state in root.module_states:
+                module_state.releases_after_backward = releases
+        # Forwards of two microbatches, and their backwards, each through both stages.
+        inputs = torch.ones((), requires_grad=True)
+        outputs = [(models[0](inputs), models[1](inputs)) for _ in range(2)]
+        for first, second in outputs:
+            device.backward(second)
+            device.backward(first)
+        for root in reversed(roots):
+            root.synchronises = True
+            for module_state in root.module_states:
+                module_state.releases_after_backward = True
+            root.reduce_waiting()
+        for model in models:
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("releases", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_gathers_of_a_backward_wait_for_the_backward_before_it(
+    device: PretendedDevice, releases: bool, waits: bool
+) -> None:
+    model = sharded(device, factors(device, 5), reshard_after_forward=releases)[0]
+    model.calls = on("main", 0, 1, 2, 3, 4)
+    for _ in range(3):
+        outputs = [model(torch.ones((), requires_grad=True)) for _ in range(2)]
+        with polyshard.no_sync(model) if waits else nullcontext():
+            device.backward(outputs[0])
+        device.backward(outputs[1])
+        model.zero_grad()

@@ -39,46 +39,78 @@ def clip_grad_norm(
         RankMismatchError: gradients of parameters outside of units differ between ranks.
         NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
-    check_norm_type(norm_type, "clip_grad_norm_", root.rank)
-    managed: set[nn.Parameter] = set()
-    held: GradientsByHolders = {}
-    ranks: UnitRanks | None = None
-    copies: tuple[int, ...] = ()
-    groups: list[list[torch.Tensor]] = []
-    for unit in root.units:
-        managed.update(unit.originals.tensors)
-        if unit.ranks is not ranks or unit.copies != copies:
-            ranks, copies = unit.ranks, unit.copies
-            groups = groups_of(held, unit)
-        if len(groups) == 1:
-            groups[0] += [each for each in map(gradient_of, unit.receivers) if each is not None]
-        else:
-            count_parts(groups, unit, ((slot, gradient_of(receiver)) for slot, receiver in unit.slots_of_receivers()))
-    outside = [parameter for parameter in module.parameters() if parameter not in managed]
-    trained = [parameter for parameter in outside if parameter.requires_grad or parameter.grad is not None]
-    for parameter in trained:
-        count_outside(held, root, parameter, parameter.grad)
+    gradients = ModelGradients(root, module)
+    total = gradients.norm(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
+    if error_if_nonfinite:
+        _refuse_not_finite(root, total, gradients.outside)
+    gradients.clip(max_norm, total)
+    return total
 
-    def named() -> Iterator[tuple[str, torch.Tensor | None]]:
+
+class ModelGradients:
+    """The gradients of one model on this rank: their norm over all ranks, and a factor for all of them.
+
+    Raises:
+        ConfigError: other parts of a ``DTensor`` are on ranks of another model, or one is in no unit.
+    """
+
+    def __init__(self, root: Root, module: nn.Module, uncounted: Collection[torch.Tensor] = frozenset()) -> None:
+        """``uncounted``: parameters whose gradients another model counts. They are scaled all the same."""
+        self._root, self._module = root, module
+        self._held: GradientsByHolders = {}
+        self._uncounted = [each for each in map(gradient_of, uncounted) if each is not None]
+        self._managed: set[nn.Parameter] = set()
+        ranks: UnitRanks | None = None
+        copies: tuple[int, ...] = ()
+        groups: list[list[torch.Tensor]] = []
+        for unit in root.units:
+            self._managed.update(unit.originals.tensors)
+            if unit.ranks is not ranks or unit.copies != copies:
+                ranks, copies = unit.ranks, unit.copies
+                groups = groups_of(self._held, unit)
+            if len(groups) == 1 and not uncounted:
+                groups[0] += [each for each in map(gradient_of, unit.receivers) if each is not None]
+            else:
+                counted = (pair for pair in unit.slots_of_receivers() if pair[1] not in uncounted)
+                count_parts(groups, unit, ((slot, gradient_of(receiver)) for slot, receiver in counted))
+        #: Parameters in no unit.
+        self.outside = [parameter for parameter in module.parameters() if parameter not in self._managed]
+        self._trained = [each for each in self.outside if each.requires_grad or each.grad is not None]
+        for parameter in self._trained:
+            if parameter not in uncounted:
+                count_outside(self._held, root, parameter, parameter.grad)
+
+    def norm(
+        self, norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """The norm over all ranks of the model, the same on each of them; ``max_norm`` is compared among them.
+
+        Raises:
+            ConfigError: ``norm_type`` is not positive.
+            RankMismatchError: gradients of parameters outside of units differ between ranks.
+        """
+        root = self._root
+        check_norm_type(norm_type, "clip_grad_norm_", root.rank)
+        wide = norm_dtype(root.units, self._trained)
+        text = norm_text(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
+        return agreed_norm(root, root.units, self._held, norm_type, wide, text, self._named)
+
+    def clip(self, max_norm: float, total: torch.Tensor) -> None:
+        """Scale all gradients by what brings the norm ``total`` down to ``max_norm``."""
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for gradients in (*self._held.values(), self._uncounted):
+            for gradient in gradients:
+                by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (place, dtype), tensors in by_place.items():
+            _torch_private.foreach_mul_(tensors, factor.to(device=place, dtype=dtype))
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (
             (name, each.grad)
-            for name, each in module.named_parameters()
-            if each not in managed and each not in root.owned_locally
+            for name, each in self._module.named_parameters()
+            if each not in self._managed and each not in self._root.owned_locally
         )
-
-    wide = norm_dtype(root.units, trained)
-    text = norm_text(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
-    total = agreed_norm(root, root.units, held, norm_type, wide, text, named)
-    if error_if_nonfinite:
-        _refuse_not_finite(root, total, outside)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradients in held.values():
-        for gradient in gradients:
-            by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (place, dtype), tensors in by_place.items():
-        _torch_private.foreach_mul_(tensors, factor.to(device=place, dtype=dtype))
-    return total
 
 
 class Holders(NamedTuple):

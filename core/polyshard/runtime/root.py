@@ -552,6 +552,16 @@ class Root(Step):
                 unit.reduced = False
                 unit.discard_gradients()
 
+    def start_over(self) -> None:
+        """Give up a forward or backward that raised, and drop gradients that wait to be reduced.
+
+        Raises:
+            StateError: the model was closed, or a communication had failed before.
+        """
+        self.abandon()
+        for unit in self.units:
+            unit.gradients.discard_sums()
+
     def tell_failed_backward(self, error: Exception) -> None:
         """Let other ranks know that a backward of this model raised ``error`` in this thread.
 

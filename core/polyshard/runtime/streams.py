@@ -10,7 +10,8 @@ only:
 3. A reduction begins after compute has computed its gradients: the copies that bring them together run on its stream,
    beside compute. They and its input return to compute's memory pool after compute has been ordered behind the
    reduction. One input is filled while another travels.
-4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters.
+4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters. So it does
+   where a backward follows another one: memory that this one released may still be read.
 5. At the end of a backward compute waits for the reductions: the optimizer may then read the gradients.
 
 Compute may take several streams: a module's forward runs on the stream that is current when it is called, and autograd
@@ -295,6 +296,8 @@ class CudaStreams(CommStreams):
         # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
         self._released: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._filled = _event()
+        # Where compute was ordered after everything, until gathers are ordered after that.
+        self._drained_on: torch.cuda.Stream | None = None
         self._spare: list[torch.cuda.Event] = []
         self._seen: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         # Whether each stream has work that compute was not ordered after. A stream joins the capture of a CUDA graph by
@@ -315,10 +318,15 @@ class CudaStreams(CommStreams):
             if stream is not current and not torch.cuda.is_current_stream_capturing():
                 self._gather_stream.wait_stream(stream)
         self._released.clear()
+        self._drained_on = None
 
     def gather(self, records: Sequence[GatherRecord]) -> None:
         stream = self._gather_stream
         self._gathers = True
+        if self._drained_on is not None:
+            # A backward behind another one: no forward came between.
+            stream.wait_stream(self._drained_on)
+            self._drained_on = None
         for _, event in self._released.values():
             event.wait(stream)
         self._released.clear()
@@ -429,6 +437,7 @@ class CudaStreams(CommStreams):
         if stalls is not None:
             stalls.waited()
         self._gathers = self._reduces = False
+        self._drained_on = current
 
     def busy(self) -> bool:
         return not (self._gather_stream.query() and self._reduce_stream.query())

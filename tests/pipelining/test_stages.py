@@ -1,0 +1,282 @@
+"""Stages of a pipeline that are sharded, beside the unsharded model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pipelines
+import polyshard
+import pytest
+import torch
+import torch.distributed as dist
+from parity import Block, units_of
+from pipelines import ROWS, Model, Plan, Trainer, batch, loss_of, part_of
+from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
+from polyshard.interfaces import PluginContext
+from polyshard.pipelining import PipelineStage, TiedParameter
+from polyshard_backends.fake import FakeCollectives
+from polyshard_fsdp2 import fully_shard
+from processes import KeptRanks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
+
+RANKS = KeptRanks()
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+
+
+def assert_parity(plan: Plan) -> None:
+    reference, norms = pipelines.expected(plan, 3)
+    wanted = dict(reference.named_parameters(remove_duplicate=False))
+    seen = set()
+    for found, values in RANKS.run(torch.Size(plan.sizes).numel(), pipelines.train, plan):
+        assert found == pytest.approx(norms, rel=1e-12)
+        for name, value in values.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
+        seen.update(values)
+    assert seen == wanted.keys()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("GPipe"),
+        Plan("1F1B", gathers="microbatch"),
+        Plan("1F1B", gathers="microbatch", settings={"strategy": "shard_grad_op"}),
+        Plan("Interleaved1F1B", each=2),
+        Plan("ZBVZeroBubble", each=2, gathers="microbatch"),
+        Plan("GPipe", faced=True),
+        Plan("ZBVZeroBubble", each=2, faced=True),
+    ],
+    ids=str,
+)
+def test_a_pipeline_trains_as_the_unsharded_model(plan: Plan) -> None:
+    assert_parity(plan)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("gathers", ["schedule", "microbatch"])
+@pytest.mark.parametrize(
+    ("schedule", "each"),
+    [
+        ("GPipe", 1),
+        ("1F1B", 1),
+        ("Interleaved1F1B", 2),
+        ("LoopedBFS", 2),
+        ("InterleavedZeroBubble", 2),
+        ("ZBVZeroBubble", 2),
+    ],
+)
+def test_every_schedule_with_every_strategy(schedule: str, each: int, gathers: str, strategy: str) -> None:
+    assert_parity(Plan(schedule, each, gathers, {"strategy": strategy}))
+
+
+HYBRID = {"strategy": "hybrid_shard", "shard": "dp", "replicate": "replicate"}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("1F1B", sizes=(2, 2, 2), names=("pp", "replicate", "dp"), settings=HYBRID),
+        Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), gathers="microbatch"),
+        Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), faced=True),
+    ],
+    ids=str,
+)
+def test_replicas_and_tensor_parallelism_beside_a_pipeline(plan: Plan) -> None:
+    assert_parity(plan)
+
+
+def two_schedules(rank: int, plan: Plan) -> dict[str, torch.Tensor]:
+    """Gradients of this rank's stages behind two schedules, the second of which another one was to precede."""
+    trainer = Trainer(plan)
+    trainer.forward_backward(0)
+    if plan.stages == 1:
+        with pytest.raises(ZeroDivisionError):
+            trainer.fail(7, microbatch=2)
+    trainer.forward_backward(1)
+    found = {}
+    for model in trainer.models:
+        with torch.no_grad():
+            for parameter in filter(torch.Tensor.numel, model.parameters()):
+                parameter.copy_(parameter.grad)
+    found = trainer.values()
+    trainer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("1F1B", tied=False),
+        # Nothing is sharded or cast: autograd accumulates by itself.
+        Plan("GPipe", sizes=(2, 1), tied=False, settings={"strategy": "no_shard"}),
+        Plan("GPipe", sizes=(1, 2), tied=False),
+    ],
+    ids=str,
+)
+def test_gradients_of_several_schedules_add_up_and_those_of_one_that_raised_do_not(plan: Plan) -> None:
+    model = pipelines.whole_model(plan)
+    for turn in range(2):
+        pipelines.whole_backward(model, plan, turn)
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for found in RANKS.run(torch.Size(plan.sizes).numel(), two_schedules, plan):
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
+
+
+def counts(rank: int, gathers: str) -> list[tuple[int, int]]:
+    """The gathers and reductions of each of two stages in a second step of four microbatches."""
+    groups = [FakeCollectives(PluginContext("fake", CPU), 0, 4) for _ in range(2)]
+    whole, stages = pipelines.whole_model(Plan("Interleaved1F1B", tied=False)), []
+    for number, collectives in enumerate(groups):
+        units = units_of(Block, nn.Embedding)
+        config = polyshard.ShardConfig(policy=units, collectives=collectives, batch_nbytes=0)
+        stages.append(
+            PipelineStage(polyshard.shard(part_of(whole, number, 2), config), number, 2, CPU, gathers=gathers)
+        )
+    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=loss_of)
+    optimizer = torch.optim.SGD([each for stage in stages for each in stage.submod.parameters()], lr=0.1)
+    for turn in range(2):
+        for collectives in groups:
+            collectives.calls.clear()
+        inputs, targets = batch(turn, 0, 4)
+        schedule.step(inputs, target=targets)
+        optimizer.step()
+        optimizer.zero_grad()
+    operations = [[call.operation for call in collectives.calls] for collectives in groups]
+    return [(each.count("all_gather"), each.count("reduce_scatter")) for each in operations]
+
+
+def test_a_step_reduces_each_unit_once_and_gathers_it_once_a_schedule_or_once_a_microbatch() -> None:
+    # Either stage is two blocks beside an embedding or a head.
+    assert RANKS.run(1, counts, "schedule") == [[(3, 3), (3, 3)]]
+    (found,) = RANKS.run(1, counts, "microbatch")
+    for gathers, reductions in found:
+        assert reductions == 3
+        # For each forward, and for each backward that did not follow at once; the embedding for forwards alone.
+        assert 4 * 3 < gathers <= 4 * (3 + 3)
+
+
+def message_of(rank: int, case: str) -> str:
+    """The error of a wrong use on this rank; empty where there is none."""
+    try:
+        WRONG[case](rank)
+    except PolyshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shard_over(part: nn.Module, mesh: Any, **settings: Any) -> nn.Module:
+    config = polyshard.ShardConfig(mesh=mesh, policy=units_of(Block, nn.Embedding), strategy="no_shard", **settings)
+    return polyshard.shard(part, config)
+
+
+def parts(rank: int) -> tuple[Any, Model]:
+    """A mesh of two stages, and this rank's."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    return mesh, part_of(pipelines.whole_model(Plan("GPipe")), rank, 2)
+
+
+def not_sharded(rank: int) -> None:
+    PipelineStage(parts(rank)[1], rank, 2, CPU)
+
+
+def over_all_ranks(rank: int) -> None:
+    PipelineStage(polyshard.shard(Block()), rank, 2, CPU)
+
+
+def one_module_twice(rank: int) -> None:
+    mesh, part = parts(rank)
+    shard_over(part, mesh["dp"])
+    stage = PipelineStage(part, rank, 4, CPU)
+    PipelineStage(part, stage.stage_index + 2, 4, CPU)
+
+
+def one_parameter_twice(rank: int) -> None:
+    mesh, part = parts(rank)
+    other = Block(part.blocks[str(2 * rank)].up.in_features, 8).double()
+    other.up = part.blocks[str(2 * rank)].up
+    shard_over(part, mesh["dp"])
+    PipelineStage(shard_over(other, mesh["dp"]), rank, 2, CPU)
+
+
+def no_loss(rank: int) -> None:
+    mesh, part = parts(rank)
+    stage = PipelineStage(shard_over(part, mesh["dp"]), rank, 2, CPU)
+    inputs, _ = batch(0, 0, 4)
+    with torch.no_grad():
+        ScheduleGPipe(stage, 4).step(*([] if rank else [inputs]))
+    ScheduleGPipe(stage, 4).step(*([] if rank else [inputs]))
+
+
+def gathers_for_a_step(rank: int) -> None:
+    mesh, part = parts(rank)
+    PipelineStage(shard_over(part, mesh["dp"]), rank, 2, CPU, gathers="step")
+
+
+def microbatches_of_fully_shard(rank: int) -> None:
+    mesh, part = parts(rank)
+    PipelineStage(fully_shard(part, mesh=mesh["dp"]), rank, 2, CPU, gathers="microbatch")
+
+
+def uneven(rank: int) -> None:
+    """Two stages on each rank: the error comes before anything else is sent."""
+    part = part_of(pipelines.whole_model(Plan("GPipe", tied=False)), 0, 1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    stage = PipelineStage(shard_over(part, mesh), 0, 1, CPU, group=alone)
+    inputs, targets = batch(0, rank, 4)
+    ScheduleGPipe(stage, 4, loss_fn=loss_of).step(inputs[: 3 * ROWS + 1], target=targets[: 3 * ROWS + 1])
+
+
+def tied(rank: int, names: dict[int, str], change: float = 0.0, **settings: Any) -> None:
+    mesh, part = parts(rank)
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter += change * rank
+    TiedParameter([PipelineStage(shard_over(part, mesh["dp"], **settings), rank, 2, CPU)], names)
+
+
+TIED = {0: "embedding.weight", 1: "head.weight"}
+WRONG: dict[str, Any] = {
+    "not sharded": not_sharded,
+    "over all ranks": over_all_ranks,
+    "one module twice": one_module_twice,
+    "one parameter twice": one_parameter_twice,
+    "no loss": no_loss,
+    "gathers for a step": gathers_for_a_step,
+    "microbatches of fully_shard": microbatches_of_fully_shard,
+    "uneven": uneven,
+    "tied, one stage": lambda rank: tied(rank, {0: "embedding.weight"}),
+    "tied, no such name": lambda rank: tied(rank, {0: "embedding.weight", 1: "head.bias"}),
+    "tied, other shapes": lambda rank: tied(rank, {0: "embedding.weight", 1: "blocks.3.up.weight"}),
+    "tied, other values": lambda rank: tied(rank, TIED, change=1.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "words"),
+    [
+        ("not sharded", StateError, ["PipelineStage() needs a sharded module", "this Model is not sharded"]),
+        ("over all ranks", ConfigError, ["sharded over the ranks [0, 1]", "mesh=mesh['dp']"]),
+        ("one module twice", ConfigError, ["stage 2 is stage 0's already", "stage 3 is stage 1's already"]),
+        ("one parameter twice", PolyshardError, ["up."]),
+        ("no loss", StateError, ["has no loss_fn", "torch.no_grad()"]),
+        ("gathers for a step", ConfigError, ["'step' is neither 'schedule' nor 'microbatch'"]),
+        ("microbatches of fully_shard", UnsupportedError, ["fully_shard", "polyshard.shard"]),
+        ("uneven", ConfigError, ["(1, 3)", "(2, 3)", "4 microbatches divide"]),
+        ("tied, one stage", ConfigError, ["stages [0]", "Name two"]),
+        ("tied, no such name", ConfigError, ["'head.bias' of stage 1", "no sharded parameter"]),
+        ("tied, other shapes", UnsupportedError, ["'embedding.weight' of stage 0", "'blocks.3.up.weight' of stage 1"]),
+        ("tied, other values", RankMismatchError, ["values of 'embedding.weight' of stage 0 and 'head.weight'"]),
+    ],
+)
+def test_wrong_use_is_refused_on_every_rank(case: str, error: type[PolyshardError], words: list[str]) -> None:
+    found = RANKS.run(2, message_of, case)
+    print(found)
+    assert all(found)
+    for word in words:
+        assert any(word in each for each in found)
