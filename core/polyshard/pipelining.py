@@ -92,8 +92,13 @@ class PipelineStage(torch_pipelining.PipelineStage):
         input_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
         output_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     ) -> None:
+        if not hasattr(torch_pipelining.PipelineStage, "perform_reduce_grad"):
+            raise UnsupportedError(
+                f"The schedules of torch {torch.__version__} end without a call that reduces gradients "
+                "(perform_reduce_grad). Install another version."
+            )
         root = outermost_root(module, "PipelineStage()")
-        self.root, self.gathers = root, _gathers_of(gathers)
+        self._root, self.gathers = root, _gathers_of(gathers)
         is_faced = isinstance(module, FSDPModule)
         if is_faced and self.gathers is Gathers.MICROBATCH:
             raise UnsupportedError(
@@ -119,7 +124,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self._before: list[torch.Tensor | None] = []
         self._policies: list[Reshard] = []
         self._sizes: list[torch.Size] | None = None
-        self._runs = False
+        self._runs, self._synchronises = False, True
 
     def clear_runtime_states(self) -> None:
         """A schedule begins. Gives up one that raised.
@@ -131,12 +136,12 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self._sizes = None
         if self._runs:
             self._leave()
-            self.root.start_over()
+            self._root.start_over()
             for parameter, before in zip(self._accumulating, self._before, strict=True):
                 parameter.grad = before
         if not self.has_backward and torch.is_grad_enabled() and self.submod.training:
             raise StateError(
-                f"The schedule of stage {self.stage_index} (rank {self.root.rank}) has no loss_fn, so no backward "
+                f"The schedule of stage {self.stage_index} (rank {self._root.rank}) has no loss_fn, so no backward "
                 "would follow its forwards, which autograd records. Give it a loss_fn on every rank, or evaluate: "
                 "inside of torch.no_grad(), or with the modules in eval mode."
             )
@@ -159,6 +164,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all microbatches, once, and divide them by ``grad_scale_factor``.
 
+        Inside of ``polyshard.no_sync`` they wait, and add up with those of the next schedule, of as many microbatches.
         Torch's schedules call it. Schedules of one's own call it behind a stage's last backward.
 
         Raises:
@@ -166,17 +172,22 @@ class PipelineStage(torch_pipelining.PipelineStage):
         """
         if not self._runs:
             return
-        root = self.root
+        root = self._root
         root.leave_failed_backward()
         self._leave()
-        with _divided(root.units, grad_scale_factor):
-            root.reduce_waiting()
+        if root.synchronises:
+            with _divided(root.units, grad_scale_factor):
+                root.reduce_waiting()
+        else:
+            # Inside of no_sync: gradients wait for those of another schedule.
+            for module_state in root.module_states:
+                module_state.reset()
         self._divide_accumulated(grad_scale_factor)
 
     def _enter(self) -> None:
         self._runs = True
-        root = self.root
-        root.synchronises = False
+        root = self._root
+        self._synchronises, root.synchronises = root.synchronises, False
         if self.gathers is Gathers.SCHEDULE:
             self._policies = [unit.reshard_policy for unit in root.units]
             for unit in root.units:
@@ -189,8 +200,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     def _leave(self) -> None:
         self._runs = False
-        root = self.root
-        root.synchronises = root.last_backward = True
+        root = self._root
+        root.synchronises, root.last_backward = self._synchronises, True
         for unit, policy in zip(root.units, self._policies, strict=False):
             unit.reshard_policy = policy
         self._policies = []
@@ -213,7 +224,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
             self._sizes = sizes
         elif sizes != self._sizes:
             raise ConfigError(
-                f"A microbatch of stage {self.stage_index} (rank {self.root.rank}) has the shapes "
+                f"A microbatch of stage {self.stage_index} (rank {self._root.rank}) has the shapes "
                 f"{[tuple(each) for each in sizes]}, the first one {[tuple(each) for each in self._sizes]}: stages "
                 f"receive one size. Give the schedule a batch that its {self.chunks or 'number of'} microbatches "
                 "divide, on every rank."
@@ -329,12 +340,12 @@ def clip_grad_norm_(
         ConfigError: ``norm_type`` is not positive, or there is no stage.
     """
     stages = _in_order(stages)
-    check_norm_type(norm_type, "pipelining.clip_grad_norm_", stages[0].root.rank)
+    check_norm_type(norm_type, "pipelining.clip_grad_norm_", stages[0]._root.rank)
     uncounted = [found for each in tied for found in each.uncounted]
     powers, gradients = [], []
     for stage in stages:
-        elsewhere = {_receiver(found) for found in uncounted if found.root is stage.root}
-        gradients.append(ModelGradients(stage.root, stage.submod, elsewhere))
+        elsewhere = {_receiver(found) for found in uncounted if found.root is stage._root}
+        gradients.append(ModelGradients(stage._root, stage.submod, elsewhere))
         norm = gradients[-1].norm(norm_type, max_norm)
         powers.append(norm if math.isinf(norm_type) else norm**norm_type)
     # In one dtype on all ranks: the gradients of one stage may be wider than another's.
@@ -426,7 +437,7 @@ def _in_order(stages: Sequence[PipelineStage]) -> list[PipelineStage]:
 def _location(stage: PipelineStage, name: str) -> ParameterLocation:
     named = dict(stage.submod.named_parameters(remove_duplicate=False))
     found = live_roots.find([named[name]])[0] if name in named else None
-    where = f"'{name}' of stage {stage.stage_index} (rank {stage.root.rank})"
+    where = f"'{name}' of stage {stage.stage_index} (rank {stage._root.rank})"
     if found is None:
         raise ConfigError(f"{where} is no sharded parameter. Name one of stage.submod.named_parameters().")
     if found.unit.flat is not None:

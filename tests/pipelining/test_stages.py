@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pipelines
@@ -67,6 +68,7 @@ def test_a_pipeline_trains_as_the_unsharded_model(plan: Plan) -> None:
         ("LoopedBFS", 2),
         ("InterleavedZeroBubble", 2),
         ("ZBVZeroBubble", 2),
+        ("DualPipeV", 2),
     ],
 )
 def test_every_schedule_with_every_strategy(schedule: str, each: int, gathers: str, strategy: str) -> None:
@@ -89,11 +91,17 @@ def test_replicas_and_tensor_parallelism_beside_a_pipeline(plan: Plan) -> None:
     assert_parity(plan)
 
 
-def two_schedules(rank: int, plan: Plan) -> dict[str, torch.Tensor]:
-    """Gradients of this rank's stages behind two schedules, the second of which another one was to precede."""
+def two_schedules(rank: int, plan: Plan, waits: bool) -> dict[str, torch.Tensor]:
+    """Gradients of this rank's stages behind two schedules, the second of which another one was to precede.
+
+    ``waits``: those of the first are reduced with those of the second.
+    """
     trainer = Trainer(plan)
-    trainer.forward_backward(0)
-    if plan.stages == 1:
+    with ExitStack() as stack:
+        for model in trainer.models if waits else ():
+            stack.enter_context(polyshard.no_sync(model))
+        trainer.forward_backward(0)
+    if not waits and plan.stages == 1:
         with pytest.raises(ZeroDivisionError):
             trainer.fail(7, microbatch=2)
     trainer.forward_backward(1)
@@ -107,6 +115,7 @@ def two_schedules(rank: int, plan: Plan) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(
     "plan",
     [
@@ -117,18 +126,18 @@ def two_schedules(rank: int, plan: Plan) -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_gradients_of_several_schedules_add_up_and_those_of_one_that_raised_do_not(plan: Plan) -> None:
+def test_gradients_of_several_schedules_add_up_and_those_of_one_that_raised_do_not(plan: Plan, waits: bool) -> None:
     model = pipelines.whole_model(plan)
     for turn in range(2):
         pipelines.whole_backward(model, plan, turn)
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for found in RANKS.run(torch.Size(plan.sizes).numel(), two_schedules, plan):
+    for found in RANKS.run(torch.Size(plan.sizes).numel(), two_schedules, plan, waits):
         for name, value in found.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
 
 
-def counts(rank: int, gathers: str) -> list[tuple[int, int]]:
-    """The gathers and reductions of each of two stages in a second step of four microbatches."""
+def counts(rank: int, gathers: str, accumulates: bool) -> list[tuple[int, int]]:
+    """The gathers and reductions of each of two stages in a second step of four microbatches, or of twice as many."""
     groups = [FakeCollectives(PluginContext("fake", CPU), 0, 4) for _ in range(2)]
     whole, stages = pipelines.whole_model(Plan("Interleaved1F1B", tied=False)), []
     for number, collectives in enumerate(groups):
@@ -143,6 +152,9 @@ def counts(rank: int, gathers: str) -> list[tuple[int, int]]:
         for collectives in groups:
             collectives.calls.clear()
         inputs, targets = batch(turn, 0, 4)
+        if accumulates:
+            with polyshard.no_sync(stages[0].submod), polyshard.no_sync(stages[1].submod):
+                schedule.step(inputs, target=targets)
         schedule.step(inputs, target=targets)
         optimizer.step()
         optimizer.zero_grad()
@@ -152,8 +164,10 @@ def counts(rank: int, gathers: str) -> list[tuple[int, int]]:
 
 def test_a_step_reduces_each_unit_once_and_gathers_it_once_a_schedule_or_once_a_microbatch() -> None:
     # Either stage is two blocks beside an embedding or a head.
-    assert RANKS.run(1, counts, "schedule") == [[(3, 3), (3, 3)]]
-    (found,) = RANKS.run(1, counts, "microbatch")
+    assert RANKS.run(1, counts, "schedule", False) == [[(3, 3), (3, 3)]]
+    # Each of two schedules gathers, the second one reduces.
+    assert RANKS.run(1, counts, "schedule", True) == [[(6, 3), (6, 3)]]
+    (found,) = RANKS.run(1, counts, "microbatch", False)
     for gathers, reductions in found:
         assert reductions == 3
         # For each forward, and for each backward that did not follow at once; the embedding for forwards alone.

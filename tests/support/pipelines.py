@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import polyshard
+import polyshard.checkpoint
 import torch
 from parity import Block, seeded
 from polyshard.pipelining import PipelineStage, TiedParameter, clip_grad_norm_
@@ -214,6 +216,17 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         return norm
+
+    def save(self, folder: Path, step: int) -> Path:
+        """A checkpoint of all stages."""
+        tied = {"head.weight": "embedding.weight"} if self.plan.tied else None
+        return polyshard.checkpoint.save_stages(
+            folder, step, self.models, self.optimizers, tied=tied, extra={"turn": step}
+        )
+
+    def load(self, directory: Path) -> Any:
+        """What ``save`` wrote, for as many stages as there are."""
+        return polyshard.checkpoint.load_stages(directory, self.models, self.optimizers)
 
     def values(self) -> dict[str, torch.Tensor]:
         """The whole parameters of this rank's stages by name."""

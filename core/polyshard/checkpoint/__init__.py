@@ -23,6 +23,7 @@ from .loading import DcpKeys, load, load_dcp
 from .pending import PendingSave
 from .reading import read, verify
 from .saving import async_save, save
+from .stages import load_stages, save_stages
 from .storage import URL
 
 __all__ = [
@@ -33,9 +34,11 @@ __all__ = [
     "latest",
     "load",
     "load_dcp",
+    "load_stages",
     "model_state",
     "optimizer_state",
     "read",
     "save",
+    "save_stages",
     "verify",
 ]

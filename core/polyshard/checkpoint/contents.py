@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
 from ..inspect import ShardedModel, StateTensor, idle_model, taken_apart
-from ..interfaces import PrecisionCaster
+from ..interfaces import Collectives, PrecisionCaster
 from ..io.memory import NAMES
 from ..state.contents import (
     Joint,
@@ -173,12 +173,16 @@ def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def not_finite_anywhere(sharded: ShardedModel, names: Sequence[str]) -> list[str]:
-    """What ``not_finite`` found on any rank: nothing where it found nothing on all. Every rank calls it."""
-    answers = Answers(sharded.collectives, len(names), json.dumps(names[:_NAMES]) if names else "")
+def not_finite_anywhere(collectives: Collectives, models: Sequence[ShardedModel], names: Sequence[str]) -> list[str]:
+    """What ``not_finite`` found on any rank: nothing where it found nothing on all. Every rank calls it.
+
+    ``models``: of this rank, whose order the names get.
+    """
+    answers = Answers(collectives, len(names), json.dumps(names[:_NAMES]) if names else "")
     reporting = [rank for rank, number in enumerate(answers.numbers) if number]
     found = [name for ranks in answers.alike(reporting)[:_RANKS] for name in json.loads(answers.words_of(ranks[0]))]
-    order = {each.name: at for at, each in enumerate(each for unit in sharded.units for each in unit.parameters)}
+    known = (each.name for model in models for unit in model.units for each in unit.parameters)
+    order = {name: at for at, name in enumerate(known)}
     return sorted(dict.fromkeys(found), key=lambda name: order.get(name, len(order)))
 
 

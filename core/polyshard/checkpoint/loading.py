@@ -33,7 +33,7 @@ from .storage import MARKER, Place, place_of, storage_of
 
 #: What ``torch.distributed.checkpoint`` describes a directory in.
 _METADATA = ".metadata"
-_REMEDY = "Let one rank ask latest() and tell the others."
+REMEDY = "Let one rank ask latest() and tell the others."
 
 
 def load(
@@ -77,7 +77,7 @@ def _load(
     collectives, history = sharded.collectives, sharded.attached(History)
     history.finish_pending(sharded)
     called: dict[str, object] = {}
-    _require_seen(collectives, directory, MARKER)
+    require_file_seen(collectives, directory, MARKER)
     with together(collectives, f"Opening the checkpoint {directory}", called):
         directory = place_of(directory, "directory")
         joint = None if optimizer is None else Joint(optimizer)
@@ -85,18 +85,18 @@ def _load(
         marker = Marker.read(directory)
         if coordinates(collectives):
             marker.require_files(directory)
-        with _readable(directory, collectives):
+        with readable(directory, collectives):
             manifest = marker.read_manifest(directory)
             source = StoredSource(manifest)
             # Decoded here, where a failure changes nothing.
             precision, extra = source.precision, source.extra
-    require_same(collectives, directory, marker.identity, _REMEDY)
-    with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
+    require_same(collectives, directory, marker.identity, REMEDY)
+    with together(collectives, f"Matching the checkpoint {directory}"), readable(directory, collectives):
         targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
         restore = None
         if joint is not None:
             restore = OptimizerRestore(source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None)
-    with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
+    with together(collectives, f"Reading the checkpoint {directory}"), readable(directory, collectives):
         if restore is None:
             source.read(targets)
         else:
@@ -148,9 +148,9 @@ def _load_dcp(
 ) -> None:
     collectives = sharded.collectives
     called: dict[str, object] = {}
-    _require_seen(collectives, directory, _METADATA)
+    require_file_seen(collectives, directory, _METADATA)
     opening = f"Opening the directory {directory}"
-    with together(collectives, opening, called), _readable(directory, collectives):
+    with together(collectives, opening, called), readable(directory, collectives):
         directory = _local(directory)
         joint = None if optimizer is None else Joint(optimizer)
         called.update(optimizer=str(joint and joint.described), keys=keys)
@@ -161,14 +161,14 @@ def _load_dcp(
         ]
         source = ForeignSource(directory, read_metadata(directory), keys or DcpKeys(), groups)
         identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
-    require_same(collectives, directory, identity, _REMEDY)
-    with together(collectives, f"Matching the directory {directory}"), _readable(directory, collectives):
+    require_same(collectives, directory, identity, REMEDY)
+    with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives):
         targets = ModelRestore(source, model, collectives.rank).targets
         restore = None
         if joint is not None:
             source.find_optimizer()
             restore = OptimizerRestore(source, sharded, joint, None)
-    with together(collectives, f"Reading the directory {directory}"), _readable(directory, collectives):
+    with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives):
         source.read(targets)
         if restore is not None:
             source.read(restore.targets)
@@ -186,7 +186,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 @contextmanager
-def _readable(directory: Place, collectives: Collectives) -> Iterator[None]:
+def readable(directory: Place, collectives: Collectives) -> Iterator[None]:
     """Name the checkpoint and the rank where torch raises what does not.
 
     Files of the right size may hold anything: what they then raise is torch's, pickle's and zip's.
@@ -202,7 +202,7 @@ def _readable(directory: Place, collectives: Collectives) -> Iterator[None]:
         ) from error
 
 
-def _require_seen(collectives: Collectives, directory: object, name: str) -> None:
+def require_file_seen(collectives: Collectives, directory: object, name: str) -> None:
     """Raise on all ranks where some see the file ``name`` in ``directory`` and others do not."""
     # No path at all fails when it is opened; None is what latest() found on a rank that sees nothing.
     seen = directory is not None

@@ -280,6 +280,11 @@ class StoredSource(Source):
     def paths(self, *prefix: str) -> dict[str, _Path]:
         return {key: path for key, path in self._paths.items() if path[: len(prefix)] == prefix}
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of what the model has, and the name under which it is saved."""
+        return self._manifest.aliases
+
     @cached_property
     def extra(self) -> Mapping[str, Any]:
         """The user's, and of rank 0."""

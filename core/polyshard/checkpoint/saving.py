@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import words
 from ..inspect import ShardedModel, savable_model
+from ..interfaces import Collectives
 from ..state.contents import Joint, Optimizers, names_of
 from ..state.exchange import coordinates, from_first, notify_listeners, require_seen, speaks, together
 from ..state.source import listed
@@ -75,12 +76,9 @@ def save(
     collectives = sharded.collectives
     with sharded.meeting("save of a checkpoint", (sharded.collectives,)):
         with ExitStack() as stack:
-            task = _prepared(sharded, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
-            writing = plan_writing(task.path, task.state, task.document, collectives)
-            files, manifest = write_all(writing, collectives)
-            with together(collectives, f"Committing {task.described}"):
-                if task.commit is not None:
-                    task.commit.run(files, manifest)
+            taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
+            task = prepare(collectives, (sharded,), root, step, keep, stack, taking)
+            write(task, collectives)
         done = f"the save of {task.named}, which is committed"
         notify_listeners(collectives, done, partial(sharded.tell_saved, model, task.named))
     return cast(AnyPlace, task.named)
@@ -116,7 +114,8 @@ def async_save(
     sharded = savable_model(model, "checkpoint.async_save()")
     collectives = sharded.collectives
     with sharded.meeting("save of a checkpoint", (sharded.collectives,)), ExitStack() as stack:
-        task = _prepared(sharded, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
+        taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
+        task = prepare(collectives, (sharded,), root, step, keep, stack, taking)
         writing = plan_writing(task.path, task.state, task.document, collectives)
         with together(collectives, f"Copying {task.described}"):
             writing = writing.detached()
@@ -164,7 +163,7 @@ class _Commit:
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """One save, on one rank."""
 
     described: str
@@ -181,22 +180,65 @@ class _Task:
     """Both on the rank that coordinates."""
 
 
-def _prepared(
+@dataclass(frozen=True)
+class Taken:
+    """What a save writes of this rank's models."""
+
+    state: dict[str, Any]
+    broken: Sequence[str]
+    """Names of what is not finite here."""
+    called: Mapping[str, object]
+    """What must be equal on all ranks, by name."""
+    document: Callable[[], Document]
+    """To be called on the rank that coordinates."""
+
+
+def take(
     sharded: ShardedModel,
-    root: Place,
-    step: int,
     model: nn.Module,
     optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None,
-    keep: int | None,
-    stack: ExitStack,
     *,
     frozen: bool,
-) -> _Task:
-    """Everything up to the writing. ``stack`` gives the directory back."""
-    collectives = sharded.collectives
-    history = sharded.attached(History)
-    history.finish_pending(sharded)
+) -> Taken:
+    """What a save of one model writes."""
+    beside = mapping_of(extra, "extra")
+    joint = None if optimizer is None else Joint(optimizer)
+    state = state_of(sharded, model, optimizer, frozen=frozen)
+
+    def document() -> Document:
+        kind = None if joint is None else joint.kind
+        aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
+        return Document.of(state, aliases, kind, caster_states(sharded), beside)
+
+    called: dict[str, object] = {"frozen": frozen, "optimizer": str(joint and joint.described)}
+    called.update({} if joint is None else joint.settings())
+    return Taken(state, not_finite(sharded, joint), called, document)
+
+
+def prepare(
+    collectives: Collectives,
+    models: Sequence[ShardedModel],
+    root: Place,
+    step: int,
+    keep: int | None,
+    stack: ExitStack,
+    taking: Callable[[], Taken],
+) -> Task:
+    """Everything up to the writing. ``stack`` gives the directory back.
+
+    Args:
+        collectives: All ranks that save together.
+        models: This rank's; the first one remembers what was saved.
+        root: Of all checkpoints.
+        step: The checkpoint's.
+        keep: How many to leave.
+        stack: To be left behind the commit.
+        taking: Takes what is written.
+    """
+    for each in models:
+        each.attached(History).finish_pending(each)
+    history = models[0].attached(History)
     what = f"the checkpoint of step {step} in {root}"
     commit: _Commit | None = None
     document: Document | None = None
@@ -207,16 +249,10 @@ def _prepared(
         here = root.absolute()
         step = number_of(step, "step", 0)
         keep = None if keep is None else number_of(keep, "keep", 1)
-        beside = mapping_of(extra, "extra")
-        joint = None if optimizer is None else Joint(optimizer)
-        called.update(step=step, keep=keep, frozen=frozen, optimizer=str(joint and joint.described))
-        called.update({} if joint is None else joint.settings())
-        state = state_of(sharded, model, optimizer, frozen=frozen)
-        broken = not_finite(sharded, joint)
+        taken = taking()
+        called.update(step=step, keep=keep, **taken.called)
         if coordinates(collectives):
-            kind = None if joint is None else joint.kind
-            aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
-            document = Document.of(state, aliases, kind, caster_states(sharded), beside)
+            document = taken.document()
             storage = storage_of(here)
             storage.make_folder(here)
             history.claim(here)
@@ -225,7 +261,7 @@ def _prepared(
             complete = collectives.world_size == 1 or speaks(collectives)
             marker = Marker(step, collectives.world_size, complete, attempt.identity, line.newest, 0, {}, True, "")
             commit = _Commit(history, attempt, line, marker, keep)
-    broken = not_finite_anywhere(sharded, broken)
+    broken = not_finite_anywhere(collectives, models, taken.broken)
     # A program may let warnings raise.
     with together(collectives, f"Preparing {what}"):
         if commit is not None and broken:
@@ -239,7 +275,16 @@ def _prepared(
     mine = None if commit is None else (commit.attempt.path.name, commit.attempt.target.name, commit.attempt.identity)
     path, name, identity = from_first(collectives, mine)
     require_seen(collectives, here / path, storage_of(here).sees(here / path))
-    return _Task(what, here / path, here / name, root / name, identity, state, document, commit)
+    return Task(what, here / path, here / name, root / name, identity, taken.state, document, commit)
+
+
+def write(task: Task, collectives: Collectives) -> None:
+    """Write what ``prepare`` made, and commit it."""
+    writing = plan_writing(task.path, task.state, task.document, collectives)
+    files, manifest = write_all(writing, collectives)
+    with together(collectives, f"Committing {task.described}"):
+        if task.commit is not None:
+            task.commit.run(files, manifest)
 
 
 def _in_background(

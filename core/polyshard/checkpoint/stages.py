@@ -1,0 +1,380 @@
+"""One checkpoint of all stages of a pipeline, under the names of the whole model.
+
+It is a checkpoint as ``save`` writes them: any number of stages loads it, and so does a model without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import registry
+from ..errors import ConfigError
+from ..inspect import ShardedModel, savable_model
+from ..interfaces import Collectives, Group, PluginContext
+from ..state.contents import Joint, names_of
+from ..state.exchange import coordinates, from_first, gather_to_first, notify_listeners, require_same, together
+from ..state.restore import ModelRestore, OptimizerRestore
+from ..state.sharded import MODEL, OPTIMIZER, holdings
+from ..state.source import Source, listed
+from .contents import caster_states, mapping_of, restore_casters
+from .folder import Line
+from .loading import REMEDY, readable, require_file_seen
+from .manifest import Marker
+from .pending import History
+from .reading import StoredSource
+from .saving import Taken, prepare, take, write
+from .storage import MARKER, AnyPlace, Place, place_of
+from .writing import Document
+
+
+def save_stages(
+    root: AnyPlace,
+    step: int,
+    stages: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tied: Mapping[str, str] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    frozen: bool = True,
+) -> AnyPlace:
+    """Write ``root/step-00000100`` for step 100 of a pipeline; returns that directory.
+
+    As ``save``, of several models that are parts of one: every rank of the pipeline calls it, with its own. Parameters
+    and buffers of a part have the names that they have in the whole model.
+
+    Args:
+        root: As in ``save``.
+        step: As in ``save``.
+        stages: This rank's parts of the model, the outermost sharded modules.
+        optimizers: One for each of ``stages``, of one class and with groups of the same settings on all ranks; None to
+            save none.
+        group: All ranks of the pipeline; those of the job where None.
+        tied: For parameters that two stages have one each of: the name in the later one, and that in the earlier one,
+            which is saved.
+        extra: As in ``save``; of the first rank.
+        keep: As in ``save``.
+        frozen: As in ``save``.
+
+    Raises:
+        As ``save``.
+        ConfigError: two stages have a name; on all ranks. Or there are not as many optimizers as stages.
+    """
+    models = _models(stages, "checkpoint.save_stages()")
+    with _everyone(models, group) as everyone:
+        what = f"Naming the stages for step {step}"
+        with together(everyone, what):
+            parts = _parts(stages, models, optimizers)
+            outlines = [part.outline(tied or {}) for part in parts]
+        gathered = gather_to_first(everyone, outlines)
+        with together(everyone, what):
+            whole = None if gathered is None else _Outline.joined([each for rank in gathered for each in rank])
+
+        def taking() -> Taken:
+            taken = _taken(parts, outlines, whole, extra, frozen=frozen)
+            return replace(taken, called={**taken.called, "tied": tied})
+
+        with ExitStack() as stack:
+            task = prepare(everyone, models, root, step, keep, stack, taking)
+            write(task, everyone)
+        done = f"the save of {task.named}, which is committed"
+        for part in parts:
+            notify_listeners(part.sharded.collectives, done, partial(part.sharded.tell_saved, part.module, task.named))
+    return cast(AnyPlace, task.named)
+
+
+def load_stages(
+    directory: Place,
+    stages: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    frozen: bool = True,
+) -> Mapping[str, Any]:
+    """Read a checkpoint into the stages of a pipeline and their optimizers; returns ``extra``.
+
+    Of any number of stages, or of a model that ``save`` wrote whole. Every rank of the pipeline calls it.
+
+    Args:
+        directory: What ``save_stages``, ``save`` or ``latest`` returned.
+        stages: As in ``save_stages``.
+        optimizers: As in ``save_stages``; None leaves saved ones alone.
+        group: As in ``save_stages``.
+        frozen: As in ``load``.
+
+    Raises:
+        As ``load``.
+        ConfigError: no stage has something that the checkpoint holds; on all ranks.
+    """
+    models = _models(stages, "checkpoint.load_stages()")
+    for each in models:
+        each.attached(History).finish_pending(each)
+    with _everyone(models, group) as everyone:
+        require_file_seen(everyone, directory, MARKER)
+        with together(everyone, f"Opening the checkpoint {directory}"):
+            parts = _parts(stages, models, optimizers)
+            directory = place_of(directory, "directory")
+            marker = Marker.read(directory)
+            if coordinates(everyone):
+                marker.require_files(directory)
+            with readable(directory, everyone):
+                manifest = marker.read_manifest(directory)
+                source = StoredSource(manifest)
+                precision, extra = source.precision, source.extra
+        require_same(everyone, directory, marker.identity, REMEDY)
+        kind = manifest.optimizer.kind if manifest.optimizer else None
+        with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone):
+            sources = [_StageSource(source, part) for part in parts]
+            restores = [
+                ModelRestore(each, part.module, everyone.rank, frozen=frozen)
+                for each, part in zip(sources, parts, strict=True)
+            ]
+            joints = [
+                None if part.joint is None else OptimizerRestore(each, part.sharded, part.joint, kind)
+                for each, part in zip(sources, parts, strict=True)
+            ]
+        _refuse_left_over(everyone, source, parts)
+        with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
+            for part, own, restore, joint in zip(parts, sources, restores, joints, strict=True):
+                own.read(restore.targets)
+                if joint is not None:
+                    own.read(joint.targets)
+                    joint.commit()
+                restore_casters(part.sharded, precision)
+            if coordinates(everyone):
+                models[0].attached(History).line = Line.from_loaded(directory, marker)
+        for part in parts:
+            done = f"the load of {directory}"
+            notify_listeners(part.sharded.collectives, done, partial(part.sharded.tell_loaded, part.module, directory))
+    return extra
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One stage on this rank."""
+
+    module: nn.Module
+    sharded: ShardedModel
+    joint: Joint | None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Every name of a parameter or buffer, and the first one of the same."""
+        return {name: first for first, names in names_of(self.module).items() for name in names}
+
+    def outline(self, tied: Mapping[str, str]) -> _Outline:
+        """What the manifest says of it."""
+        names = self.names
+        left_out = frozenset(later for later, first in tied.items() if later in names and first not in names)
+        groups = None
+        if self.joint is not None:
+            held = holdings(self.sharded, self.joint.groups)
+            groups = [
+                [name for each in group["params"] for name in held[each].names if name not in left_out]
+                for group in self.joint.groups
+            ]
+        aliases = {name: first for name, first in names.items() if name != first}
+        aliases.update({later: tied[later] for later in left_out})
+        firsts = [first for first in dict.fromkeys(names.values()) if first not in left_out]
+        return _Outline(firsts, aliases, groups, caster_states(self.sharded), left_out, self.sharded.rank == 0)
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What a manifest says of a stage beside its tensors, or of all stages."""
+
+    names: Sequence[str]
+    aliases: Mapping[str, str]
+    groups: Sequence[Sequence[str]] | None
+    """Names of the parameters in each group of the optimizer; None where none is saved."""
+    precision: Mapping[str, dict[str, Any]]
+    left_out: frozenset[str] = frozenset()
+    """Names of parameters that another stage saves."""
+    tells: bool = True
+    """Whether it is that of the stage's first rank."""
+
+    @classmethod
+    def joined(cls, outlines: Sequence[_Outline]) -> _Outline:
+        """That of the whole model.
+
+        Raises:
+            ConfigError: two stages have a name, or optimizers of other numbers of groups.
+        """
+        told = [each for each in outlines if each.tells]
+        names: list[str] = [name for each in told for name in each.names]
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigError(
+                f"Several stages have {listed(twice)}. Give each part the names of the whole model, as a copy of it "
+                "has from which the modules of others were deleted; name a parameter that two stages share in tied."
+            )
+        numbers = {None if each.groups is None else len(each.groups) for each in told}
+        if len(numbers) > 1:
+            raise ConfigError(
+                f"The optimizers of stages have {sorted(map(str, numbers))} parameter groups. Give all of them as "
+                "many, with the same settings, or save none."
+            )
+        groups = None
+        if told and told[0].groups is not None:
+            groups = [
+                [name for each in told for name in (each.groups or ())[index]] for index in range(len(told[0].groups))
+            ]
+        aliases = {name: first for each in told for name, first in each.aliases.items()}
+        return cls(names, aliases, groups, {unit: state for each in told for unit, state in each.precision.items()})
+
+
+def _taken(
+    parts: Sequence[_Part],
+    outlines: Sequence[_Outline],
+    whole: _Outline | None,
+    extra: Mapping[str, Any] | None,
+    *,
+    frozen: bool,
+) -> Taken:
+    """What this rank's stages write, as one model."""
+    beside = mapping_of(extra, "extra")
+    model: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    called: dict[str, object] = {}
+    broken: list[str] = []
+    for part, outline in zip(parts, outlines, strict=True):
+        optimizer = None if part.joint is None else part.joint.members[0]
+        taken = take(part.sharded, part.module, optimizer, None, frozen=frozen)
+        broken += taken.broken
+        if called and called != taken.called:
+            name = next(name for name in taken.called if taken.called[name] != called.get(name))
+            raise ConfigError(
+                f"'{name}' is {called.get(name)} of one stage and {taken.called[name]} of another (rank "
+                f"{part.sharded.rank}). Give the optimizers of all stages the same settings."
+            )
+        called = dict(taken.called)
+        model.update({name: each for name, each in taken.state[MODEL].items() if name not in outline.left_out})
+        own = taken.state.get(OPTIMIZER, {})
+        state.update({name: each for name, each in own.get("state", {}).items() if name not in outline.left_out})
+        groups = own.get("param_groups", groups)
+    content: dict[str, Any] = {MODEL: model}
+    if called["optimizer"] != str(None):
+        content[OPTIMIZER] = {"state": state, "param_groups": groups}
+
+    def document() -> Document:
+        assert whole is not None
+        described = dict(content)
+        if whole.groups is not None:
+            named = zip(groups, whole.groups, strict=True)
+            joined = [
+                {**group, **{key: list(names) for key in ("params", "param_names") if key in group}}
+                for group, names in named
+            ]
+            described[OPTIMIZER] = {"state": state, "param_groups": joined}
+        kind = None if parts[0].joint is None else parts[0].joint.kind
+        return Document.of(described, whole.aliases, kind, whole.precision, beside)
+
+    return Taken(content, broken, called, document)
+
+
+class _StageSource(Source):
+    """Of a checkpoint what one stage has: other names are not there."""
+
+    def __init__(self, source: StoredSource, part: _Part) -> None:
+        self._source, aliases = source, source.aliases
+        self.complete = source.complete
+        own = part.names
+        saved = {path[2] for path in source.paths(OPTIMIZER, "state").values()}
+        #: Names in the stage, and in the saved optimizer: a tied parameter is saved under one of its names.
+        self._names = {name: aliases.get(name, name) if name not in saved else name for name in own}
+        self._inner: dict[str, str] = {}
+        self._model = {key: path for key, path in source.paths(MODEL).items() if ".".join(map(str, path[1:])) in own}
+        self._optimizer: dict[str, tuple[Any, ...]] = dict(source.paths(OPTIMIZER, "param_groups"))
+        by_name: dict[str, list[tuple[str, tuple[Any, ...]]]] = {}
+        for key, path in source.paths(OPTIMIZER, "state").items():
+            by_name.setdefault(path[2], []).append((key, path))
+        for name, first in self._names.items():
+            for key, path in by_name.get(first, ()):
+                mine = key if name == first else f"{key}\0of\0{name}"
+                self._inner[mine] = key
+                self._optimizer[mine] = (*path[:2], name, *path[3:])
+
+    @property
+    def described(self) -> str:
+        return self._source.described
+
+    def read(self, targets: dict[str, Any]) -> None:
+        inner = {self._inner.get(key, key): target for key, target in targets.items()}
+        self._source.read(inner)
+        for key in targets:
+            value = inner[self._inner.get(key, key)]
+            path = self._optimizer.get(key, ())
+            if path[1:2] == ("param_groups",) and path[3] in ("params", "param_names"):
+                value = [name for name, first in self._names.items() if first in set(value) or name in set(value)]
+            targets[key] = value
+
+    def entry(self, key: str) -> Any | None:
+        return self._source.entry(self._inner.get(key, key))
+
+    def paths(self, *prefix: str) -> Mapping[str, tuple[Any, ...]]:
+        both = {**self._model, **self._optimizer}
+        return {key: path for key, path in both.items() if path[: len(prefix)] == prefix}
+
+
+def _models(stages: Sequence[nn.Module], call: str) -> list[ShardedModel]:
+    if not stages:
+        raise ConfigError(f"{call} got no stages. Give this rank's parts of the model.")
+    return [savable_model(module, call) for module in stages]
+
+
+def _parts(
+    stages: Sequence[nn.Module], models: Sequence[ShardedModel], optimizers: Sequence[torch.optim.Optimizer] | None
+) -> list[_Part]:
+    if optimizers is not None and len(optimizers) != len(stages):
+        raise ConfigError(
+            f"There are {len(stages)} stages and {len(optimizers)} optimizers (rank {models[0].rank} of its stage). "
+            "Give one for each stage, or None."
+        )
+    joints = [None] * len(stages) if optimizers is None else list(map(Joint, optimizers))
+    return [_Part(*each) for each in zip(stages, models, joints, strict=True)]
+
+
+@contextmanager
+def _everyone(models: Sequence[ShardedModel], group: dist.ProcessGroup | None) -> Iterator[Collectives]:
+    """Collectives of all ranks of the pipeline."""
+    context = PluginContext(
+        name="",
+        device=models[0].collectives.device,
+        process_group=group,
+        timeout=timedelta(seconds=models[0].timeout_s),
+    )
+    made: Collectives = registry.construct(registry.resolve(Group.COLLECTIVES, "auto"), context).instance
+    with ExitStack() as stack:
+        for each in models:
+            stack.enter_context(each.meeting("checkpoint of a pipeline", ()))
+        yield made
+
+
+def _refuse_left_over(everyone: Collectives, source: StoredSource, parts: Sequence[_Part]) -> None:
+    """Raise on all ranks where no stage has something that ``source`` holds."""
+    own = {name for part in parts for name in part.names}
+    gathered = gather_to_first(everyone, own)
+    left: list[str] = []
+    if gathered is not None:
+        known = set().union(*gathered)
+        same = source.aliases
+        known |= {same[name] for name in known if name in same}
+        known |= {name for name, first in same.items() if first in known}
+        left = sorted({".".join(map(str, path[1:])) for path in source.paths(MODEL).values()} - known)
+    left = from_first(everyone, left)
+    if left:
+        raise ConfigError(
+            f"{source.described[0].upper()}{source.described[1:]} has {listed(left)}, which no stage has (rank "
+            f"{everyone.rank}). Load it into all stages of the model that it was saved from."
+        )
