@@ -87,9 +87,9 @@ class Checkpoints:
             tied = {"lm_head.weight": "model.embed_tokens.weight"} if progress.settings[_TIED] else None
             polyshard.checkpoint.save_stages(*where, models, optimizers, tied=tied, extra=extra, keep=keep)
         elif self._settings.asynchronous:
-            self._pending = polyshard.checkpoint.async_save(*where, *models, *optimizers, extra=extra, keep=keep)
+            self._pending = polyshard.checkpoint.async_save(*where, models[0], optimizers[0], extra=extra, keep=keep)
         else:
-            polyshard.checkpoint.save(*where, *models, *optimizers, extra=extra, keep=keep)
+            polyshard.checkpoint.save(*where, models[0], optimizers[0], extra=extra, keep=keep)
 
     def finish(self) -> None:
         """Return when all that was saved is on disk; raise where it could not be written."""
@@ -104,7 +104,7 @@ def load(
     if settings.parallel.pp > 1:
         extra = polyshard.checkpoint.load_stages(directory, models, optimizers)
     else:
-        extra = polyshard.checkpoint.load(directory, *models, *optimizers)
+        extra = polyshard.checkpoint.load(directory, models[0], optimizers[0])
     return Progress(**extra)
 
 

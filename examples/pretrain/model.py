@@ -87,7 +87,8 @@ class Stage(nn.Module):
         """What has the weight that the first and the last stage have in common, if this is one of the two."""
         if not self.config.tie_word_embeddings:
             return None
-        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+        found: nn.Module | None = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return found
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """``given``: int64 ``[sequences, context]`` for the first stage, what the one before returned for others."""

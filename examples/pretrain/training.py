@@ -157,7 +157,8 @@ class Training:
 
     def _next(self) -> torch.Tensor:
         """This rank's next microbatch."""
-        return next(self._batches).to(self._ranks.device, non_blocking=True)
+        rows: torch.Tensor = next(self._batches)
+        return rows.to(self._ranks.device, non_blocking=True)
 
     def _mean_loss(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         targets = rows[:, 1:]
