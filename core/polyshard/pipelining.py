@@ -40,7 +40,7 @@ from .functions.norms import ModelGradients, check_norm_type
 from .planning.parts import gradient_of, is_dtensor, local_of
 from .runtime.root import Root
 from .runtime.streams import CudaStreams
-from .runtime.unit import Reshard, Unit
+from .runtime.unit import Reshard, Unit, UnitState
 
 __all__ = ["Gathers", "PipelineStage", "TiedParameter", "clip_grad_norm_"]
 
@@ -107,11 +107,13 @@ class PipelineStage(torch_pipelining.PipelineStage):
             )
         _refuse_shared(root, stage_index)
         _refuse_ranks_of_others(root, stage_index, group)
-        # Units compute both gradients of a layer at once. Modules that torch knows show it their whole parameters, and
-        # it computes those of weights apart.
-        weights_apart = None if is_faced else _nothing_apart
+        for unit in root.units:
+            # A schedule adds gradients up, and writes none in place: layers that would compute both of theirs at once.
+            unit.writes_gradients_directly = False
+        # Torch computes the gradients of weights apart from graphs that it kept, for which parameters must stay.
+        weights = None if self.gathers is Gathers.SCHEDULE else _nothing_apart
         super().__init__(
-            module, stage_index, num_stages, device, input_args, output_args, group=group, dw_builder=weights_apart
+            module, stage_index, num_stages, device, input_args, output_args, group=group, dw_builder=weights
         )
         _share_streams(root)
         _STAGES[root] = self
@@ -124,13 +126,13 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self._before: list[torch.Tensor | None] = []
         self._policies: list[Reshard] = []
         self._sizes: list[torch.Size] | None = None
-        self._runs, self._synchronises = False, True
+        self._runs = False
 
     def clear_runtime_states(self) -> None:
-        """A schedule begins. Gives up one that raised.
+        """A schedule begins. Gives up one that raised, and all gradients that wait to be reduced.
 
         Raises:
-            StateError: the schedule has no loss, but forwards would be recorded for a backward.
+            StateError: the schedule runs no backward, but forwards would be recorded for one.
         """
         super().clear_runtime_states()
         self._sizes = None
@@ -141,9 +143,9 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 parameter.grad = before
         if not self.has_backward and torch.is_grad_enabled() and self.submod.training:
             raise StateError(
-                f"The schedule of stage {self.stage_index} (rank {self._root.rank}) has no loss_fn, so no backward "
-                "would follow its forwards, which autograd records. Give it a loss_fn on every rank, or evaluate: "
-                "inside of torch.no_grad(), or with the modules in eval mode."
+                f"The schedule of stage {self.stage_index} (rank {self._root.rank}) has no loss_fn, or was called by "
+                "eval(): no backward would follow its forwards, which autograd records. Give it a loss_fn on every "
+                "rank, or evaluate inside of torch.no_grad(), or with the modules in eval mode."
             )
 
     # Older releases of torch have no save_forward_output.
@@ -160,6 +162,26 @@ class PipelineStage(torch_pipelining.PipelineStage):
         if self.has_backward and not self._runs:
             self._enter()
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **others)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        """A backward of one microbatch: ``"full"``, or that of inputs or of weights alone."""
+        backward, root = super().backward_maybe_with_nosync, self._root
+        parts = backward_type != "full"
+        units = [unit for unit in root.units if parts and unit.state is UnitState.UNSHARDED]
+        synchronises, root.synchronises = root.synchronises, False
+        for unit in units:
+            # Torch asks the module for the parameters that its graphs end at.
+            unit.show()
+        try:
+            return backward(backward_type, bwd_kwargs, last_backward)
+        finally:
+            root.synchronises = synchronises
+            for unit in units:
+                unit.hide()
+                if unit.pending:
+                    unit.gradients.keep(unit.take_gradients(), root.streams)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all microbatches, once, and divide them by ``grad_scale_factor``.
@@ -187,7 +209,6 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def _enter(self) -> None:
         self._runs = True
         root = self._root
-        self._synchronises, root.synchronises = root.synchronises, False
         if self.gathers is Gathers.SCHEDULE:
             self._policies = [unit.reshard_policy for unit in root.units]
             for unit in root.units:
@@ -201,7 +222,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def _leave(self) -> None:
         self._runs = False
         root = self._root
-        root.synchronises, root.last_backward = self._synchronises, True
+        root.last_backward = True
         for unit, policy in zip(root.units, self._policies, strict=False):
             unit.reshard_policy = policy
         self._policies = []
@@ -234,8 +255,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
 class TiedParameter:
     """One parameter that two stages have: an embedding whose weight is the head's, too.
 
-    Each stage holds and steps one of its own, with equal values. ``reduce`` adds up their gradients, behind each
-    schedule and before anything reads these. Every rank of the pipeline makes it, and calls ``reduce``.
+    Each stage holds and steps one of its own, with equal values. ``reduce`` adds up their gradients, once a step behind
+    its last schedule, before anything reads these. Every rank of the pipeline makes it, and calls ``reduce``.
 
     Args:
         stages: This rank's stages.
@@ -295,7 +316,7 @@ class TiedParameter:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up the gradients of both stages. Every rank of the pipeline calls it, behind ``schedule.step``."""
+        """Add up the gradients of both stages. Every rank of the pipeline calls it, once a step."""
         own = {number: _gradient(found) for number, found in self._held.items()}
         if len(own) == 2:
             first, second = own.values()

@@ -15,12 +15,14 @@ from pipelines import ROWS, Model, Plan, Trainer, batch, loss_of, part_of
 from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
 from polyshard.interfaces import PluginContext
 from polyshard.pipelining import PipelineStage, TiedParameter
+from polyshard.planning import thresholds
 from polyshard_backends.fake import FakeCollectives
 from polyshard_fsdp2 import fully_shard
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.utils.flop_counter import FlopCounterMode
 
 RANKS = KeptRanks()
 pytestmark = pytest.mark.slow
@@ -46,6 +48,7 @@ def assert_parity(plan: Plan) -> None:
         Plan("1F1B", gathers="microbatch"),
         Plan("1F1B", gathers="microbatch", settings={"strategy": "shard_grad_op"}),
         Plan("Interleaved1F1B", each=2),
+        Plan("ZBVZeroBubble", each=2),
         Plan("ZBVZeroBubble", each=2, gathers="microbatch"),
         Plan("GPipe", faced=True),
         Plan("ZBVZeroBubble", each=2, faced=True),
@@ -89,6 +92,31 @@ HYBRID = {"strategy": "hybrid_shard", "shard": "dp", "replicate": "replicate"}
 )
 def test_replicas_and_tensor_parallelism_beside_a_pipeline(plan: Plan) -> None:
     assert_parity(plan)
+
+
+def evaluated(rank: int, plan: Plan) -> list[torch.Tensor]:
+    """What the last stage returns for a batch behind each of two steps; nothing on other ranks."""
+    trainer, found = Trainer(plan), []
+    inputs, targets = batch(9, trainer.data_rank, plan.microbatches)
+    for turn in range(2):
+        trainer.step(turn)
+        with torch.no_grad():
+            output = trainer.schedule.eval(*([inputs] if trainer.place == 0 else []), target=targets)
+        found += [] if output is None else [output]
+    trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", [Plan("1F1B"), Plan("Interleaved1F1B", each=2, gathers="microbatch")], ids=str)
+def test_a_pipeline_is_evaluated_between_steps(plan: Plan) -> None:
+    outputs = RANKS.run(4, evaluated, plan)
+    assert [len(each) for each in outputs] == [0, 0, 2, 2]
+    for steps in (1, 2):
+        reference, _ = pipelines.expected(plan, steps)
+        for data_rank, found in enumerate(outputs[2:]):
+            with torch.no_grad():
+                wanted = reference(batch(9, data_rank, plan.microbatches)[0])
+            torch.testing.assert_close(found[steps - 1], wanted, rtol=1e-12, atol=1e-12)
 
 
 def two_schedules(rank: int, plan: Plan, waits: bool) -> dict[str, torch.Tensor]:
@@ -172,6 +200,43 @@ def test_a_step_reduces_each_unit_once_and_gathers_it_once_a_schedule_or_once_a_
         assert reductions == 3
         # For each forward, and for each backward that did not follow at once; the embedding for forwards alone.
         assert 4 * 3 < gathers <= 4 * (3 + 3)
+
+
+class Counting(PipelineStage):
+    """Counts the operations of backwards of inputs, and of those of weights."""
+
+    inputs = weights = 0
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with FlopCounterMode(display=False) as counter:
+            super().backward_one_chunk(*args, **kwargs)
+        self.inputs += counter.get_total_flops()
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with FlopCounterMode(display=False) as counter:
+            super().backward_weight_one_chunk(*args, **kwargs)
+        self.weights += counter.get_total_flops()
+
+
+def operations(rank: int, gathers: str) -> tuple[int, int]:
+    """Of the second of two stages in a schedule: those of inputs' gradients, and of weights' behind them."""
+    whole, stages = pipelines.whole_model(Plan("InterleavedZeroBubble", tied=False)), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thresholds, "DIRECT_NUMEL", 1)
+        for number in range(2):
+            collectives = FakeCollectives(PluginContext("fake", CPU), 0, 4)
+            config = polyshard.ShardConfig(policy=units_of(Block, nn.Embedding), collectives=collectives)
+            stages.append(Counting(polyshard.shard(part_of(whole, number, 2), config), number, 2, CPU, gathers=gathers))
+        inputs, targets = batch(0, 0, 4)
+        ScheduleInterleavedZeroBubble(stages, 4, loss_fn=loss_of).step(inputs, target=targets)
+    return stages[1].inputs, stages[1].weights
+
+
+def test_weights_gradients_are_computed_apart_where_parameters_stay() -> None:
+    # Two products of 6 x 8 in each of two blocks and one of 6 x 12, for 24 tokens, two operations an element.
+    products = 24 * (2 * 2 * 6 * 8 + 6 * 12) * 2
+    assert RANKS.run(1, operations, "schedule") == [(products, products)]
+    assert RANKS.run(1, operations, "microbatch") == [(2 * products, 0)]
 
 
 def message_of(rank: int, case: str) -> str:
