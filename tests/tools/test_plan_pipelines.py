@@ -11,10 +11,12 @@ import polyshard
 import pytest
 import torch
 from polyshard import ShardConfig
+from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext
 from polyshard.pipelining import Gathers, PipelineStage
+from polyshard.planning.meshes import WorldMesh
 from polyshard_backends.fake import FakeCollectives
-from polyshard_tools.forecast import Operation, Order, Pipeline, RankPlan, ShapedBatches, plan_pipeline
+from polyshard_tools.forecast import Kind, Operation, Order, Pipeline, RankPlan, ShapedBatches, plan_pipeline
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -136,3 +138,99 @@ def test_as_much_is_sent_in_the_order_of_a_schedule_as_stages_ask_for(
         assert wire == sent, rank
         assert sent["reduce_scatter"] == 2 * (2 * each * BLOCK + rank * WIDTH * WIDTH) * (SHARING - 1) // SHARING
         assert list(pipeline.steps(rank)) == actions
+
+
+def test_activations_are_those_of_the_microbatches_in_flight() -> None:
+    # fp32 of a microbatch: what lies between the blocks, the stage's output, and the wide one of either block.
+    microbatch = 4 * ROWS * (2 * WIDTH + 2 * 4 * WIDTH)
+    all_of_them, few = (planned(Pipeline(order, 4, 8))[1] for order in (Order.GPIPE, Order.ONE_F_ONE_B))
+    assert (all_of_them.in_flight, few.in_flight) == (8, 3)
+    kept = [each.plan.most[Kind.ACTIVATIONS] for each in (all_of_them, few)]
+    assert kept[0] - kept[1] == (8 - 3) * microbatch
+    for each in (all_of_them, few):
+        # Activations from the stage before, and gradients of its own from the one behind.
+        row = next(row for row in each.plan.wire if row.operation is Operation.RECEIVE)
+        assert (row.over, row.launches, row.received_nbytes) == ("pp", 16, 16 * 4 * ROWS * WIDTH)
+
+
+def test_whole_gradients_wait_in_the_dtype_of_reductions() -> None:
+    # Both blocks, gathered in bf16 once a schedule, and the gradients of both in fp32.
+    few = planned(Pipeline(Order.ONE_F_ONE_B, 4, 8), precision={"name": "bf16", "reduce": "fp32"})[1].plan
+    assert few.most[Kind.GATHERED] == 2 * 2 * BLOCK
+    assert few.most[Kind.REDUCTION] >= 4 * 2 * BLOCK
+    one = planned(Pipeline(Order.ONE_F_ONE_B, 4, 8, gathers=Gathers.MICROBATCH), precision="bf16")[1].plan
+    assert one.peak_nbytes <= few.peak_nbytes
+
+
+def idle_share(pipeline: Pipeline) -> float:
+    """Of a step in which each forward and each backward of a stage takes as long, by running it."""
+    ends: dict[tuple[bool, int, int], int] = {}
+    now = [0] * pipeline.ranks
+    left = [list(pipeline.steps(rank)) for rank in range(pipeline.ranks)]
+    done = Counter[tuple[bool, int]]()
+    while any(left):
+        before = sum(map(len, left))
+        for rank in range(pipeline.ranks):
+            while left[rank]:
+                forwards, local = left[rank][0]
+                stage = rank + local * pipeline.ranks
+                microbatch = done[forwards, stage]
+                waits = [(True, stage - 1, microbatch)] if forwards and stage else []
+                if not forwards:
+                    waits = [(True, stage, microbatch)]
+                    waits += [(False, stage + 1, microbatch)] if stage < pipeline.stages - 1 else []
+                if any(each not in ends for each in waits):
+                    break
+                now[rank] = max([now[rank], *(ends[each] for each in waits)]) + 1
+                ends[forwards, stage, microbatch] = now[rank]
+                done[forwards, stage] += 1
+                left[rank].pop(0)
+        assert sum(map(len, left)) < before, "ranks wait for each other"
+    return 1 - 2 * pipeline.each * pipeline.microbatches / max(now)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        Pipeline(Order.GPIPE, 4, 8),
+        Pipeline(Order.ONE_F_ONE_B, 4, 4),
+        Pipeline(Order.ONE_F_ONE_B, 8, 24),
+        Pipeline(Order.INTERLEAVED_1F1B, 4, 8, 2),
+        Pipeline(Order.INTERLEAVED_1F1B, 2, 12, 4),
+    ],
+    ids=lambda each: f"{each.order.value}-{each.ranks}x{each.each}-{each.microbatches}",
+)
+def test_the_bubble_is_that_of_a_run_in_which_all_takes_as_long(pipeline: Pipeline) -> None:
+    assert pipeline.bubble == pytest.approx(idle_share(pipeline))
+
+
+def test_sixteen_thousand_ranks() -> None:
+    pipeline = Pipeline(Order.ONE_F_ONE_B, 64, 64)
+    config = config_of(mesh=WorldMesh.pretended({"pp": 1, "dp": 256}), shard="dp")
+    found = plan_pipeline(config, on_meta, 16384, pipeline, batch=BATCH, samples=ROWS)
+    assert [(each.ranks, each.in_flight) for each in found.ranks] == [
+        ((0,), 64),
+        (tuple(range(1, 63)), 63),
+        ((63,), 1),
+    ]
+    for each in found.ranks[:2]:
+        row = next(row for row in each.plan.wire if row.operation is Operation.REDUCE_SCATTER)
+        assert (row.over, row.ranks, row.received_nbytes) == ("dp", 256, 4 * 2 * BLOCK * 255 // 256)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: Pipeline(Order.GPIPE, 1, 4), "1 ranks .* is none. Give two ranks or more"),
+        (lambda: Pipeline(Order.ONE_F_ONE_B, 4, 3), "needs as many microbatches as stages"),
+        (lambda: Pipeline(Order.ONE_F_ONE_B, 4, 8, 2), "no other schedule, has several stages a rank"),
+        (lambda: Pipeline(Order.INTERLEAVED_1F1B, 4, 6, 2), "give 'interleaved_1f1b' a multiple of the ranks"),
+        (
+            lambda: plan_pipeline(config_of(), on_meta, 9, Pipeline(Order.GPIPE, 2, 4), batch=BATCH),
+            "world_size is 9, which 2 ranks of a pipeline do not divide",
+        ),
+    ],
+)
+def test_what_no_schedule_takes_is_named(wrong: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        wrong()

@@ -170,7 +170,7 @@ def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     for name, parameter in module.named_parameters():
         if id(parameter) not in managed:
             state[name] = parameter.detach()
-    persistent = _state_dict_names(module)
+    persistent = saved_names(module)
     for name, buffer in module.named_buffers():
         if name in persistent:
             state[name] = buffer.detach()
@@ -223,7 +223,7 @@ def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     module = savable_model(model, "in_order()").module
     names = names_of(model)
     named = {name: value for first, value in state.items() for name in names.get(first, (first,))}
-    known = [name for name in _state_dict_names(module) if name in named]
+    known = [name for name in saved_names(module) if name in named]
     return {name: named[name] for name in dict.fromkeys((*known, *named))}
 
 
@@ -245,7 +245,8 @@ def frozen_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
-def _state_dict_names(module: nn.Module) -> Collection[str]:
+def saved_names(module: nn.Module) -> Collection[str]:
+    """All names of parameters and persistent buffers."""
     with state_dicts_of_pieces():
         return module.state_dict().keys()
 

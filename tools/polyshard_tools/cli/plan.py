@@ -141,10 +141,8 @@ def _pipeline_of(arguments: argparse.Namespace) -> Pipeline | None:
     found = Pipeline(
         Order(arguments.schedule), ranks, arguments.microbatches, arguments.pp_stages, Gathers(arguments.gathers)
     )
-    if in_mesh and others:
-        arguments.mesh = others
-    elif in_mesh:
-        arguments.mesh, arguments.world_size = None, 1
+    if in_mesh:
+        arguments.mesh = ",".join(["pp=1", *filter(None, [others])])
     elif arguments.world_size % ranks:
         raise ConfigError(f"--world-size {arguments.world_size} is no multiple of --pp {ranks}. Change one of them.")
     else:

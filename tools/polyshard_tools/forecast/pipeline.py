@@ -31,6 +31,7 @@ from .trace import TracedModel, TracedStep
 from .workload import Batch, BatchMaker, FusedAdamW, OptimizerModel
 
 _ALONG = "pp"
+_META = torch.device("meta")
 
 
 class Order(enum.Enum):
@@ -195,18 +196,15 @@ def plan_pipeline(
     alike: dict[tuple[Any, ...], list[int]] = {}
     for rank in range(pipeline.ranks):
         alike.setdefault(tuple(map(chain.likeness, pipeline.numbers(rank))), []).append(rank)
-    with _group_of_one() as group:
-        traced = [
-            _TracedRank(pipeline, ranks[0], config, stage_of, sharing, optimizer, group) for ranks in alike.values()
-        ]
-        steps = [each.step(chain, samples) for each in traced]
-        most = None
-        if memory_nbytes is not None and largest:
+    traced = [_TracedRank(pipeline, ranks[0], config, stage_of, sharing, optimizer) for ranks in alike.values()]
+    steps = [each.step(chain, samples) for each in traced]
+    most = None
+    if memory_nbytes is not None and largest:
 
-            def peak_of(number: int) -> int:
-                return max(each.step(chain, number).memory.peak.total for each in traced)
+        def peak_of(number: int) -> int:
+            return max(each.step(chain, number).memory.peak.total for each in traced)
 
-            most = largest_fitting(peak_of, samples, max(each.memory.peak.total for each in steps), memory_nbytes)
+        most = largest_fitting(peak_of, samples, max(each.memory.peak.total for each in steps), memory_nbytes)
     return PipelinePlan(
         pipeline,
         tuple(
@@ -277,18 +275,20 @@ class _TracedRank:
         stage_of: StageMaker,
         sharing: int,
         optimizer: Callable[[], OptimizerModel],
-        group: dist.ProcessGroup,
     ) -> None:
         self.rank = rank
         self._pipeline = pipeline
         self._sharing = sharing
-        self._parts: list[_Part] = []
+        models: list[TracedModel] = []
         for number in pipeline.numbers(rank):
-            first = self._parts[0].model if self._parts else None
-            module = stage_of(number, pipeline.stages)
-            model = TracedModel(module, config, sharing, optimizer(), beside=first)
-            stage = PipelineStage(model.model, 0, 1, torch.device("meta"), group=group, gathers=pipeline.gathers)
-            self._parts.append(_Part(number, model, stage))
+            module, first = stage_of(number, pipeline.stages), models[0] if models else None
+            models.append(TracedModel(module, config, sharing, optimizer(), beside=first))
+        # Behind all of them: in a job of one rank they would look for the others.
+        with _group_of_one() as group:
+            self._parts = [
+                _Part(number, model, PipelineStage(model.model, 0, 1, _META, group=group, gathers=pipeline.gathers))
+                for number, model in zip(pipeline.numbers(rank), models, strict=True)
+            ]
 
     @cached_property
     def _neighbours(self) -> Span:
@@ -326,7 +326,7 @@ class _TracedRank:
                 waiting[local].append(self._forward(part, index, first, batch))
             else:
                 output, given = waiting[local].popleft()
-                self._backward(part, index, output)
+                self._backward(part, index, output, given)
                 del output, given
                 part.model.ledger.look_again()
         for part in self._parts:
@@ -345,25 +345,30 @@ class _TracedRank:
             given = part.arriving[index].detach().requires_grad_(part.arriving[index].is_floating_point())
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return part.stage.forward_one_chunk(index, args, kwargs)
-            except RuntimeError as error:
-                # Torch wraps what a forward raises.
-                raise error.__cause__ or error from None
-            finally:
-                # Kept for torch's own backward.
-                part.stage.fwd_cache.clear()
-                part.stage.output_chunks.clear()
+            with _causes():
+                output = part.stage.forward_one_chunk(index, args, kwargs)
+            # Kept for torch's own order of backwards.
+            part.stage.fwd_cache.clear()
+            part.stage.output_chunks.clear()
+            return output
 
         args = first if given is None else (given,)
         return part.model.forward(Batch(args, batch.kwargs if ends else {}), call, ends=ends), given
 
-    def _backward(self, part: _Part, index: int, output: torch.Tensor) -> None:
-        gradient = None
+    def _backward(self, part: _Part, index: int, output: torch.Tensor, given: torch.Tensor | None) -> None:
+        asked: dict[str, Any] = {"stage_output": output, "output_grads": None, "input_values": []}
+        if given is not None:
+            asked["input_values"] = [given]
         if part.returning:
             gradient = part.returning[index]
             part.model.recorder.transfer(Operation.RECEIVE, gradient.nbytes, self._neighbours, 1)
-        part.model.backward(output, gradient)
+            asked |= {"stage_output": (output,), "output_grads": (gradient,)}
+
+        def call() -> None:
+            with _causes():
+                part.stage.backward_maybe_with_nosync("full", asked)
+
+        part.model.backward(call)
 
     def plan(
         self,
@@ -401,11 +406,21 @@ class _TracedRank:
 
 
 @contextmanager
+def _causes() -> Iterator[None]:
+    """Raise what a forward or a backward raised, which torch's stages wrap."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise error.__cause__ or error from None
+
+
+@contextmanager
 def _group_of_one() -> Iterator[dist.ProcessGroup]:
     """A group of this process alone, for a stage that sends nothing."""
     began = not dist.is_initialized()
     if began:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         group = dist.new_group([0])
         assert isinstance(group, dist.ProcessGroup)

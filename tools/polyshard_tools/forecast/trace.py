@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class TracedModel:
             raise ConfigError(f"microbatches is {microbatches}; give 1 or more.")
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
-        self.recorder = StepRecorder() if beside is None else beside.recorder
+        self.recorder: StepRecorder = StepRecorder() if beside is None else beside.recorder
         self.notes: list[str] = []
         sizes = _sizes_of(config.mesh, world_size)
         collectives = RecordedCollectives(self.recorder, range(world_size), sizes)
@@ -93,7 +94,7 @@ class TracedModel:
         self._note_uncounted(sizes or {})
         self._optimizer = optimizer
         self._microbatches = microbatches
-        self.ledger = Ledger(self.recorder) if beside is None else beside.ledger
+        self.ledger: Ledger = Ledger(self.recorder) if beside is None else beside.ledger
         self._workspace_nbytes = workspace_nbytes
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._warm = False
@@ -172,7 +173,7 @@ class TracedModel:
 
     def _microbatch(self, batch: Batch) -> None:
         loss = self.forward(batch, self.model)
-        self.backward(loss)
+        self.backward(partial(torch.autograd.backward, loss))
         del loss
         self.ledger.look_again()
 
@@ -202,11 +203,11 @@ class TracedModel:
         found: torch.Tensor = output
         return found
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """From ``output``; ``gradient``: of it, None for a loss."""
+    def backward(self, call: Callable[[], object]) -> None:
+        """``call`` runs it."""
         self.recorder.begin(Part.BACKWARD)
         try:
-            torch.autograd.backward(output, gradient)
+            call()
         except PolyshardError:
             raise
         except (RuntimeError, NotImplementedError) as error:
