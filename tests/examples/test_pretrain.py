@@ -352,6 +352,12 @@ def test_a_dry_run_says_what_a_rank_of_many_needs_and_what_does_not_fit(
     count = sum(parameter.numel() for parameter in plain_llama(settings_of(*TINY), 300).parameters())
     assert f"{count:,} parameters in 3 units" in said
     assert "2 files to learn from, 1 held out" in said
+    piped = ["parallel.pp=2", "checkpoint.asynchronous=false", "output.export=false"]
+    assert main([*asked, *(word for each in piped for word in ("--set", each)), "--dry-run", "16"]) == 0
+    said = capsys.readouterr().out
+    # The root of each stage is a unit beside its block.
+    assert f"{count:,} parameters in 4 units" in said
+    assert "16 rank(s) (pp 2 x edp 8)" in said
     assert main([*asked, "--dry-run", "3"]) == 2
     assert "training.batch 64 is no multiple of 12" in capsys.readouterr().err
     assert main([*asked, "--set", "data.files=*.md", "--dry-run", "16"]) == 2
