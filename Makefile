@@ -25,7 +25,7 @@ PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 RANKS ?= $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo pretrain moe test check static quick test-nightly test-faults test-gpu bench clean
+.PHONY: help demo pretrain moe rollout test check static quick test-nightly test-faults test-gpu bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -42,6 +42,9 @@ moe: $(READY)  ## train a toy mixture of experts: 2 CPU ranks, or one rank per G
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node "$(RANKS)" $(LAUNCH) \
 	    examples/pretrain/train.py --config examples/moe/mixtral_toy.toml $(ARGS)
 
+rollout: $(READY)  ## train, and hand weights to a generator: two trainers and a generator; options in ARGS="..."
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node 3 examples/rollout/train.py $(ARGS)
+
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
 	$(PY) -m pytest -m "not gpu and not nightly and not faults" --ignore tests/gpu $(PARALLEL) $(ARGS)
 
@@ -57,6 +60,7 @@ static: $(READY)  ## run ruff, mypy and import-linter
 	MYPYPATH=benchmarks $(PY) -m mypy benchmarks/*.py
 	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
 	MYPYPATH=examples/pretrain $(PY) -m mypy examples/pretrain/*.py
+	MYPYPATH=examples/rollout $(PY) -m mypy examples/rollout/*.py
 	MYPYPATH=examples/acme/src $(PY) -m mypy examples/acme/src/acme/*.py examples/acme/tests/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 

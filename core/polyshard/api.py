@@ -284,14 +284,21 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
 def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[None]:
     """A context in which every parameter is whole, in its original shape and dtype, on every rank.
 
-    Takes the memory of the whole model. Changes are dropped on leaving unless ``writeback``; then each rank keeps its
-    own part. Modules that are called inside compute with these parameters, without casts or collectives; a backward
-    through such a call raises ``StateError``, inside and after leaving.
+    Takes the memory of the whole model; of a module inside one, that of the units with a parameter in it, which are
+    whole then with all of theirs. Changes are dropped on leaving unless ``writeback``; then each rank keeps its own
+    part. Modules that are called inside compute with these parameters, without casts or collectives, and one whose
+    parameters are not whole raises ``UnshardedUseError``; a backward through such a call raises ``StateError``, inside
+    and after leaving. Every rank calls it, for the same module.
+
+    Args:
+        model: A sharded model, or any module inside one.
+        writeback: Whether to keep changes.
 
     Raises:
-        StateError: inside a forward, a backward or another such context, or ``model`` is not the outermost.
+        StateError: inside a forward, a backward or another such context, or ``model`` is neither.
     """
-    return unsharded_parameters(outermost_root(model, "unsharded()"), writeback=writeback)
+    root, module = root_around(model, "unsharded()")
+    return unsharded_parameters(root, module, writeback=writeback)
 
 
 def local_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -432,12 +439,36 @@ def outermost_root(model: nn.Module, call: str) -> Root:
     return root
 
 
-def _outermost_root(model: nn.Module, call: str) -> Root:
+def root_around(module: nn.Module, call: str) -> tuple[Root, nn.Module]:
+    """The root of the model that ``module`` is or is inside of, and the module without a wrapper; ``call`` begins the
+    message of an error.
+
+    Raises:
+        StateError: ``module`` is in no sharded model, or the model was closed.
+    """
+    module = _unwrapped(module)
+    models = [root for root in live_roots.roots() if module in set(root.module_states[0].module.modules())]
+    if MODULE_STATE_ATTRIBUTE in module.__dict__ or not models:
+        root = root_of(_module_state(module, call))
+    else:
+        # Of models that are ignored modules of others, the inner one.
+        root = min(models, key=lambda root: sum(1 for _ in root.module_states[0].module.modules()))
+        refuse_broken(module, call)
+    root.refuse_ended(call)
+    outermost = root.module_states[0]
+    # One call may have sharded several modules together.
+    return root, outermost.module if module.__dict__.get(MODULE_STATE_ATTRIBUTE) is outermost else module
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
     # The wrapper holds the sharded module.
-    inner = model.__dict__.get("_modules", {}).get("module")
-    if MODULE_STATE_ATTRIBUTE not in model.__dict__ and inner is not None and MODULE_STATE_ATTRIBUTE in inner.__dict__:
-        model = inner
-    module_state = _module_state(model, call)
+    inner: nn.Module | None = model.__dict__.get("_modules", {}).get("module")
+    wraps = MODULE_STATE_ATTRIBUTE not in model.__dict__ and inner is not None
+    return inner if inner is not None and wraps and MODULE_STATE_ATTRIBUTE in inner.__dict__ else model
+
+
+def _outermost_root(model: nn.Module, call: str) -> Root:
+    module_state = _module_state(_unwrapped(model), call)
     root = root_of(module_state)
     if root.module_states[0] is not module_state:
         raise StateError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import nn
 
-from .api import outermost_root
+from .api import outermost_root, root_around
 from .errors import CollectiveError, StateError, UnsupportedError
 from .functions.block_states import (
     Blocks,
@@ -90,6 +90,7 @@ __all__ = [
     "refuse_unshardable",
     "role_of",
     "savable_model",
+    "savable_part",
     "send_from_first",
     "sharded_model",
     "state_dicts_of_pieces",
@@ -362,6 +363,10 @@ class ShardedModel:
     def module(self) -> nn.Module:
         """The outermost sharded module."""
         return self._root.module_states[0].module
+
+    def name_of(self, module: nn.Module) -> str:
+        """Of a module inside it, for ranks to compare; empty for the outermost."""
+        return next((name for name, each in self.module.named_modules() if each is module), "")
 
     @property
     def collectives(self) -> Collectives:
@@ -803,6 +808,16 @@ def savable_model(model: nn.Module, call: str) -> ShardedModel:
     found = idle_model(model, call)
     found.refuse_unnamed(call)
     return found
+
+
+def savable_part(module: nn.Module, call: str) -> tuple[ShardedModel, nn.Module]:
+    """The model that ``module`` is or is inside of, as ``savable_model`` gives it, and the module without a wrapper.
+
+    Raises:
+        StateError, ParameterChangedError, UnsupportedError: as ``savable_model``, and where no sharded model has it.
+    """
+    root, module = root_around(module, call)
+    return savable_model(root.module_states[0].module, call), module
 
 
 def models() -> list[ShardedModel]:

@@ -289,11 +289,9 @@ class TiedParameter:
         rank = dist.get_rank(self._group)
         for place, told in enumerate(everyone):
             if isinstance(told, Exception):
-                raise (
-                    told
-                    if place == rank
-                    else RankMismatchError(f"Rank {place} of the pipeline (this is {rank}): {told}")
-                )
+                if place == rank:
+                    raise told
+                raise RankMismatchError(f"Rank {place} of the pipeline (this is {rank}): {told}")
         ranks = {number: place for place, told in enumerate(everyone) for number in told}
         if len(names) != 2 or ranks.keys() != names.keys():
             raise ConfigError(

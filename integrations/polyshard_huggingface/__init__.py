@@ -17,8 +17,9 @@ that reads it has no call for a range of elements, which is what a rank holds.
 from __future__ import annotations
 
 from .conversion import Conversion
+from .engines import as_saved, merged
 from .loading import load
 from .saving import save
 from .unloaded import to_be_loaded
 
-__all__ = ["Conversion", "load", "save", "to_be_loaded"]
+__all__ = ["Conversion", "as_saved", "load", "merged", "save", "to_be_loaded"]

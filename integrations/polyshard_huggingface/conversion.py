@@ -427,6 +427,12 @@ class Part:
         box = self.source_box
         return Part(box.offsets, box.sizes, name, self.offsets, tuple(back))
 
+    def view_of(self, source: torch.Tensor) -> torch.Tensor:
+        """Its elements in all of ``source``, of shape ``sizes``: the same memory."""
+        kept = [dim for dim in self.dims if dim is not None]
+        view = box_within(source, Box.whole(source.shape), self.source_box)
+        return view.permute([*(dim for dim in range(source.ndim) if dim not in kept), *kept]).reshape(self.sizes)
+
     def as_source(self, view: torch.Tensor) -> torch.Tensor:
         """``view``, of shape ``sizes``, with the dimensions of ``source_box``: the same memory."""
         for index in reversed(range(len(self.dims))):

@@ -30,7 +30,7 @@ from polyshard.state.streaming import whole_weights
 from torch import nn
 
 from . import _private
-from .conversion import Conversion, Part, converted, covered, listed, transfers_of
+from .conversion import Conversion, Part, StandIn, converted, covered, listed, transfers_of
 from .files import INDEX, WEIGHTS, OpenFiles, SavedTensor, castable, header_of, write_all
 from .loading import Ranks
 from .tensors import ModelTensor, refuse_hollow, shared_out, tensors_of
@@ -189,31 +189,11 @@ def _planned(
     sharded: ShardedModel, held: Sequence[ModelTensor], convert: Conversion | None, dtype: torch.dtype | None, most: int
 ) -> _Plan:
     module = sharded.module
-    shapes = {name: each.shape for each in held for name in each.names}
-    away, left_out = _private.tied_away(module), _private.left_out_of_files(module)
-    kept = {next((name for name in each.names if name not in away), each.names[0]): each for each in held}
-    # In the model's order: tensors that are computed with together are written together.
-    order = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
-    kept = {name: kept[name] for name in dict.fromkeys(order) if name in kept} | kept
-    tensors = {name: (each.shape, each.dtype) for name, each in kept.items()}
-    made = converted(convert or _private.to_files(module, shapes), tensors, "the model")
-    if not made:
-        raise ConfigError("The conversion returns no tensors, so there is nothing to save.")
+    kept, made = files_of(module, held, convert)
     recipes: dict[str, list[Part]] = {each.names[0]: [] for each in held}
     for name, tensor in made.items():
-        if covered(tensor.parts) != tensor.numel():
-            raise UnsupportedError(f"The conversion leaves elements of '{name}' without values.")
         for part in tensor.parts:
             recipes[kept[part.source].names[0]].append(part.turned(name))
-    lost = [
-        name
-        for name, each in kept.items()
-        if covered(recipes[each.names[0]]) < each.numel and not (convert is None and left_out(name))
-    ]
-    if lost:
-        raise ConfigError(
-            f"The conversion leaves out {listed(lost)}, or parts of them. Put all of them into the files."
-        )
     written = {
         name: (dtype if dtype is not None and each.dtype.is_floating_point else each.dtype, tuple(each.shape))
         for name, each in made.items()
@@ -224,6 +204,39 @@ def _planned(
     named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     parameters = sum(each.numel for each in held if each.names[0] in named)
     return _Plan(divided(written, most), recipes, parameters)
+
+
+def files_of(
+    module: nn.Module, held: Sequence[ModelTensor], convert: Conversion | None
+) -> tuple[dict[str, ModelTensor], dict[str, StandIn]]:
+    """The tensors in ``held`` by the one name that each has for files, and what the files have, made of these.
+
+    ``convert``: None for what the class of ``module`` does when it saves.
+
+    Raises ConfigError, UnsupportedError: not all elements come into the files.
+    """
+    shapes = {name: each.shape for each in held for name in each.names}
+    away, left_out = _private.tied_away(module), _private.left_out_of_files(module)
+    kept = {next((name for name in each.names if name not in away), each.names[0]): each for each in held}
+    # In the model's order: tensors that are computed with together are written together.
+    order = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
+    kept = {name: kept[name] for name in dict.fromkeys(order) if name in kept} | kept
+    tensors = {name: (each.shape, each.dtype) for name, each in kept.items()}
+    made = converted(convert or _private.to_files(module, shapes), tensors, "the model")
+    if not made:
+        raise ConfigError("The conversion returns no tensors, so there is nothing to save.")
+    used = dict.fromkeys(kept, 0)
+    for name, tensor in made.items():
+        if covered(tensor.parts) != tensor.numel():
+            raise UnsupportedError(f"The conversion leaves elements of '{name}' without values.")
+        for part in tensor.parts:
+            used[part.source] += part.box.numel
+    lost = [name for name, each in kept.items() if used[name] < each.numel and not (convert is None and left_out(name))]
+    if lost:
+        raise ConfigError(
+            f"The conversion leaves out {listed(lost)}, or parts of them. Put all of them into the files."
+        )
+    return kept, made
 
 
 def _begin(module: nn.Module, directory: Path, plan: _Plan, dtype: torch.dtype | None) -> None:

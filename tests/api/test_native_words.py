@@ -19,7 +19,7 @@ def sharded(**settings: Any) -> nn.Module:
     return polyshard.shard(model, config)
 
 
-@pytest.mark.parametrize("call", [lambda m: polyshard.no_sync(m).__enter__(), polyshard.report, polyshard.unsharded])
+@pytest.mark.parametrize("call", [lambda m: polyshard.no_sync(m).__enter__(), polyshard.report, polyshard.close])
 def test_calls_on_an_inner_module(call: Callable[[Any], Any]) -> None:
     model = sharded()
     with pytest.raises(

@@ -181,6 +181,13 @@ def whole_parameters_reports_and_placements(rank: int) -> None:
         with torch.no_grad():
             model.head.weight.fill_(2.0)
     same(as_whole(model.state_dict()["head.weight"]), torch.full((17, WIDTH), 2.0, dtype=torch.float64))
+    inside = model.blocks[0]
+    wanted = {name: each.clone() for name, each in make().blocks[0].state_dict().items()}
+    with polyshard.unsharded(inside):
+        alike(dict(inside.state_dict()), wanted)
+        assert isinstance(model.head.weight, DTensor)
+    alike(polyshard.state.get_model_state_dict(inside, polyshard.state.StateOptions(form="full")), wanted)
+    assert isinstance(next(inside.parameters()), DTensor)
     assert polyshard.report(model).world_size == dist.get_world_size()
     assert polyshard.placement(model.head.weight).shape == (17, WIDTH)
     assert model.state_dict()["head.weight"].placements == (Shard(0),)

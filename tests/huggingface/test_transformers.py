@@ -145,6 +145,35 @@ def test_weights_go_in_and_out_unchanged(family: str, transformers: ModuleType, 
         assert indices[0]["metadata"] == indices[1]["metadata"]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streams_have_names_and_shapes_of_files_where_asked(
+    family: str, transformers: ModuleType, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    given = saved(built(transformers, family), tmp_path / "given")
+    expected = load_file(given / "model.safetensors")
+    kind = type(built(transformers, family))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[Values, Values]:
+        with world.lock:
+            model = kind.from_pretrained(given)
+        model = sharded(model, world, rank, family)
+        found: list[Values] = []
+        for settings in ({"ranks": [1]}, {"bucket_nbytes": 1 << 20, "dtype": torch.bfloat16}):
+            found.append({})
+            for names, tensors in polyshard_huggingface.as_saved(model, polyshard.stream(model, **settings)):
+                assert not found[-1].keys() & set(names)
+                found[-1].update(zip(names, tensors, strict=True))
+        return found[0], found[1]
+
+    for rank, (first, narrow) in enumerate(ThreadedWorld(2).run(on_rank)):
+        assert first.keys() == (expected.keys() if rank == 1 else set())
+        assert all(torch.equal(value, expected[name]) for name, value in first.items())
+        assert narrow.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name].bfloat16()) for name, value in narrow.items())
+
+
 def test_the_first_step_is_that_of_the_model_that_from_pretrained_makes(
     transformers: ModuleType, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def test_evaluation_and_changes_of_whole_parameters(plan: Plan) -> None:
 
 
 def handed_out(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
-    """Whole weights: as they are, in bf16 on one rank alone, and doubled by pairs that every rank has."""
+    """Whole weights: as they are, in bf16 on one rank alone, of one block, and doubled by pairs that every rank has."""
     with meshed(plan, rank) as (model, mesh):
         trainer = Polyshard(plan, model, mesh)
         found: list[dict[str, torch.Tensor]] = []
@@ -65,6 +65,9 @@ def handed_out(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
             found.append({})
             for names, tensors in polyshard.stream(model, **settings):
                 found[-1].update(zip(names, tensors, strict=True))
+        found.append(polyshard.state.get_model_state_dict(model.blocks[0], polyshard.state.StateOptions(form="full")))
+        with polyshard.unsharded(model.blocks[0]):
+            assert all(torch.equal(full(each), found[-1][name]) for name, each in model.blocks[0].named_parameters())
         polyshard.load_stream(model, ((name, 2 * each) for name, each in found[0].items()))
         found.append(trainer.whole())
         trainer.close()
@@ -83,9 +86,11 @@ def handed_out(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
 )
 def test_weights_are_handed_out_whole(plan: Plan) -> None:
     wanted = {name: each.detach() for name, each in make(plan).named_parameters()}
-    for rank, (whole, narrow, doubled) in enumerate(run(4, handed_out, plan)):
+    for rank, (whole, narrow, block, doubled) in enumerate(run(4, handed_out, plan)):
         assert whole.keys() == doubled.keys() == wanted.keys()
         assert narrow.keys() == (wanted.keys() if rank == 2 else set())
+        assert block.keys() == {name[9:] for name in wanted if name.startswith("blocks.0.")}
+        assert all(torch.equal(value, wanted[f"blocks.0.{name}"]) for name, value in block.items())
         for name, value in wanted.items():
             assert torch.equal(whole[name], value), name
             assert torch.equal(doubled[name], 2 * value), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +15,7 @@ from parity import Block, units_of
 from pipelines import ROWS, Model, Plan, Trainer, batch, loss_of, part_of
 from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
 from polyshard.interfaces import PluginContext
-from polyshard.pipelining import PipelineStage, TiedParameter
+from polyshard.pipelining import PipelineStage, TiedParameter, clip_grad_norm_
 from polyshard.planning import thresholds
 from polyshard_backends.fake import FakeCollectives
 from polyshard_fsdp2 import fully_shard
@@ -200,6 +201,26 @@ def test_a_step_reduces_each_unit_once_and_gathers_it_once_a_schedule_or_once_a_
         assert reductions == 3
         # For each forward, and for each backward that did not follow at once; the embedding for forwards alone.
         assert 4 * 3 < gathers <= 4 * (3 + 3)
+
+
+def norms(rank: int, plan: Plan) -> list[float]:
+    """Of one schedule's gradients, which none of them changes."""
+    trainer = Trainer(plan)
+    trainer.forward_backward(0)
+    found = [float(clip_grad_norm_(trainer.stages, math.inf, order, tied=trainer.tied)) for order in ORDERS]
+    trainer.close()
+    return found
+
+
+ORDERS = (1.0, 2.0, math.inf)
+
+
+def test_norms_of_every_order_are_over_all_stages() -> None:
+    plan = Plan("Interleaved1F1B", each=2)
+    model = pipelines.whole_model(plan)
+    pipelines.whole_backward(model, plan, 0)
+    wanted = [float(nn.utils.get_total_norm([each.grad for each in model.parameters()], order)) for order in ORDERS]
+    assert RANKS.run(4, norms, plan) == [pytest.approx(wanted, rel=1e-12)] * 4
 
 
 class Counting(PipelineStage):

@@ -189,6 +189,8 @@ def as_dtensors(rank: int) -> list[State]:
     whole, whole_optimizer = states.get_state_dict(model, optimizer, FULL)
     for index in range(2):
         assert torch.equal(one[f"{index}.weight"].full_tensor(), whole[f"{index}.weight"])
+        inside = states.get_model_state_dict(model[index], states.StateOptions(form="dtensor"))
+        assert torch.equal(inside["weight"].full_tensor(), whole[f"{index}.weight"])
         moment = other["state"][f"{index}.weight"]["exp_avg"]
         assert torch.equal(moment.full_tensor(), whole_optimizer["state"][f"{index}.weight"]["exp_avg"])
     with torch.no_grad():

@@ -440,16 +440,15 @@ def test_ranks_that_ask_for_something_else_are_told_before_anything_is_gathered(
         assert "torch.bfloat16" in message
 
 
-@pytest.mark.parametrize("call", ["stream", "unsharded", "get_model_state_dict", "load_stream"])
+@pytest.mark.parametrize("call", ["load_stream", "set_model_state_dict", "get_state_dict"])
 @pytest.mark.parametrize(("where", "words"), [("blocks.1", "the inner one 'blocks.1'"), ("first", "is not sharded")])
 def test_a_module_inside_of_the_model_is_refused_by_name(call: str, where: str, words: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
         calls: dict[str, Callable[[nn.Module], Any]] = {
-            "stream": polyshard.stream,
-            "unsharded": lambda module: polyshard.unsharded(module).__enter__(),
-            "get_model_state_dict": polyshard.state.get_model_state_dict,
             "load_stream": lambda module: polyshard.load_stream(module, []),
+            "get_state_dict": lambda module: polyshard.state.get_state_dict(module, sgd(module)),
+            "set_model_state_dict": lambda module: polyshard.state.set_model_state_dict(module, {}),
         }
         with pytest.raises(StateError) as caught:
             calls[call](model.get_submodule(where))

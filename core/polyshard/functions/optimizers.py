@@ -195,7 +195,7 @@ def _asked_for_states() -> bool:
 
 def _refuse_dead_hooks(found: Iterable[ParameterLocation]) -> None:
     for each in found:
-        if each.slot is None or each.unit.resident or each.root.unsharded:
+        if each.slot is None or each.unit.resident or each.unit in each.root.unsharded:
             continue
         original = each.unit.parameters[each.slot].original
         if _torch_private.tensor_hooks(original):

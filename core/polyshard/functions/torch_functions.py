@@ -185,7 +185,7 @@ class GradientUtilities:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         found = live_roots.find_pieces(given)
         for index, each in enumerate(found):
-            if each is not None and each.root.unsharded:
+            if each is not None and each.unit in each.root.unsharded:
                 # Whole on every rank, as long as this lasts.
                 found[index] = None
         self._find_gradients(given, found)
@@ -537,7 +537,7 @@ def _prune(
 ) -> Any:
     parameter = module._parameters.get(name)
     found = None if parameter is None else _first([parameter])
-    if found is not None and not found.root.unsharded:
+    if found is not None and found.unit not in found.root.unsharded:
         raise UnsupportedError(
             f"torch.nn.utils.prune would replace '{found.name}', which is sharded (rank {found.root.rank}). Prune "
             "before sharding, or, together with prune.remove, inside of 'with polyshard.unsharded(model, "
@@ -547,7 +547,7 @@ def _prune(
 
 
 def _refuse_pieces(call: str, tensors: Iterable[torch.Tensor], instead: str) -> None:
-    found = _first(tensors, lambda each: each.unit.ranks.owner is not None and not each.root.unsharded)
+    found = _first(tensors, lambda each: each.unit.ranks.owner is not None and each.unit not in each.root.unsharded)
     if found is not None:
         raise StateError(
             f"{call} got '{found.name}', of which this rank holds a piece (rank {found.root.rank}), and means whole "

@@ -29,8 +29,9 @@ from ..runtime.unit import Unit
 
 
 @contextmanager
-def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
-    """Inside, every original has its whole shape and master dtype; on leaving, own elements go back where asked.
+def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> Iterator[None]:
+    """Inside, every original in ``module``, and all others of the same units, have their whole shape and master dtype;
+    on leaving, own elements go back where asked. ``module``: the outermost, or one inside it.
 
     Modules that are called inside compute with the originals as they are, without collectives. A backward through that
     raises ``StateError``.
@@ -53,16 +54,17 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
         )
     root.adopt_changes(trains=False)
     root.outdate()
-    root.unsharded = True
+    units = units_within(root, module)
+    root.unsharded = frozenset(units)
     flats: dict[Unit, torch.Tensor] = {}
     refusals = ExitStack()
     try:
-        for unit in root.units:
+        for unit in units:
             with root.meeting(f"gather of whole '{unit.spec.label}'", (unit.ranks.owner,)):
                 flats[unit] = _expose_whole(unit)
             for parameter in unit.parameters:
-                module, key = parameter.sites[0]
-                shown = module._parameters[key]
+                site, key = parameter.sites[0]
+                shown = site._parameters[key]
                 if shown is not None and shown.requires_grad:
                     hook = partial(_refuse_gradient, shown, parameter.names[0], root.rank)
                     refusals.enter_context(shown.register_hook(hook))  # type: ignore[no-untyped-call]
@@ -75,7 +77,15 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
     finally:
         refusals.close()
         _show_originals(flats)
-        root.unsharded = False
+        root.unsharded = ()
+
+
+def units_within(root: Root, module: nn.Module) -> Sequence[Unit]:
+    """The units that have a parameter in ``module``, in module order."""
+    if module is root.module_states[0].module:
+        return root.units
+    inside = set(module.modules())
+    return [unit for unit in root.units if any(site in inside for each in unit.parameters for site, _ in each.sites)]
 
 
 @contextmanager
@@ -87,7 +97,7 @@ def whole_on_this_rank(root: Root, values: Mapping[str, torch.Tensor]) -> Iterat
         root: Of the model; all of its parameters.
         values: Whole tensors by the parameters' first names, on any device; not copied.
     """
-    root.unsharded = True
+    root.unsharded = frozenset(root.units)
     try:
         for unit in root.units:
             for parameter in unit.parameters:
@@ -95,7 +105,7 @@ def whole_on_this_rank(root: Root, values: Mapping[str, torch.Tensor]) -> Iterat
         yield
     finally:
         _show_originals(root.units)
-        root.unsharded = False
+        root.unsharded = ()
 
 
 def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
@@ -388,7 +398,7 @@ class _Guard:
     def _shows_pieces(self) -> bool:
         root = self.unit.step
         assert isinstance(root, Root)
-        return not (self.unit.ranks.owner is None or root.unsharded or _of_pieces.get())
+        return not (self.unit.ranks.owner is None or self.unit in root.unsharded or _of_pieces.get())
 
     def _parameter(self, index: int) -> str:
         return self.unit.parameters[index].names[0]

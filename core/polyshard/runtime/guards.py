@@ -67,7 +67,7 @@ class IdleCallGuard:
             for parameter in unit.parameters:
                 for module, key in parameter.sites:
                     if module not in gathering:
-                        refusals.setdefault(module, _Refusal(step, outermost.module, key, parameter.original))
+                        refusals.setdefault(module, _Refusal(step, unit, outermost.module, key, parameter.original))
         self._hooks = [(_torch_private.forward_pre_hooks(module), refusal) for module, refusal in refusals.items()]
         self.enter()
 
@@ -87,13 +87,14 @@ class _Refusal:
     """The hook of one module."""
 
     step: Step
+    unit: Unit
     owner: nn.Module
     key: str
     original: nn.Parameter
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # A checkpoint around the whole model computes with views inside of a backward.
-        if self.step.unsharded or module._parameters.get(self.key) is not self.original:
+        if self.unit in self.step.unsharded or module._parameters.get(self.key) is not self.original:
             return
         name = next((name for name, each in self.owner.named_modules() if each is module), "")
         method = _method_of(self.owner)
@@ -373,7 +374,7 @@ class _Uncopied:
     def _refuse(self, done: str) -> None:
         unit = self._unit()
         if unit is not None:
-            unsharded = unit.step is not None and unit.step.unsharded
+            unsharded = unit.step is not None and unit in unit.step.unsharded
             if unsharded or (unit.prepared and unit.bindings.shown is Shown.VIEWS):
                 # Whole. The copy is a plain module: its attribute is None.
                 return

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_, methodcaller
 from typing import Any, NoReturn, TypeVar
@@ -94,6 +94,7 @@ class ForwardHooks:
         module_state, step = self.module_state, self.module_state.step
         assert step is not None
         if step.unsharded:
+            self._refuse_pieces(step.unsharded)
             return args, kwargs
         recomputes = _torch_private.in_backward()
         records = torch.is_grad_enabled()
@@ -113,6 +114,18 @@ class ForwardHooks:
         if records and module_state.kind is StateKind.SHARDED and (not recomputes or self._has_graph()):
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
+
+    def _refuse_pieces(self, whole: Collection[object]) -> None:
+        """Raise inside of ``unsharded`` of another module, where the units in ``whole`` alone are whole."""
+        holder = self.module_state
+        while holder.kind is StateKind.MERGED and holder.parent is not None:
+            holder = holder.parent
+        if any(unit.ranks.owner is not None and unit not in whole for unit in holder.units):
+            raise UnshardedUseError(
+                f"'{self.module_state.label}' was called inside of polyshard.unsharded() of another module (rank "
+                f"{self.module_state.rank}), while its own parameters are sharded. Open unsharded() of a module that "
+                "has both inside, or call it outside of the context."
+            )
 
     def _computes_otherwise(self) -> bool:
         """Whether an embedding's forward may save parameters for backward, since something was put on it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -70,8 +70,8 @@ class Step:
         self.forward_record: ForwardRecord[Any] = ForwardRecord(None)
         #: Whether parameters may have come into the model that nobody reduces gradients of (``registrations.py``).
         self.registered = False
-        #: Whether ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
-        self.unsharded = False
+        #: The units of which ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
+        self.unsharded: Collection[object] = ()
         #: Where masters hold other values than the trained ones: the context that the program entered, and what these
         #: are, for messages. None elsewhere.
         self.replaced: tuple[str, str] | None = None

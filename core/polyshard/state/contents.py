@@ -170,10 +170,10 @@ def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     for name, parameter in module.named_parameters():
         if id(parameter) not in managed:
             state[name] = parameter.detach()
-    persistent = saved_names(module)
-    for name, buffer in module.named_buffers():
-        if name in persistent:
-            state[name] = buffer.detach()
+    if buffers := dict(module.named_buffers()):
+        # Only a whole state dict tells which are persistent: a millisecond or more.
+        persistent = saved_names(module)
+        state.update((name, buffer.detach()) for name, buffer in buffers.items() if name in persistent)
     return state
 
 
@@ -218,25 +218,39 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """What ``model_state`` gave, under all names of a parameter or buffer, as ``model.state_dict()`` orders them."""
-    module = savable_model(model, "in_order()").module
-    names = names_of(model)
-    named = {name: value for first, value in state.items() for name in names.get(first, (first,))}
+def in_order(module: nn.Module, names: Mapping[str, Sequence[str]], state: dict[str, Any]) -> dict[str, Any]:
+    """What ``model_state`` gave, under all of its ``names`` in ``module``, as ``module.state_dict()`` orders them."""
+    named = {name: value for first, value in state.items() for name in names[first]}
     known = [name for name in saved_names(module) if name in named]
     return {name: named[name] for name in dict.fromkeys((*known, *named))}
 
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of each parameter and buffer, by the one under which ``model_state`` has it."""
-    module = savable_model(model, "names_of()").module
-    found: dict[int, list[str]] = {}
+    sharded = savable_model(model, "names_of()")
+    return names_within(sharded, sharded.module)
+
+
+def names_within(sharded: ShardedModel, module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names in ``module`` of each parameter and buffer there, by the one under which ``model_state`` has it."""
+    outermost = sharded.module
+    named = (*outermost.named_parameters(), *outermost.named_buffers())
+    first_of = {id(tensor): name for name, tensor in named}
+    for unit in sharded.units:
+        first_of |= {id(tensor): each.name for each, tensor in zip(unit.parameters, unit.tensors, strict=True)}
+    found: dict[str, list[str]] = {}
     for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ):
-        found.setdefault(id(tensor), []).append(name)
-    return {names[0]: tuple(names) for names in found.values()}
+        if id(tensor) in first_of:
+            found.setdefault(first_of[id(tensor)], []).append(name)
+    if module is outermost:
+        # The names of when it was sharded stay, wherever modules moved since.
+        for first in first_of.values():
+            names = found.get(first, [])
+            found[first] = [first, *(name for name in names if name != first and first in names)]
+    return {first: tuple(names) for first, names in found.items()}
 
 
 def frozen_names(model: nn.Module) -> set[str]:

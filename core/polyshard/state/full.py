@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +33,10 @@ def require_whole(sharded: ShardedModel, call: str) -> None:
         )
 
 
-def full_model_state(sharded: ShardedModel, *, everywhere: bool) -> dict[str, Any]:
-    """As ``model_state``, of whole tensors: on every rank, or on rank 0 alone."""
+def full_model_state(sharded: ShardedModel, wanted: Collection[str], *, everywhere: bool) -> dict[str, Any]:
+    """As ``model_state``, of whole tensors, those in ``wanted`` alone: on every rank, or on rank 0."""
     found: dict[str, Any] = {}
-    for names, tensors in whole_weights(sharded, "all" if everywhere else (0,)):
+    for names, tensors in whole_weights(sharded, "all" if everywhere else (0,), wanted):
         for name, tensor in zip(names, tensors, strict=True):
             found[name] = _on_host(tensor)
     return found

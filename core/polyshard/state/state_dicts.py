@@ -12,8 +12,8 @@ from torch import nn
 
 from ..api import as_dtensor, placement
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..inspect import ShardedModel, savable_model
-from .contents import Joint, Optimizers, frozen_names, in_order, model_state, optimizer_state
+from ..inspect import ShardedModel, savable_model, savable_part
+from .contents import Joint, Optimizers, frozen_names, in_order, model_state, names_within, optimizer_state
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
 from .restore import ModelRestore, OptimizerRestore, Unmatched
@@ -90,24 +90,33 @@ def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) 
     DTensor forms share the model's memory: ``torch.distributed.checkpoint.save`` writes them without a gather, and
     ``load`` reads into the model in place. Every rank calls it, between steps.
 
+    Of a module inside a sharded model, names are relative to it, and only units with a parameter in it are gathered.
+
+    Args:
+        model: A sharded model, or any module inside one, the same on every rank.
+        options: Of which ``form`` and ``frozen`` count.
+
     Raises:
-        StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
+        StateError: ``model`` is neither, or is inside a step or ``unsharded()``.
         UnsupportedError: whole tensors of a pretended world.
         CollectiveError: another rank did not arrive.
     """
     options = options or StateOptions()
-    sharded = savable_model(model, "get_model_state_dict()")
+    sharded, module = savable_part(model, "get_model_state_dict()")
+    names = names_within(sharded, module)
     if options.form in _FULL:
         require_whole(sharded, "get_model_state_dict()")
-        state = full_model_state(sharded, everywhere=options.form is StateForm.FULL)
+        if module is not sharded.module:
+            with together(sharded.collectives, "Preparing a state dict", {"model": sharded.name_of(module)}):
+                pass
+        state = full_model_state(sharded, names, everywhere=options.form is StateForm.FULL)
     else:
-        state = model_state(model)
+        state = model_state(sharded.module)
         if options.form is StateForm.DTENSOR:
             state.update(_parameters_as_dtensors(sharded))
-    if not options.frozen:
-        for name in frozen_names(model):
-            state.pop(name, None)
-    return in_order(model, state)
+    frozen = set() if options.frozen else frozen_names(sharded.module)
+    kept = {name: value for name, value in state.items() if name in names and name not in frozen}
+    return in_order(module, names, kept)
 
 
 def get_optimizer_state_dict(
@@ -151,6 +160,8 @@ def get_state_dict(
     model: nn.Module, optimizers: Optimizers, options: StateOptions | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """``get_model_state_dict`` and ``get_optimizer_state_dict``; arguments and errors are theirs."""
+    # Before anything is gathered.
+    savable_model(model, "get_state_dict()")
     return get_model_state_dict(model, options), get_optimizer_state_dict(model, optimizers, options)
 
 

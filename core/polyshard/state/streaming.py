@@ -22,11 +22,12 @@ from ..inspect import (
     gathers_to,
     is_dtensor,
     savable_model,
+    savable_part,
     whole_tensors,
 )
 from ..interfaces import Collectives
 from ..io.boxes import Box, box_within
-from .contents import model_state, names_of, outside_units
+from .contents import model_state, names_of, names_within, outside_units
 from .exchange import numbers_of_all, speaks, together
 from .restore import Unmatched
 from .sharded import CheckpointTensor
@@ -65,31 +66,32 @@ def stream(
     whole unit.
 
     Args:
-        model: The outermost sharded module.
+        model: A sharded model, or any module inside one, the same on every rank: names are relative to it then.
         dtype: In which floating-point tensors are handed out; None for the dtype in which they are kept. Ranks send the
             narrower of the two: the values are those of a cast behind the gather, to the bit.
         bucket_nbytes: Hand out neighbouring units together, and gather them by one launch for each group of ranks,
             while all of their tensors have at most so many bytes; a larger unit comes alone, and none is divided. Two
             buckets take the place of two units of memory. None to hand out each unit by itself.
-        names: Given the name of a parameter or buffer in the unsharded model, the name to hand out, or None to leave it
-            out: a unit of which nothing is wanted is not gathered. None for all names as they are.
+        names: Given the name of a parameter or buffer in the unsharded ``model``, the name to hand out, or None to
+            leave it out: a unit of which nothing is wanted is not gathered. None for all names as they are.
         ranks: Who gets tensors: ``"all"``, ``"hosts"`` for the first rank of each host, or the numbers of some. Others
             take part in the loop as well, and get empty lists.
 
     Raises:
         ConfigError: an argument cannot be; ``names`` gives one name twice.
-        StateError: inside a step, or ``model`` is not the outermost sharded module. While a stream is open, a forward,
-            a backward, an optimizer's step, another stream and whatever saves or loads raise it.
+        StateError: inside a step, or ``model`` is in no sharded model. While a stream is open, a forward, a backward,
+            an optimizer's step, another stream and whatever saves or loads raise it.
         UnsupportedError: ranks have other parameters under the same names.
         RankMismatchError: another rank failed, or was given other arguments.
         CollectiveError: another rank did not arrive.
     """
-    sharded = savable_model(model, "stream()")
+    sharded, module = savable_part(model, "stream()")
     called: dict[str, object] = {}
     with together(sharded.collectives, "Preparing a stream of weights", called):
         _refuse_arguments(dtype, bucket_nbytes, names, ranks, sharded)
-        wanted = _wanted(sharded, dtype, names)
+        wanted = _wanted(sharded, module, dtype, names)
         called.update(
+            model=sharded.name_of(module),
             dtype=dtype,
             bucket_nbytes=bucket_nbytes,
             ranks=ranks if isinstance(ranks, str) else sorted(ranks),
@@ -98,9 +100,14 @@ def stream(
     return _handed_out(sharded, _buckets(wanted, bucket_nbytes), _Receivers(sharded, ranks))
 
 
-def whole_weights(sharded: ShardedModel, ranks: Ranks) -> Generator[Weights, None, None]:
-    """As ``stream`` of everything to ``ranks``, for arguments that were compared."""
-    return _handed_out(sharded, _buckets(_wanted(sharded, None, None), None), _Receivers(sharded, ranks))
+def whole_weights(
+    sharded: ShardedModel, ranks: Ranks, wanted: Collection[str] | None = None
+) -> Generator[Weights, None, None]:
+    """As ``stream`` to ``ranks``, of the names in ``wanted`` or of all, for arguments that were compared."""
+    names = None if wanted is None else {name: name for name in wanted}.get
+    return _handed_out(
+        sharded, _buckets(_wanted(sharded, sharded.module, None, names), None), _Receivers(sharded, ranks)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +150,7 @@ def _handed_out(
                 kept = [weakref.ref(tensor) for tensor in tensors]
                 yield chosen, tensors
                 tensors.clear()
-                _let_go(kept)
+                let_go(kept)
         finally:
             if coming is not None:
                 # Its memory is written until it ends.
@@ -178,7 +185,7 @@ def _weights(bucket: Sequence[_Wanted], flats: list[torch.Tensor], receivers: _R
 
 
 @torch.no_grad()
-def _let_go(kept: Sequence[weakref.ref[torch.Tensor]]) -> None:
+def let_go(kept: Sequence[weakref.ref[torch.Tensor]]) -> None:
     """Give tensors that the caller still has memory of their own, and so the unit's back."""
     with torch.inference_mode(False):
         for reference in kept:
@@ -207,14 +214,20 @@ def _sent(kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return cast if cast.itemsize <= kept.itemsize else kept
 
 
-def _wanted(sharded: ShardedModel, dtype: torch.dtype | None, names: Renaming | None) -> list[_Wanted]:
-    """By unit, and last what is outside.
+def _wanted(
+    sharded: ShardedModel, module: nn.Module, dtype: torch.dtype | None, names: Renaming | None
+) -> list[_Wanted]:
+    """Of what is in ``module``, by unit, and last what is outside.
 
     Raises ConfigError: ``names`` answers no name, or one for two tensors.
     """
     given: dict[str, str] = {}
+    within = None if module is sharded.module else names_within(sharded, module)
 
-    def name_for(name: str) -> str | None:
+    def name_for(first: str) -> str | None:
+        name = first if within is None else within.get(first, (None,))[0]
+        if name is None:
+            return None
         found: object = name if names is None else names(name)
         if found is not None and not isinstance(found, str):
             raise ConfigTypeError(
@@ -246,11 +259,13 @@ def _wanted(sharded: ShardedModel, dtype: torch.dtype | None, names: Renaming | 
 
 def _buckets(wanted: Sequence[_Wanted], nbytes: int | None) -> list[list[_Wanted]]:
     """Neighbours of at most ``nbytes`` together, or one that is larger."""
+    if nbytes is None:
+        return [[each] for each in wanted]
     buckets: list[list[_Wanted]] = []
     filled = 0
     for each in wanted:
         size = each.nbytes
-        if not buckets or nbytes is None or filled + size > nbytes:
+        if not buckets or filled + size > nbytes:
             buckets.append([])
             filled = 0
         buckets[-1].append(each)
