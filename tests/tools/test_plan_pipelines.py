@@ -69,6 +69,16 @@ def on_meta(number: int, stages: int) -> nn.Module:
         return Stage(number, stages)
 
 
+def of_several_tensors(number: int, stages: int) -> nn.Module:
+    with torch.device("meta"):
+        return Several(number, stages)
+
+
+class Several(Stage):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Any:
+        return x, x
+
+
 def config_of(**settings: Any) -> ShardConfig:
     return ShardConfig(policy={"name": "module_class", "classes": [Block]}, **settings)
 
@@ -228,6 +238,10 @@ def test_sixteen_thousand_ranks() -> None:
         (
             lambda: plan_pipeline(config_of(), on_meta, 9, Pipeline(Order.GPIPE, 2, 4), batch=BATCH),
             "world_size is 9, which 2 ranks of a pipeline do not divide",
+        ),
+        (
+            lambda: plan_pipeline(config_of(), of_several_tensors, 8, Pipeline(Order.GPIPE, 2, 4), batch=BATCH),
+            "the forward of Several returned tuple, and is no last stage",
         ),
     ],
 )

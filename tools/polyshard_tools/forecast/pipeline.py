@@ -382,6 +382,12 @@ class _TracedRank:
         """That of this rank's step."""
         layouts = [report(part.model.model) for part in self._parts]
         numbers = ", ".join(str(part.number) for part in self._parts)
+        over: dict[str, tuple[str, ...]] = {}
+        for part, layout in zip(self._parts, layouts, strict=True):
+            # Stages may have units of one name.
+            mark = f"{part.number}: " if len(self._parts) > 1 else ""
+            for dimensions, units in layout.over.items():
+                over[dimensions] = (*over.get(dimensions, ()), *(f"{mark}{unit}" for unit in units))
         return Plan(
             model=f"{type(self._parts[0].model.model).__name__} (stage {numbers} of {self._pipeline.stages})",
             rank=self.rank * self._sharing,
@@ -389,7 +395,7 @@ class _TracedRank:
             parameters=sum(each.parameters for each in layouts),
             units=sum(each.units for each in layouts),
             padding=sum(each.padding for each in layouts),
-            over={name: units for each in layouts for name, units in each.over.items()},
+            over=over,
             groups=tuple(
                 group
                 for part, each in zip(self._parts, layouts, strict=True)
