@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 
 #: Settings that say where the position in the text is; another text decides it, too.
 _ORDER = ("training.context", "training.seed")
+_TIED = "model.tie_word_embeddings"
 
 
 @dataclass(frozen=True)
@@ -73,18 +74,22 @@ class Checkpoints:
         # One rank decides: what two see in one folder may differ.
         return ranks.from_first(lambda: polyshard.checkpoint.latest(self._folder))
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    def save(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], progress: Progress
+    ) -> None:
         """Save what there is now, whatever is trained while it is written. Every rank calls it.
 
         It waits for the one before, and raises what became of that where it failed.
         """
         extra, keep = asdict(progress), self._settings.keep
-        if self._settings.asynchronous:
-            self._pending = polyshard.checkpoint.async_save(
-                self._folder, progress.step, model, optimizer, extra=extra, keep=keep
-            )
+        where = self._folder, progress.step
+        if progress.settings["parallel.pp"] > 1:
+            tied = {"lm_head.weight": "model.embed_tokens.weight"} if progress.settings[_TIED] else None
+            polyshard.checkpoint.save_stages(*where, models, optimizers, tied=tied, extra=extra, keep=keep)
+        elif self._settings.asynchronous:
+            self._pending = polyshard.checkpoint.async_save(*where, models[0], optimizers[0], extra=extra, keep=keep)
         else:
-            polyshard.checkpoint.save(self._folder, progress.step, model, optimizer, extra=extra, keep=keep)
+            polyshard.checkpoint.save(*where, models[0], optimizers[0], extra=extra, keep=keep)
 
     def finish(self) -> None:
         """Return when all that was saved is on disk; raise where it could not be written."""
@@ -92,9 +97,14 @@ class Checkpoints:
             self._pending.result()
 
 
-def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def load(
+    directory: Path, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], settings: Settings
+) -> Progress:
     """Read the checkpoint ``directory``. Every rank calls it. Raises ``ConfigError`` where it is of another model."""
-    extra = polyshard.checkpoint.load(directory, model, optimizer)
+    if settings.parallel.pp > 1:
+        extra = polyshard.checkpoint.load_stages(directory, models, optimizers)
+    else:
+        extra = polyshard.checkpoint.load(directory, models[0], optimizers[0])
     return Progress(**extra)
 
 

@@ -58,14 +58,56 @@ def build_on_meta(config: Config) -> Model:
     return model
 
 
+class Stage(nn.Module):
+    """The blocks of one stage of a pipeline, under their names in the whole model.
+
+    The first stage takes tokens and has the embedding, the last one has the head and returns logits; between stages
+    travel the activations of blocks, ``[sequences, context, hidden]``.
+    """
+
+    def __init__(self, whole: LlamaForCausalLM, number: int, stages: int) -> None:
+        """Take the parts of stage ``number`` out of ``whole``, which is of no use afterwards."""
+        super().__init__()
+        self.config = whole.config
+        self.model = whole.model
+        blocks = self.model.layers
+        self.model.layers = nn.ModuleList()
+        for index in range(number * len(blocks) // stages, (number + 1) * len(blocks) // stages):
+            self.model.layers.add_module(f"{index}", blocks[index])
+        if number > 0:
+            self.model.embed_tokens = None
+        self.lm_head = None
+        if number == stages - 1:
+            self.lm_head = whole.lm_head
+        else:
+            self.model.norm = nn.Identity()
+
+    @property
+    def shared(self) -> nn.Module | None:
+        """What has the weight that the first and the last stage have in common, if this is one of the two."""
+        if not self.config.tie_word_embeddings:
+            return None
+        found: nn.Module | None = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return found
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """``given``: int64 ``[sequences, context]`` for the first stage, what the one before returned for others."""
+        name = "inputs_embeds" if self.model.embed_tokens is None else "input_ids"
+        hidden: torch.Tensor = self.model(**{name: given}, use_cache=False).last_hidden_state
+        return hidden if self.lm_head is None else self.lm_head(hidden)
+
+
 class Initializer:
     """Fills one parameter after another, each from a stream of random numbers of its own.
 
     What a parameter begins with follows from its name and the seed, whatever is initialised before it, and where.
     """
 
-    def __init__(self, model: Model, seed: int) -> None:
+    def __init__(self, model: Model | Stage, seed: int) -> None:
         self._names = {module: name for name, module in model.named_modules()}
+        if model.config.tie_word_embeddings and model.model.embed_tokens is not None:
+            # One parameter, which two stages may have one each of.
+            self._names[model.model.embed_tokens] = "lm_head"
         self._std: float = model.config.initializer_range
         self._seed = seed
 

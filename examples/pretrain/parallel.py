@@ -25,10 +25,16 @@ def make_mesh(parallel: Parallel, world_size: int, device: torch.device) -> Devi
 
     Ranks along ``dp_replicate`` have copies, along ``edp`` other shards, along ``ep`` other experts and other shards of
     the rest, along ``tp`` other parts of matrices. Those along ``tp`` alone have the same sequences. ``edp`` and ``ep``
-    together are ``parallel.dp_shard``.
+    together are ``parallel.dp_shard``. Those along ``pp`` have other stages, and the same sequences.
     """
     sizes = parallel.sizes(world_size)
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def mesh_of_stage(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that have this rank's stage; all of them without a pipeline."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[tuple(name for name in names if name != "pp")] if "pp" in names else mesh
 
 
 def parallelize(model: Model, mesh: DeviceMesh) -> None:

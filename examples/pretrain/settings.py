@@ -18,6 +18,8 @@ from tables import read_table, require_known, toml_value
 CHECKPOINTING_MODES = ("none", "full", "selective")
 #: Shapes of the learning rate.
 SCHEDULES = ("cosine", "wsd", "constant")
+#: Schedules of a pipeline.
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 #: Bytes, and the token between documents.
 SMALLEST_VOCABULARY = 257
 
@@ -114,22 +116,34 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallel:
-    """``[parallel]``: along which dimensions ranks share the batch, the parameters and the experts."""
+    """``[parallel]``: along which dimensions ranks share the batch, the parameters, the experts and the blocks."""
 
     dp_replicate: int = 1
     dp_shard: int = -1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
+    pp_schedule: str = "1f1b"
+    pp_stages: int = 1
 
     def __post_init__(self) -> None:
         _at_least_one("parallel", self, besides=("dp_shard",) if self.dp_shard == -1 else ())
+        _one_of("parallel.pp_schedule", self.pp_schedule, PIPELINE_SCHEDULES)
+        several = self.pp > 1 and self.pp_schedule == "interleaved_1f1b"
+        if several != (self.pp_stages > 1):
+            raise ConfigError(
+                f"parallel.pp_stages is {self.pp_stages}, parallel.pp {self.pp} and parallel.pp_schedule "
+                f"{self.pp_schedule!r}: 'interleaved_1f1b' over two ranks or more, and no other, has several stages a "
+                "rank. Change one of them."
+            )
 
     def sizes(self, world_size: int) -> dict[str, int]:
         """The mesh of ``world_size`` ranks; those along the last dimension are neighbours. Raises ``ConfigError``."""
-        others = self.dp_replicate * self.tp
+        others = self.dp_replicate * self.tp * self.pp
         dp_shard = world_size // others if self.dp_shard == -1 else self.dp_shard
         if not dp_shard or dp_shard * others != world_size:
-            asked = "" if self.dp_shard == -1 else f" times parallel.dp_shard {self.dp_shard}"
+            asked = "" if self.pp == 1 else f" times parallel.pp {self.pp}"
+            asked += "" if self.dp_shard == -1 else f" times parallel.dp_shard {self.dp_shard}"
             raise ConfigError(
                 f"parallel.dp_replicate {self.dp_replicate} times parallel.tp {self.tp}{asked} does not make "
                 f"{world_size} rank(s). Change one of them or the ranks; dp_shard = -1 is what the others leave."
@@ -139,11 +153,12 @@ class Parallel:
                 f"parallel.ep {self.ep} does not divide parallel.dp_shard {dp_shard}, among whose ranks experts are "
                 "shared. Change one of them."
             )
-        return {"dp_replicate": self.dp_replicate, "edp": dp_shard // self.ep, "ep": self.ep, "tp": self.tp}
+        inner = {"dp_replicate": self.dp_replicate, "edp": dp_shard // self.ep, "ep": self.ep, "tp": self.tp}
+        return {"pp": self.pp, **inner} if self.pp > 1 else inner
 
     def data_ranks(self, world_size: int) -> int:
         """How many of ``world_size`` ranks have other sequences. Raises ``ConfigError`` as ``sizes`` does."""
-        return world_size // self.sizes(world_size)["tp"]
+        return world_size // self.sizes(world_size)["tp"] // self.pp
 
 
 @dataclass(frozen=True)
@@ -268,6 +283,51 @@ class Settings:
         ):
             if whole % parallel.tp:
                 raise ConfigError(f"parallel.tp {parallel.tp} does not divide {name} {whole}. Change one of them.")
+
+        if parallel.pp > 1:
+            self._require_pipeline()
+
+    def _require_pipeline(self) -> None:
+        model, parallel = self.model, self.parallel
+        stages = parallel.pp * parallel.pp_stages
+        if model.num_local_experts:
+            raise ConfigError(
+                f"parallel.pp is {parallel.pp} and model.num_local_experts {model.num_local_experts}: the "
+                "load-balancing loss is one of all blocks, which no stage has. Change one of them."
+            )
+        if stages > model.num_hidden_layers:
+            raise ConfigError(
+                f"parallel.pp {parallel.pp} times parallel.pp_stages {parallel.pp_stages} are {stages} stages, of "
+                f"{model.num_hidden_layers} model.num_hidden_layers. Give each stage one block or more."
+            )
+        if self.checkpoint.asynchronous:
+            raise ConfigError(
+                f"parallel.pp is {parallel.pp} and checkpoint.asynchronous true: checkpoints of several stages are "
+                "written before training goes on. Set it to false."
+            )
+        if self.output.export:
+            raise ConfigError(
+                f"parallel.pp is {parallel.pp} and output.export true: no rank has all of the model. Set it to false; "
+                "at the end, the same run with parallel.pp=1, output.export=true and --accept-changes exports it."
+            )
+
+    def microbatches(self, world_size: int) -> int:
+        """How many a rank of ``world_size`` computes a step. Raises ``ConfigError`` where none fit."""
+        parallel = self.parallel
+        number = self.training.accumulation(parallel.data_ranks(world_size))
+        wrong = {
+            "gpipe": False,
+            "1f1b": number < parallel.pp,
+            "interleaved_1f1b": number % parallel.pp != 0,
+        }[parallel.pp_schedule]
+        if wrong:
+            raise ConfigError(
+                f"training.batch {self.training.batch} is {number} microbatch(es) of training.microbatch "
+                f"{self.training.microbatch} on each of {parallel.data_ranks(world_size)} rank(s) with other "
+                f"sequences, for parallel.pp {parallel.pp}. Schedule '1f1b' needs as many as parallel.pp or more, "
+                "'interleaved_1f1b' a multiple of it: change training.batch or training.microbatch."
+            )
+        return number
 
     def deciding(self) -> dict[str, Any]:
         """The settings on which the numbers of a step depend, by ``table.name``; text and ranks aside."""

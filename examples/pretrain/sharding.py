@@ -7,14 +7,22 @@ import dataclasses
 import polyshard
 import torch
 from activations import checkpoint_blocks
-from model import Config, Initializer, Model, build_on_meta
-from parallel import parallelize
+from model import Config, Initializer, Model, Stage, build_on_meta
+from parallel import mesh_of_stage, parallelize
 from settings import Settings
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def build_sharded(settings: Settings, config: Config, device: torch.device, mesh: DeviceMesh) -> Model:
+def build_sharded(
+    settings: Settings,
+    config: Config,
+    device: torch.device,
+    mesh: DeviceMesh,
+    stage: tuple[int, int] = (0, 1),
+) -> Model | Stage:
     """Build, prepare and shard the model; each rank keeps its share, in fp32. Every rank of ``mesh`` calls it.
+
+    ``stage``: the number of a stage, and how many there are; without a pipeline the model itself is sharded.
 
     Other parallelisms come first. The order of the rest matters to none of the three: checkpointing stands inside of a
     block's forward, compiling around that, and polyshard gathers around both.
@@ -29,12 +37,18 @@ def build_sharded(settings: Settings, config: Config, device: torch.device, mesh
     shard = dataclasses.replace(
         settings.shard,
         device=device,
-        mesh=mesh,
+        mesh=mesh_of_stage(mesh),
         shard=("edp", "ep"),
         replicate="dp_replicate" if settings.shard.strategy.hybrid else None,
     )
-    polyshard.shard(model, shard, initializer=Initializer(model, settings.training.seed))
-    return model
+    part: Model | Stage = model if stage == (0, 1) else Stage(model, *stage)
+    shared = part.shared if isinstance(part, Stage) else None
+    if shared is not None:
+        # What two stages have must be a unit of its own in both.
+        policies = [shard.policy, lambda module: module is shared]
+        shard = dataclasses.replace(shard, policy={"name": "or", "policies": policies})
+    polyshard.shard(part, shard, initializer=Initializer(part, settings.training.seed))
+    return part
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings, device: torch.device) -> torch.optim.AdamW:

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import polyshard
@@ -66,14 +67,14 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
     """
     code = 0
     output = Path(settings.output.folder)
-    settings.training.accumulation(settings.parallel.data_ranks(ranks.world_size))
+    settings.microbatches(ranks.world_size)
     tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
     training = Training(settings, ranks, tokens)
     checkpoints = Checkpoints(output / "checkpoints", settings.checkpoint)
     notes = [describe(training.config, settings, ranks.world_size)]
     directory = checkpoints.latest(ranks)
     if directory is not None:
-        progress = load(directory, training.model, training.optimizer)
+        progress = load(directory, training.models, training.optimizers, settings)
         changes = progress.changes(settings, ranks, tokens.digest)
         if not arguments.accept_changes:
             require_same(changes, directory)
@@ -91,7 +92,10 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
         for note in notes:
             reporter.note(note)
         last = min(settings.training.steps, arguments.stop_after or sys.maxsize)
-        with polyshard.tell_failures(training.model), polyshard.Preemption(training.model) as preemption:
+        with ExitStack() as stack:
+            for model in training.models:
+                stack.enter_context(polyshard.tell_failures(model))
+            preemption = stack.enter_context(polyshard.Preemption(training.models[0]))
             training.train(last, reporter, checkpoints, preemption)
         if training.done < last:
             reporter.note(
@@ -99,9 +103,10 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
             )
             code = preemption.exit_code
         elif settings.output.export and training.done >= settings.training.steps:
-            export(training.model, tokens, output / "model", ranks)
+            export(training.models[0], tokens, output / "model", ranks)
             reporter.note(f"{output / 'model'} is for from_pretrained")
-    polyshard.close(training.model)
+    for model in training.models:
+        polyshard.close(model)
     return code
 
 
@@ -111,7 +116,7 @@ def describe(config: Config, settings: Settings, world_size: int) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     name = f"Mixtral of {experts} experts a block, a token meets" if experts else "Llama of"
     mesh = " x ".join(f"{dim} {size}" for dim, size in settings.parallel.sizes(world_size).items() if size > 1)
-    accumulation = training.accumulation(settings.parallel.data_ranks(world_size))
+    accumulation = settings.microbatches(world_size)
     return (
         f"{name} {matmul_parameters(config):,} parameters without embeddings on {world_size:,} rank(s)"
         f"{f' ({mesh})' if mesh else ''}, {device}, {settings.shard.strategy.value}; "
@@ -125,7 +130,7 @@ def dry_run(settings: Settings, world_size: int) -> None:
     """Check what can be checked without other ranks, and say what a rank of ``world_size`` needs."""
     files = Files.find(settings.data)
     training = settings.training
-    accumulation = training.accumulation(settings.parallel.data_ranks(world_size))
+    accumulation = settings.microbatches(world_size)
     given = settings.data.tokenizer
     vocabulary = Tokenizer.from_file(given).get_vocab_size() if given else settings.data.vocabulary
     config = model_config(settings, vocabulary, 0)
@@ -134,7 +139,11 @@ def dry_run(settings: Settings, world_size: int) -> None:
     device = torch.device("cpu")
     with pretend_ranks(world_size):
         mesh = make_mesh(settings.parallel, world_size, device)
-        report = polyshard.report(build_sharded(pretended, config, device, mesh))
+        stages = settings.parallel.pp * settings.parallel.pp_stages
+        reports = [
+            polyshard.report(build_sharded(pretended, config, device, mesh, stage=(number, stages)))
+            for number in range(stages)
+        ]
     print(describe(config, settings, world_size))
     print(
         f"text: {len(files.train)} files to learn from, {len(files.held_out)} held out, {readable(files.nbytes)}; all "
@@ -142,9 +151,12 @@ def dry_run(settings: Settings, world_size: int) -> None:
     )
     # The report has this rank's parts of them alone.
     parameters = sum(parameter.numel() for parameter in build_on_meta(config).parameters())
+    taken = [report.total_nbytes(_ADAMW_STATES) for report in reports]
+    # Of the rank whose stages need most.
+    worst = max(sum(taken[place :: settings.parallel.pp]) for place in range(settings.parallel.pp))
     print(
-        f"memory of a rank, activations aside: {readable(report.total_nbytes(_ADAMW_STATES))}; "
-        f"{parameters:,} parameters in {report.units} units"
+        f"memory of a rank, activations aside: {readable(worst)}; {parameters:,} parameters in "
+        f"{sum(report.units for report in reports)} units"
     )
     print(f"checkpoints of {readable(parameters * 4 * (1 + _ADAMW_STATES))}, {settings.checkpoint.keep} kept")
     if accumulation > 1:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import polyshard
 import torch
 from checkpointing import Checkpoints, Progress, keeps_order, keeps_ranks
 from loader import Sequences, held_out_batch, make_loader
 from metrics import Clock, Memory, flops_per_token, peak_flops
-from model import logits_and_balance, logits_of, model_config, summed_loss
+from model import Model, logits_and_balance, logits_of, model_config, summed_loss
 from parallel import make_mesh
+from pipeline import Pipeline
 from ranks import Ranks
 from report import Reporter, Trained
 from schedule import make_scheduler
@@ -25,7 +26,7 @@ class Step(NamedTuple):
     """What a step was, before its update."""
 
     loss: torch.Tensor
-    """This rank's mean cross entropy."""
+    """This rank's part of the mean cross entropy, which is all ranks' mean: 0 where a pipeline does not end."""
     balance: torch.Tensor
     """Its part of the load-balancing loss, of which all ranks' mean is the whole; 0 without experts."""
     norm: torch.Tensor
@@ -39,22 +40,29 @@ class Training:
         self._settings = settings
         self._ranks = ranks
         self._tokens = tokens
-        # Ranks along tp, which are neighbours, have the same sequences.
-        self._data_rank = ranks.rank // settings.parallel.tp
+        # Ranks along tp, which are neighbours, have the same sequences, and so have those along pp.
         self._data_ranks = settings.parallel.data_ranks(ranks.world_size)
-        self._accumulation = settings.training.accumulation(self._data_ranks)
+        self._data_rank = ranks.rank // settings.parallel.tp % self._data_ranks
+        self._accumulation = settings.microbatches(ranks.world_size)
         self._held_out = Sequences(tokens.held_out, settings.training.context, "data.held_out")
         self.config = model_config(settings, tokens.vocabulary, tokens.end_of_text)
         mesh = make_mesh(settings.parallel, ranks.world_size, ranks.device)
-        self.model = build_sharded(settings, self.config, ranks.device, mesh)
-        self.optimizer = make_optimizer(self.model, settings, ranks.device)
-        # As the settings have them: a checkpoint brings its own.
-        self._numbers = [
-            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
-        ]
         self._loss = (
             torch.compile(summed_loss, backend=settings.compile.backend) if settings.compile.loss else summed_loss
         )
+        self._pipeline: Pipeline | None = None
+        if settings.parallel.pp > 1:
+            self._pipeline = Pipeline(settings, self.config, ranks.device, mesh, self._accumulation, self._loss)
+            self.models = self._pipeline.models
+        else:
+            self.models = [build_sharded(settings, self.config, ranks.device, mesh)]
+        """What this rank has a share of: the model, or some of its stages."""
+        self.optimizers = [make_optimizer(model, settings, ranks.device) for model in self.models]
+        # As the settings have them: a checkpoint brings its own.
+        self._numbers = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizers[0].param_groups
+        ]
         self.done = 0
         """Steps."""
         self._sequences = 0
@@ -68,8 +76,15 @@ class Training:
             loaders=self._ranks.each(self._loader.state_dict()),
             settings=self._settings.deciding(),
             digest=self._tokens.digest,
-            random=polyshard.random_states(self.model),
+            random=self._random_states(),
         )
+
+    def _random_states(self) -> list[dict[str, Any]]:
+        stage = polyshard.random_states(self.models[0])
+        if self._pipeline is None:
+            return stage
+        # Those that have a stage are neighbours.
+        return [state for states in self._ranks.each(stage)[:: len(stage)] for state in states]
 
     def go_on(self, progress: Progress, changes: dict[str, str]) -> None:
         """Take the run up behind ``progress``, of which model and optimizer have been loaded.
@@ -79,12 +94,15 @@ class Training:
         """
         self.done = progress.step
         self._sequences = progress.sequences if keeps_order(changes) else 0
-        for group, numbers in zip(self.optimizer.param_groups, self._numbers, strict=True):
-            group.update(numbers)
+        for optimizer in self.optimizers:
+            for group, numbers in zip(optimizer.param_groups, self._numbers, strict=True):
+                group.update(numbers)
         self._begin(None if changes else progress.loaders[self._ranks.rank])
         # Behind the loader, which draws a seed when it begins.
         if keeps_ranks(changes):
-            polyshard.restore_random_states(self.model, progress.random)
+            stage = self._ranks.world_size // self._settings.parallel.pp
+            first = self._ranks.rank // stage * stage
+            polyshard.restore_random_states(self.models[0], progress.random[first : first + stage])
 
     def _begin(self, loader: dict[str, Any] | None) -> None:
         settings, ranks = self._settings, self._ranks
@@ -99,31 +117,48 @@ class Training:
         if loader is not None:
             self._loader.load_state_dict(loader)
         self._batches = iter(self._loader)
-        self._scheduler = make_scheduler(
-            self.optimizer, settings.optimizer.lr, settings.training.steps, settings.schedule, self.done
-        )
+        self._schedulers = [
+            make_scheduler(optimizer, settings.optimizer.lr, settings.training.steps, settings.schedule, self.done)
+            for optimizer in self.optimizers
+        ]
 
     def step(self) -> Step:
         """Train on the next batch."""
-        coefficient = self._settings.model.router_aux_loss_coef
+        largest = self._settings.optimizer.clip
+        if self._pipeline is not None:
+            loss = self._pipeline.train(torch.cat([self._next() for _ in range(self._accumulation)]))
+            balance, norm = torch.zeros_like(loss), self._pipeline.clip(largest)
+        else:
+            loss, balance = self._backward()
+            norm = polyshard.clip_grad_norm_(self.models[0], largest)
+        for optimizer, scheduler in zip(self.optimizers, self._schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        self.done += 1
+        self._sequences += self._settings.training.batch
+        return Step(loss, balance, norm)
+
+    def _backward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of the next batch, without a pipeline; returns the means of its two losses."""
+        (model,), coefficient = self.models, self._settings.model.router_aux_loss_coef
         losses, balances = [], []
         for index in range(self._accumulation):
             # Gradients travel with the last microbatch alone.
             last = index == self._accumulation - 1
-            with nullcontext() if last else polyshard.no_sync(self.model):
-                rows = next(self._batches).to(self._ranks.device, non_blocking=True)
-                logits, balance = logits_and_balance(self.model, rows[:, :-1])
+            with nullcontext() if last else polyshard.no_sync(model):
+                rows = self._next()
+                logits, balance = logits_and_balance(cast(Model, model), rows[:, :-1])
                 loss = self._mean_loss(logits, rows)
                 ((loss + coefficient * balance) / self._accumulation).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             balances.append(balance.detach())
-        norm = polyshard.clip_grad_norm_(self.model, self._settings.optimizer.clip)
-        self.optimizer.step()
-        self._scheduler.step()
-        self.optimizer.zero_grad()
-        self.done += 1
-        self._sequences += self._settings.training.batch
-        return Step(torch.stack(losses).mean(), torch.stack(balances).mean(), norm)
+        return torch.stack(losses).mean(), torch.stack(balances).mean()
+
+    def _next(self) -> torch.Tensor:
+        """This rank's next microbatch."""
+        rows: torch.Tensor = next(self._batches)
+        return rows.to(self._ranks.device, non_blocking=True)
 
     def _mean_loss(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         targets = rows[:, 1:]
@@ -134,20 +169,32 @@ class Training:
         """The mean loss over the first ``evaluation.batches`` batches of held-out text, nats a token."""
         ranks, training = self._ranks, self._settings.training
         available = math.ceil(len(self._held_out) / (training.microbatch * self._data_ranks))
-        self.model.eval()
+        batches = min(self._settings.evaluation.batches, available)
+        # A schedule takes as many batches as a step has.
+        together = 1 if self._pipeline is None else self._accumulation
+        for model in self.models:
+            model.eval()
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         count = 0
-        for batch in range(min(self._settings.evaluation.batches, available)):
-            rows = held_out_batch(
-                self._held_out, batch, self._settings, rank=self._data_rank, world_size=self._data_ranks
+        for first in range(0, batches, together):
+            rows = torch.cat(
+                [
+                    held_out_batch(
+                        self._held_out, batch, self._settings, rank=self._data_rank, world_size=self._data_ranks
+                    )
+                    for batch in range(first, min(first + together, batches))
+                ]
             ).to(ranks.device)
-            if len(rows):
-                total += self._mean_loss(logits_of(self.model, rows[:, :-1]), rows).double() * len(rows)
+            if self._pipeline is not None:
+                total += self._pipeline.evaluate(rows)
+            elif len(rows):
+                total += self._mean_loss(logits_of(self.models[0], rows[:, :-1]), rows).double() * len(rows)
             else:
                 # Nothing is left for this rank, but the others need its share of the parameters.
-                logits_of(self.model, torch.zeros(1, training.context, dtype=torch.int64, device=ranks.device))
+                logits_of(self.models[0], torch.zeros(1, training.context, dtype=torch.int64, device=ranks.device))
             count += len(rows)
-        self.model.train()
+        for model in self.models:
+            model.train()
         summed, sequences = ranks.total([total, count])
         return summed / sequences
 
@@ -164,9 +211,9 @@ class Training:
         retries = 0
         first = self.done
         while self.done < last:
-            rate = float(self._scheduler.get_last_lr()[0])
+            rate = float(self._schedulers[0].get_last_lr()[0])
             waiting.append(self.step())
-            if preemption.requested():
+            if self._ends(preemption):
                 last = self.done
             evaluates = self.done % settings.evaluation.every == 0 or self.done == settings.training.steps
             saves = self.done % settings.checkpoint.every == 0 or self.done == last
@@ -191,9 +238,15 @@ class Training:
             if evaluates:
                 reporter.evaluated(self.done, self.evaluate())
             if saves:
-                checkpoints.save(self.model, self.optimizer, self.progress())
+                checkpoints.save(self.models, self.optimizers, self.progress())
             clock.start()
         checkpoints.finish()
+
+    def _ends(self, preemption: polyshard.Preemption) -> bool:
+        """Whether all ranks leave behind this step."""
+        asked = preemption.requested()
+        # Ranks of one stage have agreed; those of another one may not know of it yet.
+        return asked if self._pipeline is None else self._ranks.largest([asked])[0] > 0
 
     def _clock(self) -> Clock:
         peak = peak_flops(self._settings, self._ranks.device)

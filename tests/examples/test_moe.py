@@ -1,4 +1,4 @@
-"""The pretraining example over meshes of several dimensions, with experts and without, on gloo processes."""
+"""The pretraining example over meshes of several dimensions, with experts, pipelines and neither, on gloo processes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ TINY = {
     "model.num_hidden_layers": 2,
     "model.num_key_value_heads": 2,
     "data.files": f"{ROOT}/*.md",
-    "data.held_out": f"{ROOT}/README.md",
+    "data.held_out": f"{ROOT}/SECURITY.md",
     "data.vocabulary": 300,
     "training.steps": STEPS,
     "training.context": 8,
     "training.batch": 4,
     "optimizer.lr": 0.01,
     "schedule.warmup": 2,
+    "evaluation.batches": 1000,
     "checkpoint.every": 2,
     "output.tensorboard": "false",
 }
@@ -44,6 +45,36 @@ SHAPES = {
     "llama": {"model.tie_word_embeddings": "true"},
 }
 HYBRID = {"parallel.dp_replicate": 2, "shard.strategy": "hybrid_shard"}
+#: Of a run with a pipeline or without, a step of which has several microbatches.
+DEEP = {
+    "model.num_hidden_layers": 4,
+    "training.batch": 16,
+    "training.steps": 20,
+    "checkpoint.asynchronous": "false",
+    "output.export": "false",
+}
+INTERLEAVED = {"parallel.pp_schedule": "interleaved_1f1b", "parallel.pp_stages": 2}
+WHOLE = {"shard.strategy": "no_shard"}
+TOPOLOGIES = {
+    "dp4": {"training.microbatch": 2},
+    "pp2 x dp2": {"parallel.pp": 2, "training.microbatch": 2},
+    "pp2 x tp2": {"parallel.pp": 2, "parallel.tp": 2, "training.microbatch": 4, **WHOLE},
+    "dp2 x tp2": {"parallel.tp": 2, "training.microbatch": 4},
+    "dp8": {"training.microbatch": 1},
+    "replicate2 x dp4": {"training.microbatch": 1, **HYBRID},
+    "dp4 x tp2": {"parallel.tp": 2, "training.microbatch": 2},
+    "pp2 x dp4": {"parallel.pp": 2, "training.microbatch": 1},
+    "pp4 x dp2": {"parallel.pp": 4, "training.microbatch": 2},
+    "pp4 x tp2": {"parallel.pp": 4, "parallel.tp": 2, "training.microbatch": 4, **WHOLE},
+    "pp2 x dp2 x tp2": {"parallel.pp": 2, "parallel.tp": 2, "training.microbatch": 2},
+    "pp2 of two stages x dp4": {"parallel.pp": 2, "training.microbatch": 1, **INTERLEAVED},
+    "pp2 x replicate2 x dp2": {
+        "parallel.pp": 2,
+        "parallel.pp_schedule": "gpipe",
+        "training.microbatch": 1,
+        **HYBRID,
+    },
+}
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +100,8 @@ class Curves(NamedTuple):
     losses: list[float]
     balances: list[float]
     norms: list[float]
+    held_out: list[float]
+    """Behind the last step."""
 
 
 @contextmanager
@@ -97,12 +130,12 @@ def in_fp64() -> Iterator[None]:
             torch.set_default_dtype(torch.float32)
 
 
-def train_in_fp64(rank: int, name: str, folder: Path, changes: dict[str, Any]) -> Curves:
+def train_in_fp64(rank: int, name: str, folder: Path, changes: dict[str, Any], count: int = 4) -> Curves:
     with in_fp64():
-        return train_steps(rank, name, folder, changes)
+        return train_steps(rank, name, folder, changes, count)
 
 
-def train_steps(rank: int, name: str, folder: Path, changes: dict[str, Any]) -> Curves:
+def train_steps(rank: int, name: str, folder: Path, changes: dict[str, Any], count: int = 4) -> Curves:
     """What a rank knows of a run over a mesh."""
     # torchdata 0.11 tells torch what it uses, in a way that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
@@ -113,39 +146,53 @@ def train_steps(rank: int, name: str, folder: Path, changes: dict[str, Any]) -> 
         from training import Training
 
         settings = settings_of(name, folder, **changes)
-        ranks = Ranks(rank, 4, torch.device("cpu"))
+        ranks = Ranks(rank, count, torch.device("cpu"))
         tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
         training = Training(settings, ranks, tokens)
         steps = [training.step() for _ in range(settings.training.steps)]
         losses, balances = ([step.loss for step in steps], [step.balance for step in steps])
-        means = [[total / 4 for total in ranks.total(values)] for values in (losses, balances)]
-        polyshard.close(training.model)
-        return Curves(*means, [step.norm.item() for step in steps])
+        means = [[total / count for total in ranks.total(values)] for values in (losses, balances)]
+        held_out = training.evaluate()
+        for model in training.models:
+            polyshard.close(model)
+        return Curves(*means, [step.norm.item() for step in steps], [held_out])
 
 
-def plain_steps(name: str, folder: Path, steps: int = STEPS) -> tuple[Curves, list[list[int]]]:
-    """The same of Transformers' own model in one process, with the whole batch; tokens of each expert, by step."""
+class Plain(NamedTuple):
+    """A run of Transformers' own model in one process, with whole batches."""
+
+    curves: Curves
+    counts: list[list[int]]
+    """Tokens of each expert, by step and block."""
+    model: Any
+
+
+def plain_steps(name: str, folder: Path, steps: int = STEPS, **changes: Any) -> Plain:
+    """What a run over a mesh is held to."""
     from loader import Share
     from model import Initializer, model_config
     from tokens import Tokens, prepare
     from transformers import LlamaForCausalLM, MixtralForCausalLM
 
-    settings = settings_of(name, folder)
+    settings = settings_of(name, folder, **changes)
     tokens = Tokens.read(prepare(settings.data))
     config = model_config(settings, 300, tokens.end_of_text)
     model = (MixtralForCausalLM if name == "mixtral" else LlamaForCausalLM)(config)
     initialise = Initializer(model, 0)
     for module in model.modules():
         initialise(module)
-    text = tokens.train.map().tolist()
-    rows = torch.tensor([text[at : at + 9] for at in range(0, len(text) - 8, 8)])
+
+    def rows_of(text: list[int]) -> torch.Tensor:
+        return torch.tensor([text[at : at + 9] for at in range(0, len(text) - 8, 8)])
+
+    rows, held_out = rows_of(tokens.train.map().tolist()), rows_of(tokens.held_out.map().tolist())
     groups = [
         {"params": [each for each in model.parameters() if each.ndim > 1], "weight_decay": 0.1},
         {"params": [each for each in model.parameters() if each.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    batches = iter(Share(len(rows), 4, 0, 1, seed=0))
-    curves, counts = Curves([], [], []), []
+    batches = iter(Share(len(rows), settings.training.batch, 0, 1, seed=0))
+    curves, counts = Curves([], [], [], []), []
     for step in range(steps):
         done = (step - 2) / (steps - 2)
         rate = 0.005 if step == 0 else 0.001 + 0.0045 * (1 + math.cos(math.pi * max(0.0, done)))
@@ -164,7 +211,10 @@ def plain_steps(name: str, folder: Path, steps: int = STEPS) -> tuple[Curves, li
         curves.balances.append(balance.item())
         for logits in made.router_logits if asked else ():
             counts.append(torch.bincount(logits.topk(2).indices.flatten(), minlength=9).tolist())
-    return curves, counts
+    with torch.no_grad():
+        logits = model(input_ids=held_out[:, :-1], use_cache=False).logits
+        curves.held_out.append(functional.cross_entropy(logits.flatten(0, 1), held_out[:, 1:].flatten()).item())
+    return Plain(curves, counts, model)
 
 
 @pytest.fixture
@@ -197,7 +247,7 @@ def example() -> Iterator[None]:
     ],
 )
 def test_ranks_of_a_mesh_train_as_one_process_does(name: str, meshes: Sequence[dict[str, Any]], tmp_path: Path) -> None:
-    expected, counts = plain_steps(name, tmp_path / "run")
+    expected, counts, _ = plain_steps(name, tmp_path / "run")
     if name == "mixtral":
         assert any(0 in each for each in counts), "every expert has tokens in every step"
     assert expected.losses[-1] < expected.losses[0] - 0.05
@@ -207,18 +257,64 @@ def test_ranks_of_a_mesh_train_as_one_process_does(name: str, meshes: Sequence[d
             assert found.losses == pytest.approx(expected.losses, abs=1e-5), changes
             assert found.balances == pytest.approx(expected.balances, abs=1e-5), changes
             assert found.norms == pytest.approx(expected.norms, rel=1e-4), changes
+            assert found.held_out == pytest.approx(expected.held_out, abs=1e-5), changes
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("example")
 def test_twenty_steps_in_fp64_are_those_of_one_process(tmp_path: Path) -> None:
     with in_fp64():
-        expected, _ = plain_steps("mixtral", tmp_path / "run", 20)
+        expected = plain_steps("mixtral", tmp_path / "run", 20).curves
     for changes in ({"parallel.ep": 1}, {"parallel.ep": 2}, {"parallel.tp": 2}, {"parallel.ep": 4}):
         changes |= {"training.steps": 20, "training.microbatch": changes.get("parallel.tp", 1)}
         for found in RANKS.run(4, train_in_fp64, "mixtral", tmp_path / "run", changes):
-            for mine, theirs in zip(found, expected, strict=True):
-                assert mine == pytest.approx(theirs, rel=0, abs=1e-9), changes
+            assert_same(found, expected)
+
+
+def assert_same(found: Curves, expected: Curves) -> None:
+    """To rounding of fp64."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=0, abs=1e-9)
+
+
+@pytest.mark.usefixtures("example")
+def test_a_pipeline_trains_and_evaluates_as_one_process_does(tmp_path: Path) -> None:
+    changes = {**DEEP, "training.steps": 4}
+    with in_fp64():
+        expected = plain_steps("llama", tmp_path / "run", 4, **changes).curves
+    for found in RANKS.run(4, train_in_fp64, "llama", tmp_path / "run", {**changes, **TOPOLOGIES["pp2 x dp2"]}):
+        assert_same(found, expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
+@pytest.mark.parametrize(("count", "names"), [(4, list(TOPOLOGIES)[:4]), (8, list(TOPOLOGIES)[4:])])
+def test_topologies_train_as_one_process_does(count: int, names: Sequence[str], tied: bool, tmp_path: Path) -> None:
+    changes = {**DEEP, "model.tie_word_embeddings": f"{tied}".lower()}
+    with in_fp64():
+        expected = plain_steps("llama", tmp_path / "run", 20, **changes).curves
+    assert expected.losses[-1] < expected.losses[0] - 0.5
+    for name in names:
+        for found in RANKS.run(count, train_in_fp64, "llama", tmp_path / "run", {**changes, **TOPOLOGIES[name]}, count):
+            assert_same(found, expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("example")
+def test_a_run_goes_on_over_one_topology_after_another(tmp_path: Path) -> None:
+    names = list(TOPOLOGIES)[4:]
+    steps = 2 * len(names)
+    changes = {**DEEP, "training.steps": steps}
+    with in_fp64():
+        model = plain_steps("llama", tmp_path / "run", steps, **changes).model
+    for number, name in enumerate(names, 1):
+        words = ("--accept-changes", "--stop-after", f"{2 * number}")
+        codes = RANKS.run(8, run_in_fp64, "llama", tmp_path / "run", {**changes, **TOPOLOGIES[name]}, 8, *words)
+        assert codes == [0] * 8
+    saved = tensors_in(tmp_path / "run" / "checkpoints" / f"step-{steps:08}")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(saved[f"model.{name}"], parameter.detach(), rtol=0, atol=1e-9, msg=name)
 
 
 @pytest.mark.usefixtures("example")
@@ -238,14 +334,19 @@ def test_a_dry_run_tells_the_memory_of_a_rank_of_a_mesh(tmp_path: Path, capsys: 
     assert "64 rank(s) (edp 16 x ep 4)" in said[1]
 
 
-def run_program(rank: int, name: str, folder: Path, changes: dict[str, Any], *words: str) -> int:
+def run_in_fp64(rank: int, name: str, folder: Path, changes: dict[str, Any], count: int, *words: str) -> int:
+    with in_fp64():
+        return run_program(rank, name, folder, changes, *words, count=count)
+
+
+def run_program(rank: int, name: str, folder: Path, changes: dict[str, Any], *words: str, count: int = 4) -> int:
     """``train.py``'s run on one rank."""
     warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
     with importing_from(EXAMPLE):
         from ranks import Ranks
         from train import parse_arguments, train
 
-        ranks = Ranks(rank, 4, torch.device("cpu"))
+        ranks = Ranks(rank, count, torch.device("cpu"))
         return train(settings_of(name, folder, **changes), ranks, parse_arguments(words))
 
 
@@ -258,6 +359,11 @@ def run_program(rank: int, name: str, folder: Path, changes: dict[str, Any], *wo
             "mixtral",
             {"parallel.ep": 2, "parallel.tp": 2, "training.microbatch": 2},
             {"parallel.ep": 4, "training.microbatch": 1},
+        ),
+        (
+            "llama",
+            {"parallel.pp": 2, "training.microbatch": 1, "output.export": "false", "checkpoint.asynchronous": "false"},
+            {**HYBRID, "training.microbatch": 1},
         ),
     ],
 )
@@ -278,6 +384,9 @@ def test_a_run_goes_on_over_its_mesh_bit_for_bit_and_over_another_within_roundin
         assert torch.equal(same[key], tensor), key
         # A step of AdamW without its state, or on other sequences, is off by the rate, 0.01.
         torch.testing.assert_close(other[key], tensor, rtol=0, atol=1e-3, msg=key)
+    if not (whole / "model").exists():
+        # No stage could; the same run without a pipeline does.
+        assert RANKS.run(4, run_program, name, whole, others, "--accept-changes") == [0] * 4
     loaded = AutoModelForCausalLM.from_pretrained(whole / "model")
     for key, parameter in loaded.named_parameters():
         assert torch.equal(parameter, expected[f"model.{key}"]), key

@@ -97,6 +97,10 @@ def data_of(**changes: Any) -> Any:
         ("shard.strategy=hybrid_shard", "strategy is 'hybrid_shard' and parallel.dp_replicate 1"),
         ("parallel.ep=2", "parallel.ep is 2, but model.num_local_experts is 0"),
         ("parallel.tp=4", "parallel.tp 4 does not divide model.num_key_value_heads 2"),
+        ("parallel.pp_schedule=zbv", "There are: gpipe, 1f1b, interleaved_1f1b"),
+        ("parallel.pp_stages=2", "parallel.pp_stages is 2, parallel.pp 1 and parallel.pp_schedule '1f1b'"),
+        ("parallel.pp=8", "are 8 stages, of 4 model.num_hidden_layers"),
+        ("parallel.pp=2", "parallel.pp is 2 and checkpoint.asynchronous true"),
     ],
 )
 def test_a_wrong_setting_is_named(override: str, words: str) -> None:
@@ -123,16 +127,41 @@ def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
         training.accumulation(3)
 
 
+def test_what_a_pipeline_cannot_be_is_refused() -> None:
+    settings, several = part("settings"), settings_of("checkpoint.asynchronous=false", "output.export=false")
+
+    def over(schedule: str, stages: int = 1, **changes: Any) -> Any:
+        parallel = settings.Parallel(pp=2, pp_schedule=schedule, pp_stages=stages)
+        return dataclasses.replace(several, parallel=parallel, **changes)
+
+    # Of 16 sequences four a microbatch.
+    assert [over("1f1b").microbatches(ranks) for ranks in (2, 4)] == [4, 2]
+    assert over("gpipe").microbatches(8) == 1
+    for wrong, ranks in ((over("1f1b"), 8), (over("interleaved_1f1b", 2), 8)):
+        with pytest.raises(ConfigError, match=r"16 is 1 microbatch.* on each of 4 rank.* for parallel.pp 2"):
+            wrong.microbatches(ranks)
+    for words, changes in (
+        ("model.num_local_experts 4", {"model": settings.Model(num_local_experts=4)}),
+        ("output.export true", {"output": settings.Output()}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            over("1f1b", **changes)
+
+
 def test_ranks_lie_along_the_dimensions_that_were_asked_for_or_are_refused() -> None:
     parallel = part("settings").Parallel
     assert parallel(tp=2, ep=2).sizes(8) == {"dp_replicate": 1, "edp": 2, "ep": 2, "tp": 2}
     asked = parallel(dp_replicate=2, dp_shard=4, tp=2, ep=4)
     assert asked.sizes(16) == {"dp_replicate": 2, "edp": 1, "ep": 4, "tp": 2}
     assert asked.data_ranks(16) == 8
+    piped = parallel(pp=2, tp=2)
+    assert piped.sizes(8) == {"pp": 2, "dp_replicate": 1, "edp": 2, "ep": 1, "tp": 2}
+    assert piped.data_ranks(8) == 2
     for wrong, ranks, words in (
         (asked, 8, "parallel.dp_shard 4 does not make 8 rank"),
         (parallel(tp=2), 5, "parallel.tp 2 does not make 5 rank"),
         (parallel(tp=2), 1, "does not make 1 rank"),
+        (piped, 6, "parallel.tp 2 times parallel.pp 2 does not make 6 rank"),
         (parallel(ep=3), 4, "parallel.ep 3 does not divide parallel.dp_shard 4"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -323,6 +352,12 @@ def test_a_dry_run_says_what_a_rank_of_many_needs_and_what_does_not_fit(
     count = sum(parameter.numel() for parameter in plain_llama(settings_of(*TINY), 300).parameters())
     assert f"{count:,} parameters in 3 units" in said
     assert "2 files to learn from, 1 held out" in said
+    piped = ["parallel.pp=2", "checkpoint.asynchronous=false", "output.export=false"]
+    assert main([*asked, *(word for each in piped for word in ("--set", each)), "--dry-run", "16"]) == 0
+    said = capsys.readouterr().out
+    # The root of each stage is a unit beside its block.
+    assert f"{count:,} parameters in 4 units" in said
+    assert "16 rank(s) (pp 2 x edp 8)" in said
     assert main([*asked, "--dry-run", "3"]) == 2
     assert "training.batch 64 is no multiple of 12" in capsys.readouterr().err
     assert main([*asked, "--set", "data.files=*.md", "--dry-run", "16"]) == 2

@@ -34,6 +34,8 @@ class Model(nn.Module):
         self.head: nn.Module | None = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
+        # What each stage computes anew, under one name, is no part of a checkpoint.
+        self.register_buffer("positions", torch.arange(LENGTH), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.embedding is not None:

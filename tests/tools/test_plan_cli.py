@@ -106,6 +106,52 @@ def test_units_over_dimensions_of_a_mesh(folder: Path, capsys: pytest.CaptureFix
     assert "shard of [shard] in run.toml names 'dp', of which --world-size says no sizes" in capsys.readouterr().err
 
 
+STAGE = """
+
+class Stage(nn.Module):
+    def __init__(self, number, stages, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.ends = number == stages - 1
+
+    def forward(self, x, scale=1.0):
+        for layer in self.layers:
+            x = layer(x)
+        return (x * scale).square().mean() if self.ends else x
+"""
+
+
+def test_stages_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "plan_cli_net.py").write_text(MODEL + STAGE)
+    asked = ["plan", "run.toml", "--model", "plan_cli_net:Stage", "--batch", "float32[8,64]", "--microbatches", "8"]
+    assert main([*asked, "--world-size", "16", "--pp", "4", "--schedule", "1f1b"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("4 stages over 4 ranks, 1f1b, 8 microbatches: ranks wait 27.3% of a step")
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    # Stage 0 of rank 0 has as many microbatches in flight as there are stages.
+    assert rows["0"][1:4] == ["0", "4", f"{NUMEL // 2:,}"]
+    assert rows["1"][:6] == ["1", "to", "2", "1,", "...", "3"]
+    assert rows["3"][1:3] == ["3", "1"]
+    (folder / "run.toml").write_text(RUN + 'shard = "dp"\n')
+    interleaved = ["--pp-stages", "2", "--schedule", "interleaved_1f1b", "--json", "--device-memory", "1 GiB"]
+    assert main([*asked, "--mesh", "pp=2,dp=4,tp=2", *interleaved]) == 0
+    found = told(capsys)
+    assert (found["stages"], found["bubble"]) == (4, pytest.approx(1 / 17))
+    assert [each["stages"] for each in found["ranks"]] == [[0, 2], [1, 3]]
+    assert found["ranks"][0]["world_size"] == 16
+    assert found["ranks"][1]["over"] == {"dp": [f"{stage}: layers.{layer}" for stage in (1, 3) for layer in (0, 1)]}
+    assert {(row["over"], row["ranks"]) for row in found["ranks"][0]["wire"]} == {("dp", 4), ("pp", 2)}
+    assert min(each["largest_samples"] for each in found["ranks"]) > 1000
+    for words, message in (
+        (["--world-size", "16", "--pp", "4"], "--pp is of no use without --schedule"),
+        (["--mesh", "dp=4,tp=2", "--pp", "4", "--schedule", "1f1b"], "first in --mesh"),
+        (["--world-size", "6", "--pp", "4", "--schedule", "1f1b"], "--world-size 6 is no multiple of --pp 4"),
+        (["--world-size", "32", "--pp", "16", "--schedule", "1f1b"], "'1f1b' needs as many microbatches as stages"),
+    ):
+        assert main([*asked, *words]) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("folder")
 def test_what_does_not_fit_exits_with_three(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--world-size", "2", "--batch", "plan_cli_net:batch", "--json")

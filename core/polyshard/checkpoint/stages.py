@@ -20,7 +20,7 @@ from .. import registry
 from ..errors import ConfigError
 from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives, Group, PluginContext
-from ..state.contents import Joint, names_of
+from ..state.contents import Joint, names_of, saved_names
 from ..state.exchange import coordinates, from_first, gather_to_first, notify_listeners, require_same, together
 from ..state.restore import ModelRestore, OptimizerRestore
 from ..state.sharded import MODEL, OPTIMIZER, holdings
@@ -174,7 +174,7 @@ class _Part:
 
     def outline(self, tied: Mapping[str, str]) -> _Outline:
         """What the manifest says of it."""
-        names = self.names
+        names, saved = self.names, saved_names(self.module)
         left_out = frozenset(later for later, first in tied.items() if later in names and first not in names)
         groups = None
         if self.joint is not None:
@@ -185,7 +185,7 @@ class _Part:
             ]
         aliases = {name: first for name, first in names.items() if name != first}
         aliases.update({later: tied[later] for later in left_out})
-        firsts = [first for first in dict.fromkeys(names.values()) if first not in left_out]
+        firsts = [first for first in dict.fromkeys(names.values()) if first in saved and first not in left_out]
         return _Outline(firsts, aliases, groups, caster_states(self.sharded), left_out, self.sharded.rank == 0)
 
 

@@ -172,7 +172,7 @@ def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
             state[name] = parameter.detach()
     if buffers := dict(module.named_buffers()):
         # Only a whole state dict tells which are persistent: a millisecond or more.
-        persistent = _state_dict_names(module)
+        persistent = saved_names(module)
         state.update((name, buffer.detach()) for name, buffer in buffers.items() if name in persistent)
     return state
 
@@ -221,7 +221,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
 def in_order(module: nn.Module, names: Mapping[str, Sequence[str]], state: dict[str, Any]) -> dict[str, Any]:
     """What ``model_state`` gave, under all of its ``names`` in ``module``, as ``module.state_dict()`` orders them."""
     named = {name: value for first, value in state.items() for name in names[first]}
-    known = [name for name in _state_dict_names(module) if name in named]
+    known = [name for name in saved_names(module) if name in named]
     return {name: named[name] for name in dict.fromkeys((*known, *named))}
 
 
@@ -259,7 +259,8 @@ def frozen_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
-def _state_dict_names(module: nn.Module) -> Collection[str]:
+def saved_names(module: nn.Module) -> Collection[str]:
+    """All names of parameters and persistent buffers."""
     with state_dicts_of_pieces():
         return module.state_dict().keys()
 

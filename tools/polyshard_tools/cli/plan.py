@@ -16,6 +16,7 @@ import torch.distributed as dist
 from polyshard import registry
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Collectives, Group, PluginContext, bytes_of
+from polyshard.pipelining import Gathers
 
 from ..forecast import (
     DEVICES,
@@ -24,6 +25,9 @@ from ..forecast import (
     BatchMaker,
     Kind,
     OptimizerModel,
+    Order,
+    Pipeline,
+    PipelinePlan,
     Plan,
     RunOptimizer,
     ShapedBatches,
@@ -32,6 +36,7 @@ from ..forecast import (
     find_links,
     find_optimizer,
     plan,
+    plan_pipeline,
 )
 from ..forecast.bench import ROUNDS, SIZES, bench_machine
 from ..forecast.plan import draw
@@ -66,6 +71,7 @@ def add_plan(commands: Commands) -> None:
     parser.add_argument("--table", default="shard", help="the table in it (default: %(default)s)")
     add_model_options(parser)
     add_ranks_options(parser)
+    _add_pipeline_options(parser)
     parser.add_argument(
         "--batch",
         metavar="SHAPES|PKG:FUNCTION",
@@ -103,7 +109,49 @@ def add_plan(commands: Commands) -> None:
     parser.set_defaults(run=_plan)
 
 
+def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "pipelines",
+        "The factory of the model is called with the number of a stage and how many there are, and then with "
+        "--model-args. --batch is one microbatch; its keywords are the last stage's.",
+    )
+    group.add_argument("--schedule", choices=[each.value for each in Order], help="of stages over several ranks")
+    group.add_argument("--pp", type=int, metavar="N", help="so many; or 'pp=N' in --mesh, outermost")
+    group.add_argument("--pp-stages", type=int, default=1, metavar="N", help="stages of a rank (default: %(default)s)")
+    group.add_argument(
+        "--gathers",
+        choices=[each.value for each in Gathers],
+        default=Gathers.SCHEDULE.value,
+        help="how often parameters are gathered (default: once a %(default)s)",
+    )
+
+
+def _pipeline_of(arguments: argparse.Namespace) -> Pipeline | None:
+    """What the options say of a pipeline; ``arguments`` then are those of one stage's ranks."""
+    outermost, _, others = (arguments.mesh or "").partition(",")
+    name, _, size = outermost.partition("=")
+    in_mesh = name.strip() == "pp"
+    if arguments.schedule is None:
+        if arguments.pp is not None:
+            raise ConfigError("--pp is of no use without --schedule, which says in which order stages run.")
+        return None
+    if in_mesh == (arguments.pp is not None) or (arguments.mesh is not None and not in_mesh):
+        raise ConfigError("--schedule needs the number of ranks with other stages: --pp, or 'pp=N,' first in --mesh.")
+    ranks = int(size) if in_mesh and size.strip().isdecimal() else arguments.pp or 0
+    found = Pipeline(
+        Order(arguments.schedule), ranks, arguments.microbatches, arguments.pp_stages, Gathers(arguments.gathers)
+    )
+    if in_mesh:
+        arguments.mesh = ",".join(["pp=1", *filter(None, [others])])
+    elif arguments.world_size % ranks:
+        raise ConfigError(f"--world-size {arguments.world_size} is no multiple of --pp {ranks}. Change one of them.")
+    else:
+        arguments.world_size //= ranks
+    return found
+
+
 def _plan(arguments: argparse.Namespace) -> int:
+    pipeline = _pipeline_of(arguments)
     config, world_size = config_of(arguments)
     if arguments.links and not arguments.device:
         raise ConfigError("--links is of no use without --device: nothing is timed. Name a device, or leave it out.")
@@ -116,24 +164,48 @@ def _plan(arguments: argparse.Namespace) -> int:
         batch, samples = _batch_of(arguments)
         device = find_device(arguments.device) if arguments.device else None
         memory = _memory_of(arguments.device_memory)
-        found = plan(
-            config,
-            model_of(arguments),
-            world_size,
-            batch=batch,
-            samples=samples,
-            microbatches=arguments.microbatches,
-            optimizer=_optimizer_of(arguments.optimizer),
-            device=device,
-            memory_nbytes=memory,
-            links=find_links(arguments.links) if arguments.links else None,
-            largest=batch is not None and (device is not None or memory is not None),
-        )
+        stages: PipelinePlan | None = None
+        if pipeline is not None:
+            if batch is None or arguments.links:
+                raise ConfigError("--schedule needs --batch, one microbatch, and no --links: nothing is timed.")
+            stages = plan_pipeline(
+                config,
+                lambda number, stages: model_of(arguments, number, stages),
+                world_size * pipeline.ranks,
+                pipeline,
+                batch=batch,
+                samples=samples,
+                optimizer=lambda: _optimizer_of(arguments.optimizer),
+                memory_nbytes=memory if device is None else device.memory_nbytes,
+                device=None if device is None else device.name,
+                largest=device is not None or memory is not None,
+            )
+            found = stages.worst
+        else:
+            found = plan(
+                config,
+                model_of(arguments),
+                world_size,
+                batch=batch,
+                samples=samples,
+                microbatches=arguments.microbatches,
+                optimizer=_optimizer_of(arguments.optimizer),
+                device=device,
+                memory_nbytes=memory,
+                links=find_links(arguments.links) if arguments.links else None,
+                largest=batch is not None and (device is not None or memory is not None),
+            )
+    return _told(found, arguments, stages)
+
+
+def _told(found: Plan, arguments: argparse.Namespace, pipeline: PipelinePlan | None = None) -> int:
     if arguments.picture:
         draw(found, arguments.picture)
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=1))
+        print(json.dumps((found if pipeline is None else pipeline).to_dict(), indent=1))
     else:
+        if pipeline is not None:
+            _print_pipeline(pipeline)
         _print(found)
     return DOES_NOT_FIT if found.fits is False else 0
 
@@ -191,8 +263,26 @@ def _print(found: Plan) -> None:
     _print_verdict(found)
 
 
+def _print_pipeline(found: PipelinePlan) -> None:
+    pipeline = found.pipeline
+    size, unit = _unit_of(found.worst.peak_nbytes)
+    print(
+        f"{pipeline.stages} stages over {pipeline.ranks} ranks, {pipeline.order.value}, {pipeline.microbatches} "
+        f"microbatches: ranks wait {pipeline.bubble:.1%} of a step where all stages take as long\n"
+    )
+    rows: list[tuple[str, ...]] = [("ranks", "stages", "in flight", "parameters", f"{unit} at the peak")]
+    for each in found.ranks:
+        ranks = f"{each.ranks[0]}" if len(each.ranks) == 1 else f"{each.ranks[0]} to {each.ranks[-1]}"
+        numbers = ", ".join(map(str, each.stages))
+        more = ", ..." if len(each.ranks) > 1 else ""
+        peak = f"{each.plan.peak_nbytes / size:.2f}"
+        rows.append((ranks, f"{numbers}{more}", str(each.in_flight), f"{each.plan.parameters:,}", peak))
+    print_table(rows)
+    print()
+
+
 def _print_memory(found: Plan, size: int, unit: str) -> None:
-    rows = [("memory of rank 0", f"{unit} at the peak", f"{unit} at most")]
+    rows = [(f"memory of rank {found.rank}", f"{unit} at the peak", f"{unit} at most")]
     for kind in Kind:
         if found.most[kind]:
             rows.append((kind.value, f"{found.peak[kind] / size:.2f}", f"{found.most[kind] / size:.2f}"))

@@ -134,18 +134,24 @@ def function_at(reference: str, option: str) -> Callable[..., Any]:
     return function
 
 
-def model_of(arguments: argparse.Namespace) -> nn.Module:
+def model_of(arguments: argparse.Namespace, *first: Any) -> nn.Module:
     """The model that ``--model`` and ``--model-args`` name, on the meta device; raises as ``model_from`` does.
+
+    ``first``: arguments before those.
 
     To be called inside of ``importing_beside``, like whatever else imports modules of the user's. Their prints go to
     stderr: a command's own output may be JSON.
     """
     with redirect_stdout(sys.stderr):
-        return model_from(arguments.model, _parsed(arguments.model_args))
+        return model_from(arguments.model, _parsed(arguments.model_args), first)
 
 
-def model_from(reference: str, arguments: Mapping[str, Any] | Sequence[Any] = ()) -> nn.Module:
-    """The module that the factory ``"package.module:Name"`` makes of ``arguments``: keywords, or positional ones.
+def model_from(
+    reference: str, arguments: Mapping[str, Any] | Sequence[Any] = (), first: Sequence[Any] = ()
+) -> nn.Module:
+    """The module that the factory ``"package.module:Name"`` makes of ``first`` and ``arguments``.
+
+    ``arguments`` are keywords, or further positional ones.
 
     It is called under ``torch.device("meta")``: parameters have shapes and dtypes, and no memory. A tensor that the
     factory puts on another device by name stays there.
@@ -160,10 +166,11 @@ def model_from(reference: str, arguments: Mapping[str, Any] | Sequence[Any] = ()
             f"--model {reference!r} is {_kind(factory)}. Name the model's class, or a function that returns it."
         )
     positional, keywords = ((), arguments) if isinstance(arguments, Mapping) else (arguments, {})
+    positional = (*first, *positional)
     try:
         inspect.signature(factory).bind(*positional, **keywords)
     except TypeError as error:
-        shown = json.dumps(arguments) if arguments else "no arguments"
+        shown = ", ".join([*map(str, first), *([json.dumps(arguments)] if arguments else [])]) or "no arguments"
         raise ConfigError(
             f"the model's factory {reference!r} cannot be called with {shown}: {error}. Give its arguments "
             "by --model-args as JSON, or name a function that takes none."

@@ -1,10 +1,11 @@
 """Plans a training step before anything is trained: memory, bytes between ranks, time.
 
-`plan` runs one step of the model on the meta device, through the engine as it is.
+`plan` runs one step of the model on the meta device, through the engine as it is; `plan_pipeline` one of its stages.
 """
 
 from __future__ import annotations
 
+from .pipeline import Order, Pipeline, PipelinePlan, RankPlan, plan_pipeline
 from .plan import Plan, UnitGroup, Wire, largest_fitting, plan
 from .recording import Kind, MemoryTimeline, Moment, Operation, Span
 from .timing import (
@@ -50,7 +51,11 @@ __all__ = [
     "NoOptimizer",
     "Operation",
     "OptimizerModel",
+    "Order",
+    "Pipeline",
+    "PipelinePlan",
     "Plan",
+    "RankPlan",
     "RunOptimizer",
     "ShapedBatches",
     "Span",
@@ -66,6 +71,7 @@ __all__ = [
     "fitted",
     "largest_fitting",
     "plan",
+    "plan_pipeline",
     "read_links",
     "timed",
 ]

@@ -17,7 +17,7 @@ from torch import nn
 from ..explaining.explanation import plain
 from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Span, Transfer
 from .timing import Device, LinkModel, StepTime, find_links, timed
-from .trace import RecordedCollectives, TracedModel
+from .trace import RecordedCollectives, TracedModel, TracedStep
 from .workload import BatchMaker, FusedAdamW, OptimizerModel
 
 #: Steps that a search for the largest batch may trace. Peaks grow by straight pieces, so few are needed; where hardly
@@ -66,9 +66,10 @@ class UnitGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Of rank 0; other ranks hold as much, to the padding of the last slices."""
+    """Of one rank; others, of a pipeline those of its stages, hold as much, to the padding of the last slices."""
 
     model: str
+    rank: int = 0
     world_size: int
     parameters: int
     """Elements of the whole model."""
@@ -182,7 +183,7 @@ def plan(
         "device": None if device is None else device.name,
     }
     if batch is None:
-        return Plan(**common, groups=_groups(traced, layout.over), **_of_layout(traced))
+        return Plan(**common, groups=groups_of(traced, layout.over), **_of_layout(traced))
     step = traced.step(batch(samples))
     time = None
     if device is not None:
@@ -198,22 +199,29 @@ def plan(
             return traced.step(make(number)).memory.peak.total
 
         most = largest_fitting(peak_of, samples, step.memory.peak.total, memory_nbytes)
-    peak = step.memory.peak
     return Plan(
         **common,
-        groups=_groups(traced, layout.over),
+        groups=groups_of(traced, layout.over),
         samples=samples,
-        peak=dict(peak.nbytes),
-        most={kind: max(moment.nbytes[kind] for moment in step.memory.moments) for kind in Kind},
-        peak_part=peak.part.value,
-        saved_nbytes=step.memory.saved_nbytes,
-        wire=_wire_of_step(step.issued),
         largest_samples=most,
         time=time,
         links=None if links is None else f"{links.name}: {links.source}",
         notes=tuple(traced.notes),
-        timeline=step.memory,
+        **of_step(step),
     )
+
+
+def of_step(step: TracedStep) -> dict[str, Any]:
+    """The values of a plan that follow from a step alone."""
+    peak = step.memory.peak
+    return {
+        "peak": dict(peak.nbytes),
+        "most": {kind: max(moment.nbytes[kind] for moment in step.memory.moments) for kind in Kind},
+        "peak_part": peak.part.value,
+        "saved_nbytes": step.memory.saved_nbytes,
+        "wire": _wire_of_step(step.issued),
+        "timeline": step.memory,
+    }
 
 
 def _of_layout(traced: TracedModel) -> dict[str, Any]:
@@ -309,7 +317,7 @@ def _wire_of_layout(model: ShardedModel) -> tuple[Wire, ...]:
     counted as if nothing travelled together.
     """
     rows: list[Wire] = []
-    for operation in Operation:
+    for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.ALL_REDUCE):
         carried: dict[tuple[str, int], list[int]] = {}
         for unit in model.units:
             for nbytes, span in _carried(model, unit, operation):
@@ -333,7 +341,7 @@ def _carried(model: ShardedModel, unit: ShardedUnit, operation: Operation) -> li
     return [(nbytes, among.span) for nbytes, among in found if nbytes and isinstance(among, RecordedCollectives)]
 
 
-def _groups(traced: TracedModel, over: Mapping[str, tuple[str, ...]]) -> tuple[UnitGroup, ...]:
+def groups_of(traced: TracedModel, over: Mapping[str, tuple[str, ...]]) -> tuple[UnitGroup, ...]:
     """The units by group; ``over``: their names by dimensions."""
     labels = {name: dimensions for dimensions, names in over.items() for name in names}
     found: dict[tuple[str, str, int, int], list[ShardedUnit]] = {}
@@ -420,7 +428,7 @@ def _draw_memory(axes: Any, plan: Plan) -> list[float]:
         if first is not None and part is not Part.FORWARD:
             axes.axvline(first, color="black", linewidth=0.5, linestyle=":")
     axes.set_ylabel("GiB")
-    axes.set_title(f"{plan.model}, rank 0 of {plan.world_size}", fontsize=10)
+    axes.set_title(f"{plan.model}, rank {plan.rank} of {plan.world_size}", fontsize=10)
     axes.margins(x=0)
     axes.set_ylim(0, 1.12 * plan.peak_nbytes / _GIB)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

@@ -21,14 +21,18 @@ from polyshard.inspect import Stream
 
 
 class Operation(enum.Enum):
-    """A kind of collective."""
+    """A kind of collective, or of what is received from one rank."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    RECEIVE = "receive"
+    """Activations from the stage before, or their gradients from the one behind."""
 
     def received_nbytes(self, nbytes: int, ranks: int) -> int:
         """Of a whole buffer of ``nbytes``, the part that each rank receives: (N-1)/N of it, twice for an all-reduce."""
+        if self is Operation.RECEIVE:
+            return nbytes
         part = nbytes * (ranks - 1) // ranks
         return 2 * part if self is Operation.ALL_REDUCE else part
 

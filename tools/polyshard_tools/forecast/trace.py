@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class TracedModel:
         optimizer: steps once a step.
         workspace_nbytes: what libraries hold for good.
         microbatches: forwards and backwards of a step; all but the last are under ``polyshard.no_sync``.
+        beside: another model of the same rank, with which this one is recorded.
 
     Raises:
         ConfigError: as ``polyshard.shard``, or the offload manager's memory is not known.
@@ -72,12 +74,13 @@ class TracedModel:
         optimizer: OptimizerModel,
         workspace_nbytes: int = 0,
         microbatches: int = 1,
+        beside: TracedModel | None = None,
     ) -> None:
         if microbatches < 1:
             raise ConfigError(f"microbatches is {microbatches}; give 1 or more.")
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
-        self.recorder = StepRecorder()
+        self.recorder: StepRecorder = StepRecorder() if beside is None else beside.recorder
         self.notes: list[str] = []
         sizes = _sizes_of(config.mesh, world_size)
         collectives = RecordedCollectives(self.recorder, range(world_size), sizes)
@@ -91,13 +94,13 @@ class TracedModel:
         self._note_uncounted(sizes or {})
         self._optimizer = optimizer
         self._microbatches = microbatches
-        self._ledger = Ledger(self.recorder)
+        self.ledger: Ledger = Ledger(self.recorder) if beside is None else beside.ledger
         self._workspace_nbytes = workspace_nbytes
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._warm = False
         masters = [unit.master for unit in self.sharded.units]
-        self._ledger.see([*masters, *self.model.parameters()], Kind.PARAMETERS)
-        self._ledger.see(self.model.buffers(), Kind.BUFFERS)
+        self.ledger.see([*masters, *self.model.parameters()], Kind.PARAMETERS)
+        self.ledger.see(self.model.buffers(), Kind.BUFFERS)
 
     @property
     def standing_nbytes(self) -> Mapping[Kind, int]:
@@ -115,19 +118,23 @@ class TracedModel:
             UnsupportedError: the model reads values, or runs an operation that the meta device does not have.
             ConfigError: its forward does not take the batch, or returns no loss.
         """
-        self._ledger.see(_tensors((batch.args, batch.kwargs)), Kind.BUFFERS)
+        self.ledger.see(_tensors((batch.args, batch.kwargs)), Kind.BUFFERS)
+        return self.record(lambda: self._once(batch), self.standing_nbytes)
+
+    def record(self, once: Callable[[], None], standing: Mapping[Kind, int]) -> TracedStep:
+        """What ``once`` is, where it repeats; ``standing``: bytes that are there throughout."""
         with ExitStack() as watching:
             watching.enter_context(fused_as_on_cuda(self.recorder, lambda: self._note(_BRANCHED)))
-            watching.enter_context(_Watch(self.recorder, self._ledger))
+            watching.enter_context(_Watch(self.recorder, self.ledger))
             if not self._warm:
                 # The first forward records the order that later ones prefetch by; the first step makes states.
-                self._once(batch)
-                self._ledger.find_resized()
+                once()
+                self.ledger.find_resized()
                 self._warm = True
             self.recorder.clear()
-            self._ledger.restart()
-            self._once(batch)
-        return TracedStep(tuple(self.recorder.issued), self._ledger.timeline(self.standing_nbytes))
+            self.ledger.restart()
+            once()
+        return TracedStep(tuple(self.recorder.issued), self.ledger.timeline(standing))
 
     def _note_uncounted(self, sizes: Mapping[str, int]) -> None:
         reached = [spans_of(unit) for unit in self.sharded.units]
@@ -148,36 +155,33 @@ class TracedModel:
             with no_sync(self.model):
                 self._microbatch(batch)
         self._microbatch(batch)
+        self.update()
+
+    def update(self) -> None:
+        """The optimizer's step, and ``zero_grad``."""
         # Their kind does not follow from stream and part.
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
-        self._ledger.name(gradients, Kind.GRADIENTS)
+        self.ledger.name(gradients, Kind.GRADIENTS)
         for unit in self.sharded.units:
             if unit.gather_buffers:
-                self._ledger.name(unit.gather_buffers, Kind.GATHERED)
-                self._ledger.name(unit.reduction_buffers, Kind.REDUCTION)
+                self.ledger.name(unit.gather_buffers, Kind.GATHERED)
+                self.ledger.name(unit.reduction_buffers, Kind.REDUCTION)
         self.recorder.begin(Part.OPTIMIZER)
-        self._optimizer.step(self._parameters, self.recorder, self._ledger)
+        self._optimizer.step(self._parameters, self.recorder, self.ledger)
         for parameter in self._parameters:
             parameter.grad = None
 
     def _microbatch(self, batch: Batch) -> None:
-        recorder, ledger = self.recorder, self._ledger
-        recorder.begin(Part.FORWARD)
-        loss = self._forward(batch)
-        ledger.end_forward()
-        recorder.begin(Part.BACKWARD)
-        try:
-            torch.autograd.backward(loss)
-        except PolyshardError:
-            raise
-        except (RuntimeError, NotImplementedError) as error:
-            raise _untraceable("backward", self.model, error) from error
+        loss = self.forward(batch, self.model)
+        self.backward(partial(torch.autograd.backward, loss))
         del loss
-        ledger.look_again()
+        self.ledger.look_again()
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, call: Callable[..., Any], *, ends: bool = True) -> torch.Tensor:
+        """What ``call``, the model or what calls it, makes of ``batch``: the loss where it ``ends``, or a tensor."""
+        self.recorder.begin(Part.FORWARD)
         try:
-            output = self.model(*batch.args, **batch.kwargs)
+            output = call(*batch.args, **batch.kwargs)
         except PolyshardError:
             raise
         except (RuntimeError, NotImplementedError) as error:
@@ -187,7 +191,27 @@ class TracedModel:
                 f"the forward of {type(self.model).__name__} raised {type(error).__name__}: {error}. Give a batch that "
                 "it takes."
             ) from error
-        return _loss_of(output, type(self.model).__name__)
+        name = type(self.model).__name__
+        if ends:
+            output = _loss_of(output, name)
+        elif not isinstance(output, torch.Tensor):
+            raise ConfigError(
+                f"the forward of {name} returned {type(output).__name__}, and is no last stage. Let it return the "
+                "tensor that the next stage takes."
+            )
+        self.ledger.end_forward()
+        found: torch.Tensor = output
+        return found
+
+    def backward(self, call: Callable[[], object]) -> None:
+        """``call`` runs it."""
+        self.recorder.begin(Part.BACKWARD)
+        try:
+            call()
+        except PolyshardError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            raise _untraceable("backward", self.model, error) from error
 
     def _on_meta(self, config: ShardConfig, collectives: RecordedCollectives) -> ShardConfig:
         offload = PluginSpec.parse(config.offload).name if isinstance(config.offload, str | Mapping) else "?"
@@ -218,14 +242,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: StepRecorder, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
-        self._ledger = ledger
+        self.ledger = ledger
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._ledger.look_again()
+        self.ledger.look_again()
         out = func(*args, **kwargs)
         note_operation(self._recorder, func, args, kwargs, out)
-        self._ledger.see([out] if isinstance(out, torch.Tensor) else _tensors(out))
+        self.ledger.see([out] if isinstance(out, torch.Tensor) else _tensors(out))
         return out
 
 
