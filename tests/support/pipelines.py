@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+CPU = torch.device("cpu")
 WORDS, WIDTH, BLOCKS = 12, 6, 4
 #: Rows of a microbatch, and tokens of a row.
 ROWS, LENGTH = 2, 3
@@ -78,6 +79,7 @@ class Plan:
     tied: bool = True
     faced: bool = False
     """Whether ``fully_shard`` of ``polyshard_fsdp2`` shards, and not ``polyshard.shard``."""
+    device: torch.device = CPU
 
     def __str__(self) -> str:
         kinds = f"{self.gathers}-{self.settings.get('strategy', 'full_shard')}"
@@ -139,21 +141,21 @@ class Trainer:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        mesh = init_device_mesh("cpu", plan.sizes, mesh_dim_names=plan.names)
+        mesh = init_device_mesh(plan.device.type, plan.sizes, mesh_dim_names=plan.names)
         self.mesh, self.place = mesh, mesh["pp"].get_local_rank()
         data = tuple(name for name in plan.names if name in ("dp", "replicate"))
         #: The number of this rank among those with other samples.
         self.data_rank = 0
         for name in data:
             self.data_rank = self.data_rank * mesh[name].size() + mesh[name].get_local_rank()
-        whole = whole_model(plan)
+        whole = whole_model(plan).to(plan.device)
         self.models = [self.shard(part_of(whole, number, plan.stages)) for number in plan.numbers(self.place)]
         self.stages = [
             PipelineStage(
                 model,
                 number,
                 plan.stages,
-                torch.device("cpu"),
+                plan.device,
                 group=mesh["pp"].get_group(),
                 gathers=plan.gathers,
             )
@@ -186,7 +188,7 @@ class Trainer:
 
     def forward_backward(self, turn: int) -> list[float]:
         """A schedule, whose gradients are complete behind it; losses of microbatches where the last stage is."""
-        inputs, targets = batch(turn, self.data_rank, self.plan.microbatches)
+        inputs, targets = (each.to(self.plan.device) for each in batch(turn, self.data_rank, self.plan.microbatches))
         numbers, losses = self.plan.numbers(self.place), []
         self.schedule.step(
             *([inputs] if 0 in numbers else []),
