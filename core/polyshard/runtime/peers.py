@@ -253,7 +253,8 @@ def refuse_different_batches(
                 f"Ranks {ranks} must see the same batch, but {what} of '{module}' differs: "
                 f"{' and '.join(map(str, sides.values()))} have different ones (rank {rank}). They hold parts of one "
                 "model, and each computes its part of one result. Draw batches by the rank along the dimensions that "
-                "shard and replicate (mesh['dp'].get_local_rank()), and not by that of the process."
+                "shard and replicate (mesh['dp'].get_local_rank()), and not by that of the process. Where ranks have "
+                "parts of one sequence (context parallelism), shard over their dimension too: shard=('dp', 'cp')."
             )
 
 
