@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -108,6 +108,11 @@ class Root(Step):
         self.norms_to_compare = 3
         #: Seconds that ranks wait for each other, by the configuration.
         self.timeout_s = 600.0
+        #: Who uses modules that ranks agreed on, in forwards from here on: [Note: skipped modules].
+        self.uses: Mapping[nn.Module, Any] = {}
+        # Module states inside those that some ranks use, and others pass by; and all that ever were.
+        self._shared: Sequence[ModuleState] = ()
+        self._ever_shared: set[ModuleState] = set()
         #: What stands above and ends with the model.
         self.attached: EndsWithModel | None = None
         self.recorder.when_failed = self._keep_memory
@@ -251,10 +256,20 @@ class Root(Step):
         self.execution_order.end_forward()
         if self.audit is not None:
             self.audit.done = True
+        for module_state in self._shared:
+            # What is kept for backward may not depend on who computed.
+            module_state.awaits_backward |= torch.is_grad_enabled()
         for module_state in self.module_states:
             module_state.end_forward()
         if self.events.active and not any(module_state.awaits_backward for module_state in self.module_states):
             self.events.step_end(self.module_states[0].module)
+
+    def share(self, module_states: Sequence[ModuleState]) -> None:
+        """Only some ranks compute with ``module_states`` in forwards from here on, and the others pass them by."""
+        self._shared = module_states
+        if not self._ever_shared.issuperset(module_states):
+            self._ever_shared.update(module_states)
+            self.begin_audit()
 
     def refuse_escape(self, output: object) -> None:
         """Raise if ``output`` lies in memory of a unit.
