@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .budget import Budget
 from .guards import IdleCallGuard, RegistrationGuard
-from .module_state import ModuleState, StateKind
+from .module_state import ModuleState, ModuleUse, StateKind
 from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
 from .peers import refuse_different_batches
 from .step import Phase, Step
@@ -108,8 +108,8 @@ class Root(Step):
         self.norms_to_compare = 3
         #: Seconds that ranks wait for each other, by the configuration.
         self.timeout_s = 600.0
-        #: Who uses modules that ranks agreed on, in forwards from here on: [Note: skipped modules].
-        self.uses: Mapping[nn.Module, Any] = {}
+        #: Modules that ranks agreed on the use of: [Note: skipped modules].
+        self.uses: Mapping[nn.Module, ModuleUse] = {}
         # Module states inside those that some ranks use, and others pass by; and all that ever were.
         self._shared: Sequence[ModuleState] = ()
         self._ever_shared: set[ModuleState] = set()

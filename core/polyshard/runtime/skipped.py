@@ -1,120 +1,115 @@
 """Modules that a forward leaves out on some ranks: a vision tower without an image, a branch that no token takes.
 
 [Note: skipped modules]
-A gather needs all ranks, so that ranks must know of each other's use of a module before a forward: they agree on it.
-Where none uses the module, none does anything. Where some do, the others *pass it by* at the same place of their
-forward: they enter and leave its module states as its forward does, compute nothing, and so have the same execution
-order and the same record. Backward follows the record on all ranks ([Note: backward order]), and reduces zeros of those
-that have no gradient.
+A gather needs all ranks, so they agree before a forward who uses a module. Where none does, none does anything. Where
+some do, the others pass it by at the same place of their forward: they enter and leave its module states, and compute
+nothing. So all have the same execution order and the same record. Backward follows the record on every rank ([Note:
+backward order]), with zeros from those that have no gradient.
 
-Which of the module states inside a forward enters, and in which order, nobody knows before: those that pass by take the
-order of the modules. Where ranks come to share a module for the first time, they compare their collectives in this step
-as in their first one, and other orders are an error.
+Ranks that pass a module by do not know in which order its forward enters the module states inside, and take that of the
+modules. Where some pass it by for the first time, ranks compare collectives as in their first step: another order is an
+error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from .. import _torch_private
 from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
+from ..interfaces import Collectives
 from ..planning.plan import MODULE_STATE_ATTRIBUTE
 from .hooks import ForwardHooks
-from .module_state import ModuleState
+from .module_state import ModuleState, ModuleUse
 from .root import Root, root_of
 from .step import Phase
 
 
-class Use(NamedTuple):
-    """Who uses a module in the forward that follows."""
-
-    here: bool
-    """Whether this rank does."""
-    anywhere: bool
-    everywhere: bool
-
-
 def agree_on_use(root: Root, model: nn.Module, uses: Mapping[nn.Module, bool]) -> None:
-    """Let ranks know who uses which module in forwards of ``model`` from here on.
+    """Let ranks know which of them use which modules, in forwards of ``model`` from here on.
 
     Raises:
-        StateError: not between steps.
+        StateError: a forward or backward runs.
         ConfigError: a module is not in ``model``.
         RankMismatchError: ranks gave other modules.
     """
-    names = {module: name for name, module in model.named_modules()}
     try:
         if root.phase is not Phase.IDLE:
             raise StateError(
-                f"agree_on_use() came inside a {root.phase.value} of the model (rank {root.rank}). Call it before the "
-                "forward, on every rank."
+                f"agree_on_use() was called inside a {root.phase.value} of the model (rank {root.rank}). Call it "
+                "before the forward, on every rank."
             )
-        for module in uses:
-            if module not in names:
-                raise ConfigError(
-                    f"agree_on_use() got a {type(module).__name__} that is not inside the {type(model).__name__} (rank "
-                    f"{root.rank}). Give modules of the model: {{model.vision: images is not None}}."
-                )
+        if root.uses.keys() != uses.keys():
+            root.uses = dict(zip(uses, _described(root, model, uses), strict=True))
     except PolyshardError as error:
         root.recorder.post_error(error)
         raise
-    mine = {names[module]: bool(used) for module, used in uses.items()}
-    anywhere, everywhere = mine, mine
+    for module, here in uses.items():
+        use = root.uses[module]
+        use.here = use.anywhere = use.everywhere = bool(here)
     groups = root.units[0].ranks.everyone if root.units else ()
     with root.meeting("agreement on the use of modules", groups):
         for group in groups:
-            answers = group.all_gather_object((root.rank, anywhere, everywhere))
-            for rank, theirs, _ in answers:
-                if theirs.keys() != mine.keys():
-                    raise RankMismatchError(
-                        f"agree_on_use() got {list(mine)} on rank {root.rank} and {list(theirs)} on rank {rank}. Give "
-                        "the same modules on every rank, those that no rank uses too."
-                    )
-            anywhere = {name: any(theirs[name] for _, theirs, _ in answers) for name in mine}
-            everywhere = {name: all(theirs[name] for _, _, theirs in answers) for name in mine}
-    root.uses = {
-        module: Use(mine[names[module]], anywhere[names[module]], everywhere[names[module]]) for module in uses
-    }
-    shared = [module for module, use in root.uses.items() if use.anywhere and not use.everywhere]
-    root.share([each for module in shared for each in _states_in(module)])
+            _exchange(group, root.rank, list(root.uses.values()))
+    root.share([state for use in root.uses.values() if use.anywhere and not use.everywhere for state in use.states])
+
+
+def _described(root: Root, model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[ModuleUse]:
+    names = {module: name for name, module in model.named_modules()}
+    for module in modules:
+        if module not in names:
+            raise ConfigError(
+                f"agree_on_use() got a {type(module).__name__} that is not inside of the {type(model).__name__} (rank "
+                f"{root.rank}). Give modules of the model: {{model.vision: images is not None}}."
+            )
+        yield ModuleUse(names[module], tuple(dict.fromkeys(_states_in(module))))
+
+
+def _exchange(group: Collectives, rank: int, uses: Sequence[ModuleUse]) -> None:
+    mine = {use.name: (use.anywhere, use.everywhere) for use in uses}
+    answers: list[tuple[int, dict[str, tuple[bool, bool]]]] = group.all_gather_object((rank, mine))
+    for other, theirs in answers:
+        if theirs.keys() != mine.keys():
+            raise RankMismatchError(
+                f"agree_on_use() got {list(mine)} on rank {rank}, and {list(theirs)} on rank {other}. Give the same "
+                "modules on every rank, those that it does not use too."
+            )
+    for use in uses:
+        use.anywhere = any(theirs[use.name][0] for _, theirs in answers)
+        use.everywhere = all(theirs[use.name][1] for _, theirs in answers)
 
 
 def skip(module: nn.Module) -> None:
-    """Pass ``module`` by, where the forward that runs would call it on other ranks.
+    """Pass ``module`` by, where the forward that runs calls it on other ranks.
 
     Raises:
-        StateError: ranks have not agreed on its use, or this rank said that it uses it.
+        StateError: outside of a forward, without an agreement, or where this rank said that it uses the module.
     """
-    states = _states_in(module)
+    state = next(_states_in(module), None)
     # A recomputation enters nothing: backward follows the record.
-    if not states or _torch_private.in_backward():
+    if state is None or _torch_private.in_backward():
         return
-    root = root_of(states[0])
+    root = root_of(state)
     if root.unsharded:
         return
     use = root.uses.get(module)
-    where = f"skip() of the {type(module).__name__} around '{states[0].label}' (rank {root.rank})"
-    if use is None:
-        raise StateError(
-            f"{where}: ranks have not agreed on its use. Call polyshard.agree_on_use(model, {{module: used}}) before "
-            "the forward, on every rank."
-        )
-    if use.here:
-        raise StateError(
-            f"{where}: agree_on_use() was told that this rank uses it. Call the module, or say False before the forward."
-        )
-    if not root.runs_here:
-        raise StateError(f"{where} came outside of a forward. Call it where the forward would call the module.")
+    if use is None or use.here or not root.runs_here:
+        what = f"skip() of the {type(module).__name__} around '{state.label}'" if use is None else f"skip('{use.name}')"
+        if not root.runs_here:
+            wrong = "came outside of a forward. Call it in the module's place"
+        elif use is None:
+            wrong = "came without an agreement. Call polyshard.agree_on_use before the forward, on every rank"
+        else:
+            wrong = "came where agree_on_use() was told that this rank uses it. Call the module, or say False"
+        raise StateError(f"{what} {wrong} (rank {root.rank}).")
     if use.anywhere:
         _pass_by(module, root)
 
 
 def _pass_by(module: nn.Module, root: Root) -> None:
-    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
     hooks = [owner for owner in owners if isinstance(owner, ForwardHooks)]
     for each in hooks:
         each.enter_for_others()
@@ -126,6 +121,8 @@ def _pass_by(module: nn.Module, root: Root) -> None:
         each.leave_for_others()
 
 
-def _states_in(module: nn.Module) -> list[ModuleState]:
-    found = (each.__dict__.get(MODULE_STATE_ATTRIBUTE) for each in module.modules())
-    return list(dict.fromkeys(each for each in found if each is not None))
+def _states_in(module: nn.Module) -> Iterator[ModuleState]:
+    for each in module.modules():
+        state = each.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        if state is not None:
+            yield state
