@@ -230,6 +230,7 @@ def agree_on_use(model: nn.Module, uses: Mapping[nn.Module, bool]) -> None:
     Raises:
         StateError: ``model`` is not the outermost sharded module, or its forward or backward runs.
         ConfigError: a module is not inside ``model``. Other ranks are told.
+        UnsupportedError: ``polyshard_fsdp`` wrapped a module.
         RankMismatchError: ranks gave other modules; on all ranks.
     """
     agree(outermost_root(model, "agree_on_use()"), model, uses)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from .. import _torch_private
-from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
+from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
 from ..interfaces import Collectives
 from ..planning.plan import MODULE_STATE_ATTRIBUTE
 from .hooks import ForwardHooks
@@ -33,6 +33,7 @@ def agree_on_use(root: Root, model: nn.Module, uses: Mapping[nn.Module, bool]) -
     Raises:
         StateError: a forward or backward runs.
         ConfigError: a module is not in ``model``.
+        UnsupportedError: a wrapper of ``polyshard_fsdp`` is inside of one.
         RankMismatchError: ranks gave other modules.
     """
     try:
@@ -64,6 +65,13 @@ def _described(root: Root, model: nn.Module, modules: Iterable[nn.Module]) -> It
                 f"agree_on_use() got a {type(module).__name__} that is not inside of the {type(model).__name__} (rank "
                 f"{root.rank}). Give modules of the model: {{model.vision: images is not None}}."
             )
+        for inside in module.modules():
+            if MODULE_STATE_ATTRIBUTE in inside.__dict__ and not _hooks_of(inside):
+                raise UnsupportedError(
+                    "agree_on_use() serves models of polyshard.shard and fully_shard, and "
+                    f"'{names[inside] or '(root)'}' is in a wrapper of its own (rank {root.rank}). Shard by one of "
+                    "these."
+                )
         yield ModuleUse(names[module], tuple(dict.fromkeys(_states_in(module))))
 
 
@@ -109,8 +117,7 @@ def skip(module: nn.Module) -> None:
 
 
 def _pass_by(module: nn.Module, root: Root) -> None:
-    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-    hooks = [owner for owner in owners if isinstance(owner, ForwardHooks)]
+    hooks = _hooks_of(module)
     for each in hooks:
         each.enter_for_others()
     for child in module.children():
@@ -119,6 +126,11 @@ def _pass_by(module: nn.Module, root: Root) -> None:
             _pass_by(child, root)
     for each in reversed(hooks):
         each.leave_for_others()
+
+
+def _hooks_of(module: nn.Module) -> list[ForwardHooks]:
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, ForwardHooks)]
 
 
 def _states_in(module: nn.Module) -> Iterator[ModuleState]:
