@@ -114,10 +114,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallel:
-    """``[parallel]``: along which dimensions ranks share the batch, the parameters and the experts."""
+    """``[parallel]``: along which dimensions ranks share the batch, the parameters, the experts and sequences."""
 
     dp_replicate: int = 1
     dp_shard: int = -1
+    cp: int = 1
     tp: int = 1
     ep: int = 1
 
@@ -126,24 +127,27 @@ class Parallel:
 
     def sizes(self, world_size: int) -> dict[str, int]:
         """The mesh of ``world_size`` ranks; those along the last dimension are neighbours. Raises ``ConfigError``."""
-        others = self.dp_replicate * self.tp
+        others = self.dp_replicate * self.cp * self.tp
         dp_shard = world_size // others if self.dp_shard == -1 else self.dp_shard
         if not dp_shard or dp_shard * others != world_size:
             asked = "" if self.dp_shard == -1 else f" times parallel.dp_shard {self.dp_shard}"
             raise ConfigError(
-                f"parallel.dp_replicate {self.dp_replicate} times parallel.tp {self.tp}{asked} does not make "
-                f"{world_size} rank(s). Change one of them or the ranks; dp_shard = -1 is what the others leave."
+                f"parallel.dp_replicate {self.dp_replicate} times parallel.cp {self.cp} times parallel.tp {self.tp}"
+                f"{asked} does not make {world_size} rank(s). Change one of them or the ranks; dp_shard = -1 is what "
+                "the others leave."
             )
         if dp_shard % self.ep:
             raise ConfigError(
                 f"parallel.ep {self.ep} does not divide parallel.dp_shard {dp_shard}, among whose ranks experts are "
                 "shared. Change one of them."
             )
-        return {"dp_replicate": self.dp_replicate, "edp": dp_shard // self.ep, "ep": self.ep, "tp": self.tp}
+        edp = dp_shard // self.ep
+        return {"dp_replicate": self.dp_replicate, "edp": edp, "ep": self.ep, "cp": self.cp, "tp": self.tp}
 
     def data_ranks(self, world_size: int) -> int:
         """How many of ``world_size`` ranks have other sequences. Raises ``ConfigError`` as ``sizes`` does."""
-        return world_size // self.sizes(world_size)["tp"]
+        sizes = self.sizes(world_size)
+        return world_size // (sizes["cp"] * sizes["tp"])
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,11 @@ class Settings:
         ):
             if whole % parallel.tp:
                 raise ConfigError(f"parallel.tp {parallel.tp} does not divide {name} {whole}. Change one of them.")
+        if self.training.context % (parallel.cp * parallel.tp):
+            raise ConfigError(
+                f"parallel.cp {parallel.cp} times parallel.tp {parallel.tp} does not divide training.context "
+                f"{self.training.context}. Change one of them."
+            )
 
     def deciding(self) -> dict[str, Any]:
         """The settings on which the numbers of a step depend, by ``table.name``; text and ranks aside."""

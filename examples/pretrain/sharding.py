@@ -30,7 +30,7 @@ def build_sharded(settings: Settings, config: Config, device: torch.device, mesh
         settings.shard,
         device=device,
         mesh=mesh,
-        shard=("edp", "ep"),
+        shard=("edp", "ep", "cp"),
         replicate="dp_replicate" if settings.shard.strategy.hybrid else None,
     )
     polyshard.shard(model, shard, initializer=Initializer(model, settings.training.seed))

@@ -39,8 +39,16 @@ class Training:
         self._settings = settings
         self._ranks = ranks
         self._tokens = tokens
-        # Ranks along tp, which are neighbours, have the same sequences.
-        self._data_rank = ranks.rank // settings.parallel.tp
+        # Ranks along cp and tp, which are neighbours, have the same sequences; those along cp have parts of them.
+        parallel = settings.parallel
+        self._data_rank = ranks.rank // (parallel.cp * parallel.tp)
+        length = settings.training.context // parallel.cp
+        first = ranks.rank // parallel.tp % parallel.cp * length
+        # With the token behind it, which is the last target.
+        self._part = slice(first, first + length + 1)
+        self._positions = (
+            torch.arange(first, first + length, device=ranks.device).unsqueeze(0) if parallel.cp > 1 else None
+        )
         self._data_ranks = settings.parallel.data_ranks(ranks.world_size)
         self._accumulation = settings.training.accumulation(self._data_ranks)
         self._held_out = Sequences(tokens.held_out, settings.training.context, "data.held_out")
@@ -111,8 +119,8 @@ class Training:
             # Gradients travel with the last microbatch alone.
             last = index == self._accumulation - 1
             with nullcontext() if last else polyshard.no_sync(self.model):
-                rows = next(self._batches).to(self._ranks.device, non_blocking=True)
-                logits, balance = logits_and_balance(self.model, rows[:, :-1])
+                rows = next(self._batches).to(self._ranks.device, non_blocking=True)[:, self._part]
+                logits, balance = logits_and_balance(self.model, rows[:, :-1], self._positions)
                 loss = self._mean_loss(logits, rows)
                 ((loss + coefficient * balance) / self._accumulation).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
@@ -140,12 +148,15 @@ class Training:
         for batch in range(min(self._settings.evaluation.batches, available)):
             rows = held_out_batch(
                 self._held_out, batch, self._settings, rank=self._data_rank, world_size=self._data_ranks
-            ).to(ranks.device)
+            ).to(ranks.device)[:, self._part]
             if len(rows):
-                total += self._mean_loss(logits_of(self.model, rows[:, :-1]), rows).double() * len(rows)
+                logits = logits_of(self.model, rows[:, :-1], self._positions)
+                total += self._mean_loss(logits, rows).double() * len(rows)
             else:
                 # Nothing is left for this rank, but the others need its share of the parameters.
-                logits_of(self.model, torch.zeros(1, training.context, dtype=torch.int64, device=ranks.device))
+                length = training.context // self._settings.parallel.cp
+                nothing = torch.zeros(1, length, dtype=torch.int64, device=ranks.device)
+                logits_of(self.model, nothing, self._positions)
             count += len(rows)
         self.model.train()
         summed, sequences = ranks.total([total, count])
