@@ -218,7 +218,7 @@ def agree_on_use(model: nn.Module, uses: Mapping[nn.Module, bool]) -> None:
     """Say which of these modules this rank uses in the forward that follows, where ranks may use other ones.
 
     A gather needs all ranks: one that says False calls ``polyshard.skip(module)`` where its forward would call the
-    module. What no rank uses is not gathered, and its parameters have no gradient.
+    module. Parameters of what no rank uses have no gradient.
 
     Every rank calls it before each forward in which its answers may differ, with the same modules: one exchange of
     objects, for which the host waits.
@@ -239,8 +239,8 @@ def agree_on_use(model: nn.Module, uses: Mapping[nn.Module, bool]) -> None:
 def skip(module: nn.Module) -> None:
     """Take part in the gathers and reductions of ``module``, which this rank's forward leaves out and another's calls.
 
-    To be called in its place, in the same grad mode. Nothing is computed; the ranks that call it have all of its
-    gradient, and the mean over ranks counts this one's as zeros. Where no rank calls it, nothing happens.
+    To be called in its place, in the same grad mode. Nothing is computed, and this rank's gradient counts as zeros.
+    Where no rank uses the module, or its parameters are in units around it, nothing happens.
 
     Raises:
         StateError: there was no ``agree_on_use``, or it was told that this rank uses the module. Other ranks are told.
