@@ -16,6 +16,7 @@ from .hookspecs import hookimpl
 if TYPE_CHECKING:
     from .api import (
         FullyShardedDataParallel,
+        agree_on_use,
         as_dtensor,
         clip_grad_norm_,
         close,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         register_forward_method,
         report,
         shard,
+        skip,
         token_divisor,
         unsharded,
     )
@@ -57,6 +59,7 @@ __all__ = [
     "Strategy",
     "UsedPlugin",
     "__version__",
+    "agree_on_use",
     "as_dtensor",
     "check_replicas",
     "clip_grad_norm_",
@@ -81,6 +84,7 @@ __all__ = [
     "restore_random_states",
     "restore_torch",
     "shard",
+    "skip",
     "stream",
     "tell_failures",
     "token_divisor",

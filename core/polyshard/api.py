@@ -25,6 +25,8 @@ from .runtime.grouped import hooks_of
 from .runtime.hooks import ForwardHooks
 from .runtime.module_state import ModuleState
 from .runtime.root import Root, root_of
+from .runtime.skipped import agree_on_use as agree
+from .runtime.skipped import skip as pass_by
 from .setup.build import Request, refuse_broken
 from .setup.materialize import Initializer
 from .setup.shard import plugins_of, shard_module
@@ -210,6 +212,40 @@ def token_divisor(model: nn.Module, count: int | torch.Tensor) -> torch.Tensor:
             group.all_reduce(total, op=ReduceOp.SUM).wait()
     # Ranks that share a batch have counted it as often as they are many, and are among those divided by.
     return total.clamp_(min=1).div_(math.prod(group.world_size for group in everyone))
+
+
+def agree_on_use(model: nn.Module, uses: Mapping[nn.Module, bool]) -> None:
+    """Say which of these modules this rank uses in the forward that follows, where ranks may use other ones.
+
+    A gather needs all ranks: one that says False calls ``polyshard.skip(module)`` where its forward would call the
+    module. Parameters of what no rank uses have no gradient.
+
+    Every rank calls it before each forward in which its answers may differ, with the same modules: one exchange of
+    objects, for which the host waits.
+
+    Args:
+        model: The outermost sharded module.
+        uses: Modules inside, with or without units of their own: a vision tower, branches of a router.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module, or its forward or backward runs.
+        ConfigError: a module is not inside ``model``. Other ranks are told.
+        UnsupportedError: ``polyshard_fsdp`` wrapped a module.
+        RankMismatchError: ranks gave other modules; on all ranks.
+    """
+    agree(outermost_root(model, "agree_on_use()"), model, uses)
+
+
+def skip(module: nn.Module) -> None:
+    """Take part in the gathers and reductions of ``module``, which this rank's forward leaves out and another's calls.
+
+    To be called in its place, in the same grad mode. Nothing is computed, and this rank's gradient counts as zeros.
+    Where no rank uses the module, or its parameters are in units around it, nothing happens.
+
+    Raises:
+        StateError: there was no ``agree_on_use``, or it was told that this rank uses the module. Other ranks are told.
+    """
+    pass_by(module)
 
 
 def placement(parameter: torch.Tensor) -> Placement:

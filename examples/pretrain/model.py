@@ -123,19 +123,24 @@ class Initializer:
                 parameter.normal_(std=self._std, generator=generator)
 
 
-def logits_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """``[sequences, context, vocabulary]`` for ``inputs``, int64 ``[sequences, context]``."""
-    logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
+def logits_of(model: nn.Module, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """``[sequences, context, vocabulary]`` for ``inputs``, int64 ``[sequences, context]``.
+
+    ``positions``: of ``inputs``, ``[1, context]``, where they are parts of sequences.
+    """
+    logits: torch.Tensor = model(input_ids=inputs, position_ids=positions, use_cache=False).logits
     return logits
 
 
-def logits_and_balance(model: Model, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_balance(
+    model: Model, inputs: torch.Tensor, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``logits_of``, and the load-balancing loss of its experts; 0 of a model without."""
     config = model.config
     if not isinstance(config, MixtralConfig):
-        logits = logits_of(model, inputs)
+        logits = logits_of(model, inputs, positions)
         return logits, logits.new_zeros(())
-    made = model(input_ids=inputs, use_cache=False, output_router_logits=True)
+    made = model(input_ids=inputs, position_ids=positions, use_cache=False, output_router_logits=True)
     return made.logits, balance_loss(made.router_logits, config.num_experts_per_tok)
 
 

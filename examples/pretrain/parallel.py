@@ -1,7 +1,8 @@
-"""The mesh of a job's ranks, and the model cut over its dimensions ``tp`` and ``ep`` before polyshard shards it."""
+"""The mesh of a job's ranks, and what they divide along it beside polyshard: ``tp``, ``ep``, and sequences, ``cp``."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,22 +11,23 @@ from model import Model
 from settings import Parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInputOutput,
     RowwiseParallel,
     parallelize_module,
 )
-from transformers import MixtralConfig
+from torch.nn import functional
+from transformers import AttentionInterface, MixtralConfig
 
 
 def make_mesh(parallel: Parallel, world_size: int, device: torch.device) -> DeviceMesh:
     """All ranks. Every rank calls it. Raises ``ConfigError`` where settings do not fit.
 
     Ranks along ``dp_replicate`` have copies, along ``edp`` other shards, along ``ep`` other experts and other shards of
-    the rest, along ``tp`` other parts of matrices. Those along ``tp`` alone have the same sequences. ``edp`` and ``ep``
-    together are ``parallel.dp_shard``. Those along ``pp`` have other stages, and the same sequences.
+    the rest, along ``cp`` other parts of the same sequences and other shards, along ``tp`` other parts of matrices.
+    Those along ``pp`` have other stages, and the same sequences. ``edp`` and ``ep`` together are ``parallel.dp_shard``.
     """
     sizes = parallel.sizes(world_size)
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -38,7 +40,7 @@ def mesh_of_stage(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def parallelize(model: Model, mesh: DeviceMesh) -> None:
-    """Make the parameters that ranks along ``tp`` and ``ep`` divide ``DTensor``, in place."""
+    """Make the parameters that ranks along ``tp`` and ``ep`` divide ``DTensor``, in place; attend along ``cp``."""
     experts = isinstance(model.config, MixtralConfig)
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], _tensor_parallel(experts))
@@ -48,6 +50,35 @@ def parallelize(model: Model, mesh: DeviceMesh) -> None:
     if experts and mesh["ep"].size() > 1:
         for block in model.model.layers:
             _share_experts(block.mlp.experts, mesh["ep"])
+    if mesh["cp"].size() > 1:
+        AttentionInterface.register("context_parallel", partial(_attend, mesh["cp"]))
+        model.set_attn_implementation("context_parallel")
+
+
+def _attend(
+    cp: DeviceMesh,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of this rank's part of each sequence to all parts before it."""
+    key, value = (_whole(each, cp).repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
+    places = torch.arange(key.size(2), device=key.device)
+    seen = places.chunk(cp.size())[cp.get_local_rank()][:, None] >= places
+    made = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout, scale=scaling)
+    return made.transpose(1, 2).contiguous(), None
+
+
+def _whole(part: torch.Tensor, cp: DeviceMesh) -> torch.Tensor:
+    """Keys or values of whole sequences, ``[sequences, heads, context, features]``; gradients of ranks are added up."""
+    placed = DTensor.from_local(part, cp, [Shard(2)]).redistribute(placements=[Replicate()])
+    return placed.to_local(grad_placements=[Partial()])
 
 
 def _tensor_parallel(experts: bool) -> dict[str, Any]:

@@ -116,10 +116,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallel:
-    """``[parallel]``: along which dimensions ranks share the batch, the parameters, the experts and the blocks."""
+    """``[parallel]``: along which dimensions ranks share the batch, parameters, experts, sequences and blocks."""
 
     dp_replicate: int = 1
     dp_shard: int = -1
+    cp: int = 1
     tp: int = 1
     ep: int = 1
     pp: int = 1
@@ -139,26 +140,29 @@ class Parallel:
 
     def sizes(self, world_size: int) -> dict[str, int]:
         """The mesh of ``world_size`` ranks; those along the last dimension are neighbours. Raises ``ConfigError``."""
-        others = self.dp_replicate * self.tp * self.pp
+        others = self.dp_replicate * self.cp * self.tp * self.pp
         dp_shard = world_size // others if self.dp_shard == -1 else self.dp_shard
         if not dp_shard or dp_shard * others != world_size:
             asked = "" if self.pp == 1 else f" times parallel.pp {self.pp}"
             asked += "" if self.dp_shard == -1 else f" times parallel.dp_shard {self.dp_shard}"
             raise ConfigError(
-                f"parallel.dp_replicate {self.dp_replicate} times parallel.tp {self.tp}{asked} does not make "
-                f"{world_size} rank(s). Change one of them or the ranks; dp_shard = -1 is what the others leave."
+                f"parallel.dp_replicate {self.dp_replicate} times parallel.cp {self.cp} times parallel.tp {self.tp}"
+                f"{asked} does not make {world_size} rank(s). Change one of them or the ranks; dp_shard = -1 is what "
+                "the others leave."
             )
         if dp_shard % self.ep:
             raise ConfigError(
                 f"parallel.ep {self.ep} does not divide parallel.dp_shard {dp_shard}, among whose ranks experts are "
                 "shared. Change one of them."
             )
-        inner = {"dp_replicate": self.dp_replicate, "edp": dp_shard // self.ep, "ep": self.ep, "tp": self.tp}
+        edp = dp_shard // self.ep
+        inner = {"dp_replicate": self.dp_replicate, "edp": edp, "ep": self.ep, "cp": self.cp, "tp": self.tp}
         return {"pp": self.pp, **inner} if self.pp > 1 else inner
 
     def data_ranks(self, world_size: int) -> int:
         """How many of ``world_size`` ranks have other sequences. Raises ``ConfigError`` as ``sizes`` does."""
-        return world_size // self.sizes(world_size)["tp"] // self.pp
+        sizes = self.sizes(world_size)
+        return world_size // (sizes["cp"] * sizes["tp"] * self.pp)
 
 
 @dataclass(frozen=True)
@@ -283,6 +287,11 @@ class Settings:
         ):
             if whole % parallel.tp:
                 raise ConfigError(f"parallel.tp {parallel.tp} does not divide {name} {whole}. Change one of them.")
+        if self.training.context % (parallel.cp * parallel.tp):
+            raise ConfigError(
+                f"parallel.cp {parallel.cp} times parallel.tp {parallel.tp} does not divide training.context "
+                f"{self.training.context}. Change one of them."
+            )
 
         if parallel.pp > 1:
             self._require_pipeline()
@@ -294,6 +303,11 @@ class Settings:
             raise ConfigError(
                 f"parallel.pp is {parallel.pp} and model.num_local_experts {model.num_local_experts}: the "
                 "load-balancing loss is one of all blocks, which no stage has. Change one of them."
+            )
+        if parallel.cp > 1:
+            raise ConfigError(
+                f"parallel.pp is {parallel.pp} and parallel.cp {parallel.cp}: stages take sequences whole. Set one of "
+                "them to 1."
             )
         if stages > model.num_hidden_layers:
             raise ConfigError(

@@ -38,7 +38,7 @@ def build_sharded(
         settings.shard,
         device=device,
         mesh=mesh_of_stage(mesh),
-        shard=("edp", "ep"),
+        shard=("edp", "ep", "cp"),
         replicate="dp_replicate" if settings.shard.strategy.hybrid else None,
     )
     part: Model | Stage = model if stage == (0, 1) else Stage(model, *stage)

@@ -40,9 +40,18 @@ class Training:
         self._settings = settings
         self._ranks = ranks
         self._tokens = tokens
-        # Ranks along tp, which are neighbours, have the same sequences, and so have those along pp.
+        # Ranks along cp and tp, which are neighbours, have the same sequences, and so have those along pp. Ranks along
+        # cp have parts of them.
+        parallel = settings.parallel
+        length = settings.training.context // parallel.cp
+        first = ranks.rank // parallel.tp % parallel.cp * length
+        # With the token behind it, which is the last target.
+        self._part = slice(first, first + length + 1)
+        self._positions = (
+            torch.arange(first, first + length, device=ranks.device).unsqueeze(0) if parallel.cp > 1 else None
+        )
         self._data_ranks = settings.parallel.data_ranks(ranks.world_size)
-        self._data_rank = ranks.rank // settings.parallel.tp % self._data_ranks
+        self._data_rank = ranks.rank // (parallel.cp * parallel.tp) % self._data_ranks
         self._accumulation = settings.microbatches(ranks.world_size)
         self._held_out = Sequences(tokens.held_out, settings.training.context, "data.held_out")
         self.config = model_config(settings, tokens.vocabulary, tokens.end_of_text)
@@ -148,7 +157,7 @@ class Training:
             last = index == self._accumulation - 1
             with nullcontext() if last else polyshard.no_sync(model):
                 rows = self._next()
-                logits, balance = logits_and_balance(cast(Model, model), rows[:, :-1])
+                logits, balance = logits_and_balance(cast(Model, model), rows[:, :-1], self._positions)
                 loss = self._mean_loss(logits, rows)
                 ((loss + coefficient * balance) / self._accumulation).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
@@ -156,9 +165,9 @@ class Training:
         return torch.stack(losses).mean(), torch.stack(balances).mean()
 
     def _next(self) -> torch.Tensor:
-        """This rank's next microbatch."""
+        """This rank's part of the next microbatch."""
         rows: torch.Tensor = next(self._batches)
-        return rows.to(self._ranks.device, non_blocking=True)
+        return rows.to(self._ranks.device, non_blocking=True)[:, self._part]
 
     def _mean_loss(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         targets = rows[:, 1:]
@@ -184,14 +193,17 @@ class Training:
                     )
                     for batch in range(first, min(first + together, batches))
                 ]
-            ).to(ranks.device)
+            ).to(ranks.device)[:, self._part]
             if self._pipeline is not None:
                 total += self._pipeline.evaluate(rows)
             elif len(rows):
-                total += self._mean_loss(logits_of(self.models[0], rows[:, :-1]), rows).double() * len(rows)
+                logits = logits_of(self.models[0], rows[:, :-1], self._positions)
+                total += self._mean_loss(logits, rows).double() * len(rows)
             else:
                 # Nothing is left for this rank, but the others need its share of the parameters.
-                logits_of(self.models[0], torch.zeros(1, training.context, dtype=torch.int64, device=ranks.device))
+                length = training.context // self._settings.parallel.cp
+                nothing = torch.zeros(1, length, dtype=torch.int64, device=ranks.device)
+                logits_of(self.models[0], nothing, self._positions)
             count += len(rows)
         for model in self.models:
             model.train()

@@ -216,6 +216,7 @@ CALLS = {
     "no_all_reduce()": lambda model: polyshard.no_all_reduce(model).__enter__(),
     "clip_grad_norm_()": lambda model: polyshard.clip_grad_norm_(model, 1.0),
     "token_divisor()": lambda model: polyshard.token_divisor(model, 1),
+    "agree_on_use()": lambda model: polyshard.agree_on_use(model, {}),
     "unsharded()": lambda model: polyshard.unsharded(model).__enter__(),
     "flat_parameters()": polyshard.flat_parameters,
     "report()": polyshard.report,

@@ -96,6 +96,7 @@ def data_of(**changes: Any) -> Any:
         ("parallel.dp_replicate=2", "strategy is 'full_shard' and parallel.dp_replicate 2"),
         ("shard.strategy=hybrid_shard", "strategy is 'hybrid_shard' and parallel.dp_replicate 1"),
         ("parallel.ep=2", "parallel.ep is 2, but model.num_local_experts is 0"),
+        ("parallel.cp=3", "parallel.cp 3 times parallel.tp 1 does not divide training.context"),
         ("parallel.tp=4", "parallel.tp 4 does not divide model.num_key_value_heads 2"),
         ("parallel.pp_schedule=zbv", "There are: gpipe, 1f1b, interleaved_1f1b"),
         ("parallel.pp_stages=2", "parallel.pp_stages is 2, parallel.pp 1 and parallel.pp_schedule '1f1b'"),
@@ -150,9 +151,10 @@ def test_what_a_pipeline_cannot_be_is_refused() -> None:
 
 def test_ranks_lie_along_the_dimensions_that_were_asked_for_or_are_refused() -> None:
     parallel = part("settings").Parallel
-    assert parallel(tp=2, ep=2).sizes(8) == {"dp_replicate": 1, "edp": 2, "ep": 2, "tp": 2}
+    assert parallel(tp=2, ep=2).sizes(8) == {"dp_replicate": 1, "edp": 2, "ep": 2, "cp": 1, "tp": 2}
     asked = parallel(dp_replicate=2, dp_shard=4, tp=2, ep=4)
-    assert asked.sizes(16) == {"dp_replicate": 2, "edp": 1, "ep": 4, "tp": 2}
+    assert asked.sizes(16) == {"dp_replicate": 2, "edp": 1, "ep": 4, "cp": 1, "tp": 2}
+    assert parallel(cp=2, tp=2).data_ranks(8) == 2
     assert asked.data_ranks(16) == 8
     piped = parallel(pp=2, tp=2)
     assert piped.sizes(8) == {"pp": 2, "dp_replicate": 1, "edp": 2, "ep": 1, "tp": 2}

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from parity import Block, Net, draw, on_ranks, seeded, square_step
-from polyshard.errors import ConfigTypeError, ParameterChangedError, StateError
+from polyshard.errors import ConfigTypeError, ParameterChangedError, StateError, UnsupportedError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
@@ -281,6 +281,12 @@ class TestWhatTrainersRead:
         with pytest.raises(StateError, match="no root before its first forward"):
             polyshard.unsharded(model).__enter__()
         square_step(model, 0, 0)
+
+    def test_modules_that_ranks_leave_out_are_refused(self) -> None:
+        model = FSDP(seeded(Net), group())
+        square_step(model, 0, 0)
+        with pytest.raises(UnsupportedError, match=r"'\(root\)' is in a wrapper of its own"):
+            polyshard.agree_on_use(model, {model: True})
 
 
 def _arguments(function: Any) -> list[tuple[str, str, object]]:

@@ -66,6 +66,11 @@ def step_obstacle(root: Root) -> str | None:
             "A module was set to accumulate gradients, or to keep parameters after backward. Set everything back: a "
             "recorded step does the same each time."
         )
+    if root.uses:
+        return (
+            "Ranks agreed on the use of modules, which differs from step to step. Agree on none to record: "
+            "agree_on_use(model, {})."
+        )
     if any(map(_waits, root.units)):
         return (
             "Gradients of earlier backwards under no_sync() wait to be reduced. Let train_step reduce what it computed."

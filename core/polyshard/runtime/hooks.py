@@ -127,6 +127,23 @@ class ForwardHooks:
                 "has both inside, or call it outside of the context."
             )
 
+    def enter_for_others(self) -> None:
+        """Gather as ``pre_forward`` does: other ranks run this forward, and this one passes it by."""
+        module_state, step = self.module_state, self.module_state.step
+        assert step is not None
+        ahead: Sequence[Sequence[ModuleState]] = ()
+        if self._begin(step, torch.is_grad_enabled(), (), {}):
+            ahead = module_state.execution_order.enter(module_state)
+        show_whole(module_state.units, module_state.governing.training, recomputes=False)
+        unshard_ahead(ahead)
+
+    def leave_for_others(self) -> None:
+        """Release as ``post_forward`` does."""
+        step = self.module_state.step
+        assert step is not None
+        self._end(step, None)
+        self._end_record(step)
+
     def _computes_otherwise(self) -> bool:
         """Whether an embedding's forward may save parameters for backward, since something was put on it."""
         module = self.module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -422,6 +423,21 @@ class ModuleState:
         # Without a step only before the first use of a model that is composed.
         where = f", rank {self.step.rank}" if self.step is not None else ""
         return f"unit '{self.label}'{where}"
+
+
+@dataclass(slots=True)
+class ModuleUse:
+    """Which ranks use a module in the forwards that follow, as they agreed."""
+
+    name: str
+    states: tuple[ModuleState, ...]
+    """The module states inside."""
+    here: bool = False
+    """Whether this rank does."""
+    anywhere: bool = False
+    """Whether any rank does."""
+    everywhere: bool = False
+    """Whether all do."""
 
 
 def _reduces_without_replicas(unit: Unit) -> bool:

@@ -253,7 +253,8 @@ def refuse_different_batches(
                 f"Ranks {ranks} must see the same batch, but {what} of '{module}' differs: "
                 f"{' and '.join(map(str, sides.values()))} have different ones (rank {rank}). They hold parts of one "
                 "model, and each computes its part of one result. Draw batches by the rank along the dimensions that "
-                "shard and replicate (mesh['dp'].get_local_rank()), and not by that of the process."
+                "shard and replicate (mesh['dp'].get_local_rank()), and not by that of the process. Where ranks have "
+                "parts of one sequence (context parallelism), shard over their dimension too: shard=('dp', 'cp')."
             )
 
 
@@ -274,10 +275,10 @@ def _described(tensor: torch.Tensor) -> Any:
 
 _REMEDY = (
     "Let every rank run the same modules in the same order, with the same settings. What some ranks skip, as a tower "
-    "without an image or an expert without a token, must be no unit by itself: leave its class out of the policy "
-    "(leave_out of 'transformers', force_leaf of 'size' and 'budget'), so that it is gathered with the module around "
-    "it, and set split_root=False where that is the whole model. Or let all ranks run it, with inputs that do not "
-    "count."
+    "without an image or an expert without a token, is agreed on before the forward by polyshard.agree_on_use, and "
+    "passed by there with polyshard.skip. Or it is no unit by itself: leave its class out of the policy (leave_out of "
+    "'transformers', force_leaf of 'size' and 'budget'), so that it is gathered with the module around it, and set "
+    "split_root=False where that is the whole model."
 )
 
 

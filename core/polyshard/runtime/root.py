@@ -16,7 +16,7 @@ from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .budget import Budget
 from .guards import IdleCallGuard, RegistrationGuard
-from .module_state import ModuleState, StateKind
+from .module_state import ModuleState, ModuleUse, StateKind
 from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
 from .peers import refuse_different_batches
 from .step import Phase, Step
@@ -108,6 +108,11 @@ class Root(Step):
         self.norms_to_compare = 3
         #: Seconds that ranks wait for each other, by the configuration.
         self.timeout_s = 600.0
+        #: Modules that ranks agreed on the use of: [Note: skipped modules].
+        self.uses: Mapping[nn.Module, ModuleUse] = {}
+        # Module states inside those that some ranks use, and others pass by; and all that ever were.
+        self._shared: Sequence[ModuleState] = ()
+        self._ever_shared: set[ModuleState] = set()
         #: What stands above and ends with the model.
         self.attached: EndsWithModel | None = None
         self.recorder.when_failed = self._keep_memory
@@ -251,10 +256,20 @@ class Root(Step):
         self.execution_order.end_forward()
         if self.audit is not None:
             self.audit.done = True
+        for module_state in self._shared:
+            # What is kept for backward may not depend on who computed.
+            module_state.awaits_backward |= torch.is_grad_enabled()
         for module_state in self.module_states:
             module_state.end_forward()
         if self.events.active and not any(module_state.awaits_backward for module_state in self.module_states):
             self.events.step_end(self.module_states[0].module)
+
+    def share(self, module_states: Sequence[ModuleState]) -> None:
+        """Only some ranks compute with ``module_states`` in forwards from here on, and the others pass them by."""
+        self._shared = module_states
+        if not self._ever_shared.issuperset(module_states):
+            self._ever_shared.update(module_states)
+            self.begin_audit()
 
     def refuse_escape(self, output: object) -> None:
         """Raise if ``output`` lies in memory of a unit.

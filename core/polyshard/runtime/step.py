@@ -84,14 +84,15 @@ class Step:
         self.check_ranks = check_ranks
         self._always = check_ranks == "always"
         #: Compares each collective with the other ranks', always or until the first backward has ended.
-        self.audit = Audit() if check_ranks and collectives.capabilities.can_communicate else None
+        self.audit: Audit | None = None
         #: Called with what all ranks issue next; None where they do not compare it.
         self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
         #: Remembers what was issued, and names it in errors.
         self.recorder = streams.recorder = Recorder(collectives.rank)
         self.recorder.sender = streams
         #: Issues the units' reductions, those of small ones together.
-        self.reducer = Reducer(batch_nbytes, streams, audit=self.audit, announce=self.announce, recorder=self.recorder)
+        self.reducer = Reducer(batch_nbytes, streams, audit=None, announce=self.announce, recorder=self.recorder)
+        self.begin_audit()
 
     @property
     def rank(self) -> int:
@@ -116,6 +117,11 @@ class Step:
         self.streams = self.reducer.streams = streams
         streams.recorder = self.recorder
         self.recorder.sender = streams
+
+    def begin_audit(self) -> None:
+        """Compare collectives with the other ranks' until the next backward has ended, as in the first step."""
+        if self.check_ranks and self.collectives.capabilities.can_communicate:
+            self.audit = self.reducer.audit = Audit()
 
     def end_audit(self) -> None:
         """Compare no more, unless always: what follows repeats what was compared."""

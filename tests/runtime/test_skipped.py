@@ -1,0 +1,294 @@
+"""Modules that some ranks leave out of a forward train as in a reference that averages what ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import Block, assert_parity, draw, is_sharded, on_ranks, seeded, sharded_copy, units_of
+from polyshard.errors import ConfigError, RankMismatchError, StateError
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Tower(nn.Module):
+    """Parameters of its own around two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Linear(4, 5)
+        self.blocks = nn.ModuleList([Block(5, 6), Block(5, 6)])
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patch(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class VisionLanguage(nn.Module):
+    """Text, and an image with it on some ranks. The tower stands behind the text: that is not the order of calls."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList(Block(5, 7) for _ in range(3))
+        self.vision = Tower()
+        self.head = nn.Linear(5, 2)
+        self.recomputes = recomputes
+
+    def forward(self, text: torch.Tensor, images: torch.Tensor | None) -> torch.Tensor:
+        x = self.blocks[0](self.embed(text))
+        if images is not None:
+            x = x + (checkpoint(self.vision, images, use_reentrant=False) if self.recomputes else self.vision(images))
+        else:
+            polyshard.skip(self.vision)
+        for block in self.blocks[1:]:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return self.head(x)
+
+
+#: By turn: the ranks that have images.
+TURNS = [{1}, {0}, set(), {2}, {0, 2}, {0, 1, 2}, {1}]
+
+
+def forward_of(model: nn.Module, turn: int, rank: int, having: set[int]) -> torch.Tensor:
+    if is_sharded(model):
+        polyshard.agree_on_use(model, {model.vision: rank in having})
+    images = draw(2, 4, rank=rank + 10 * turn) if rank in having else None
+    return model(draw(2, 3, rank=rank + 10 * turn), images)
+
+
+def step_of(turns: list[set[int]]) -> Callable[[nn.Module, int, int], list[torch.Tensor]]:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = forward_of(model, turn, rank, turns[turn]).square().mean()
+        loss.backward()
+        vision = [parameter.grad for parameter in model.vision.parameters()]
+        assert turns[turn] or vision == [None] * len(vision)
+        return [loss.detach()]
+
+    return step
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+BLOCKS, TOWER = units_of(Block), units_of(Block, Tower)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": BLOCKS, "strategy": "full_shard", "batch_nbytes": "128 MiB", "forward_prefetch": 2},
+        {"policy": BLOCKS, "strategy": "shard_grad_op"},
+        {"policy": TOWER, "strategy": "full_shard", "check_ranks": False},
+        {"policy": TOWER, "strategy": "shard_grad_op"},
+        {"policy": TOWER, "strategy": "no_shard"},
+    ],
+    ids=str,
+)
+def test_images_on_some_ranks(settings: dict[str, Any]) -> None:
+    assert_parity(seeded(VisionLanguage), step_of(TURNS), 3, len(TURNS), adamw, settings)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("frozen", ["tower", "patch"])
+def test_frozen_towers(strategy: str, frozen: str) -> None:
+    """A backward reaches them on no rank, or a part of them."""
+    model = seeded(VisionLanguage)
+    (model.vision if frozen == "tower" else model.vision.patch).requires_grad_(False)
+    if frozen == "patch":
+        model.vision.blocks[0].requires_grad_(False)
+
+    assert_parity(model, step_of(TURNS), 3, len(TURNS), adamw, {"policy": TOWER, "strategy": strategy})
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
+def test_microbatches(strategy: str) -> None:
+    """Images in the first alone, in the last alone, in both, in none."""
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        losses = []
+        for part, having in enumerate([TURNS[turn], TURNS[turn + 1], TURNS[turn + 2]]):
+            waits = polyshard.no_sync(model) if is_sharded(model) and part < 2 else nullcontext()
+            with waits:
+                loss = forward_of(model, 3 * turn + part, rank, having).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    settings: dict[str, Any] = {"policy": units_of(Block, Tower), "strategy": strategy}
+    if strategy.startswith("hybrid"):
+        settings["shard_size"] = 2
+    assert_parity(seeded(VisionLanguage), step, 4, 5, adamw, settings)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_recomputed_blocks(strategy: str) -> None:
+    """Each checkpoint holds one unit."""
+    settings = {"policy": units_of(Block), "strategy": strategy}
+
+    def recomputing() -> VisionLanguage:
+        model = VisionLanguage(recomputes=False)
+        for block in (*model.blocks, *model.vision.blocks):
+            block.forward = Recomputed(block.forward)  # type: ignore[method-assign]
+        return model
+
+    assert_parity(seeded(recomputing), step_of(TURNS), 3, len(TURNS), adamw, settings)
+
+
+class Recomputed:
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.forward, x, use_reentrant=False)
+        return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_recomputed_tower(strategy: str) -> None:
+    """One checkpoint holds several units."""
+    settings = {"policy": TOWER, "strategy": strategy}
+    assert_parity(seeded(lambda: VisionLanguage(recomputes=True)), step_of(TURNS), 3, len(TURNS), adamw, settings)
+
+
+def test_evaluation() -> None:
+    model = seeded(VisionLanguage)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(model, rank, world, policy=units_of(Block))
+        for turn, having in enumerate(TURNS):
+            with torch.no_grad():
+                got = forward_of(mine, turn, rank, having)
+                wanted = forward_of(model, turn, rank, having)
+            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+    on_ranks(3, on_rank)
+
+
+class Routed(nn.Module):
+    """Blocks, each with branches of which a rank takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.layers = nn.ModuleList(nn.ModuleList(Block(5, 6) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, taken: list[int]) -> torch.Tensor:
+        x = self.embed(x)
+        for layer, one in zip(self.layers, taken, strict=True):
+            for index, branch in enumerate(layer):
+                if index == one:
+                    x = branch(x)
+                else:
+                    polyshard.skip(branch)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_branches(strategy: str) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        taken = [(turn + rank) % 3, rank * turn % 2]
+        if is_sharded(model):
+            uses = {
+                branch: index == one
+                for layer, one in zip(model.layers, taken, strict=True)
+                for index, branch in enumerate(layer)
+            }
+            polyshard.agree_on_use(model, uses)
+        loss = model(draw(2, 3, rank=rank + 10 * turn), taken).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_parity(seeded(Routed), step, 3, 5, adamw, {"policy": units_of(Block), "strategy": strategy})
+
+
+def told_of(rank: int, world: ThreadedWorld, wrong: Callable[[nn.Module, int], Any], make: Any = VisionLanguage) -> str:
+    """Wrong use behind a step in which all ranks had images."""
+    mine = sharded_copy(seeded(make), rank, world, policy=units_of(Block))
+    forward_of(mine, 0, rank, {0, 1}).sum().backward()
+    with pytest.raises((StateError, RankMismatchError, ConfigError)) as caught:
+        wrong(mine, rank)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def without_agreement(model: nn.Module, rank: int) -> None:
+    polyshard.agree_on_use(model, {})
+    model(draw(2, 3), None)
+
+
+def against_what_was_said(model: nn.Module, rank: int) -> None:
+    polyshard.agree_on_use(model, {model.vision: True})
+    model(draw(2, 3), None)
+
+
+def with_other_modules(model: nn.Module, rank: int) -> None:
+    polyshard.agree_on_use(model, {model.vision: True} if rank else {model.vision: True, model.head: True})
+
+
+def with_a_stranger(model: nn.Module, rank: int) -> None:
+    polyshard.agree_on_use(model, {nn.Linear(1, 1): True})
+
+
+def inside_a_forward(model: nn.Module, rank: int) -> None:
+    model.blocks[2].register_forward_hook(lambda *_: polyshard.agree_on_use(model, {model.vision: True}))
+    model(draw(2, 3), draw(2, 4))
+
+
+def outside_of_a_forward(model: nn.Module, rank: int) -> None:
+    polyshard.agree_on_use(model, {model.vision: bool(rank)})
+    polyshard.skip(model.vision.blocks[0] if rank else model.vision)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "texts"),
+    [
+        (without_agreement, ["StateError: skip() of the Tower around", "without an agreement"]),
+        (against_what_was_said, ["StateError: skip('vision') came where agree_on_use() was told"]),
+        (with_other_modules, ["RankMismatchError: agree_on_use() got", "['vision', 'head']"]),
+        (with_a_stranger, ["ConfigError: agree_on_use() got a Linear that is not inside of the VisionLanguage"]),
+        (inside_a_forward, ["StateError: agree_on_use() was called inside a forward"]),
+        (outside_of_a_forward, ["StateError: skip(", "outside of a forward"]),
+    ],
+)
+def test_wrong_uses_are_named(wrong: Callable[[nn.Module, int], Any], texts: list[str]) -> None:
+    for told in on_ranks(2, lambda rank, world: told_of(rank, world, wrong)):
+        assert all(text in told for text in texts)
+
+
+class Reversed(VisionLanguage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision.blocks = nn.ModuleList(reversed(self.vision.blocks))
+        self.vision.forward = self.reverse  # type: ignore[method-assign]
+
+    def reverse(self, images: torch.Tensor) -> torch.Tensor:
+        tower = self.vision
+        return tower.norm(tower.blocks[0](tower.blocks[1](tower.patch(images))))
+
+
+def images_on_one_rank(model: nn.Module, rank: int) -> None:
+    forward_of(model, 1, rank, {1}).sum().backward()
+
+
+class Silent(VisionLanguage):
+    """Passes nothing by."""
+
+    def forward(self, text: torch.Tensor, images: torch.Tensor | None) -> torch.Tensor:
+        x = self.blocks[0](self.embed(text))
+        return self.head(x if images is None else x + self.vision(images))
+
+
+@pytest.mark.parametrize("make", [Reversed, Silent])
+def test_ranks_that_issue_other_collectives_are_told(make: type[VisionLanguage]) -> None:
+    for told in on_ranks(2, lambda rank, world: told_of(rank, world, images_on_one_rank, make)):
+        assert told.startswith("RankMismatchError: ")
+        assert "'vision.blocks.0'" in told or "of vision.blocks.0" in told
