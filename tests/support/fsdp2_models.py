@@ -276,7 +276,6 @@ def seen(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> di
             parameter.requires_grad,
             parameter.numel(),
             *copied([parameter, parameter.grad, dict(states.get(parameter, {}))]),
-            as_whole(parameter.detach()),
         ]
         for name, parameter in model.named_parameters()
     }
