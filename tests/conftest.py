@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Hypothesis measures draws and examples by the clock, and so fails tests where the machine is busy.
-settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("no clock", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
 
 # Before torch is imported. Ranks share few cores; with more threads than cores they slow each other down, tenfold where

@@ -74,7 +74,7 @@ def many_models(rank: int, way: str, cycles: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "cycles"), [("deleted", 7), ("collected late", 12), ("closed", 7), ("composed", 7)])
+@pytest.mark.parametrize(("way", "cycles"), [("deleted", 5), ("collected late", 8), ("closed", 5), ("composed", 5)])
 def test_threads_and_descriptors_stay_as_many(way: str, cycles: int) -> None:
     for counts in RANKS.run(WORLD, many_models, way, cycles, timeout=110.0):
         # The first models make the groups, and the pools of threads that compute.

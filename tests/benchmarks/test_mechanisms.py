@@ -179,7 +179,7 @@ def test_ratios_are_taken_within_a_round_and_a_heat() -> None:
 @pytest.mark.slow
 def test_two_ranks_measure_and_agree(tmp_path: Path) -> None:
     out = tmp_path / "mechanisms.json"
-    measured = ["--device", "cpu", "--work", "tiny", "--rounds", "2", "--turns", "2", "--out", str(out)]
+    measured = ["--device", "cpu", "--work", "tiny", "--rounds", "1", "--turns", "2", "--out", str(out)]
     mechanisms = ["--mechanisms", "nothing, again;stand-ins;buckets;registered memory"]
     done = run_script(2, BENCHMARKS / "mechanisms.py", [*measured, *mechanisms])
     assert done.codes == [0, 0], done.errors[-3000:]
@@ -189,9 +189,9 @@ def test_two_ranks_measure_and_agree(tmp_path: Path) -> None:
     # The last one needs a GPU.
     assert list(tiny) == ["nothing, again", "stand-ins", "buckets"]
     for figures in tiny.values():
-        assert (figures["rounds"], figures["steps"]) == (2, 4)
+        assert (figures["rounds"], figures["steps"]) == (1, 2)
         assert figures["loss_difference"] < 1e-4
         assert figures["device_ms"]["ratio"]["median"] > 0
     assert found["environment"]["world_size"] == 2
-    assert len(found["rows"]) == 2 * 4
+    assert len(found["rows"]) == 4
     assert "buckets" in done.output

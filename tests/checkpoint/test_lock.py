@@ -11,6 +11,9 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import polyshard
@@ -19,6 +22,7 @@ from polyshard import checkpoint
 from polyshard.checkpoint.manifest import Marker
 from polyshard.checkpoint.storage.local import LocalStorage
 from polyshard.errors import ConfigError
+from processes import start_script
 from torch import nn
 
 #: Saves, says so, and waits to be ended.
@@ -37,17 +41,26 @@ def sharded() -> nn.Module:
     return polyshard.shard(nn.Linear(3, 3), polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
 
 
-def start(root: Path, step: int) -> subprocess.Popen[str]:
-    other = subprocess.Popen([sys.executable, "-c", OTHER, str(root), str(step)], stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "saved\n"
-    return other
+@contextmanager
+def start(folder: Path, program: str, *arguments: object) -> Iterator[BaseProcess]:
+    """``program``, once it has said something, until the block ends; its files lie beside ``folder``."""
+    script, output, errors = (folder.with_name(f"{folder.name}-{name}") for name in ("other.py", "output", "errors"))
+    script.write_text(program)
+    other = start_script(script, list(map(str, arguments)), os.environ, output, errors)
+    try:
+        while not output.read_text():
+            assert other.is_alive(), errors.read_text()
+            time.sleep(0.01)
+        yield other
+    finally:
+        other.kill()
+        other.join()
 
 
 @pytest.mark.slow
 def test_another_jobs_folder_is_refused_until_that_job_ends_however_it_does(tmp_path: Path) -> None:
     model = sharded()
-    with start(tmp_path, 1) as other:
+    with start(tmp_path, OTHER, tmp_path, 1) as other:
         for save in (checkpoint.save, checkpoint.async_save):
             with pytest.raises(ConfigError, match=rf"process {other.pid} on '{socket.gethostname()}', since 20\d\d-"):
                 save(tmp_path, 2, model)
@@ -56,7 +69,6 @@ def test_another_jobs_folder_is_refused_until_that_job_ends_however_it_does(tmp_
         newest = checkpoint.latest(tmp_path, verify=True)
         assert newest is not None
         checkpoint.load(newest, model)
-        other.kill()
     assert checkpoint.save(tmp_path, 2, model).name == "step-00000002"
 
 
@@ -74,8 +86,8 @@ def test_a_closed_model_gives_its_folder_back(tmp_path: Path) -> None:
     model = sharded()
     checkpoint.save(tmp_path, 1, model)
     polyshard.close(model)
-    with start(tmp_path / "..", 7) as other:
-        other.kill()
+    with start(tmp_path, OTHER, tmp_path / "..", 7):
+        pass
     held = (tmp_path / ".job-lock").read_text()
     assert json.loads(held)["process"][1] == os.getpid()
     taken = subprocess.run(
@@ -94,8 +106,8 @@ def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
     child.start()
     try:
         polyshard.close(model)
-        with start(tmp_path, 2) as other:
-            other.kill()
+        with start(tmp_path, OTHER, tmp_path, 2):
+            pass
     finally:
         child.kill()
         child.join()
@@ -112,11 +124,10 @@ def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
 )
 def test_a_lock_that_says_nothing_is_refused_all_the_same(tmp_path: Path, content: bytes) -> None:
     model = sharded()
-    with start(tmp_path, 1) as other:
+    with start(tmp_path, OTHER, tmp_path, 1):
         (tmp_path / ".job-lock").write_bytes(content)
         with pytest.raises(ConfigError, match="Another job saves into"):
             checkpoint.save(tmp_path, 2, model)
-        other.kill()
 
 
 def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
@@ -141,15 +152,11 @@ def test_a_job_whose_lock_was_removed_learns_at_its_next_save_that_another_has_t
         (root / ".job-lock").unlink()
     else:
         shutil.rmtree(root)
-    other = subprocess.Popen([sys.executable, "-c", HOLDS, str(root)], stdout=subprocess.PIPE, text=True)
-    with other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
+    with start(root, HOLDS, root) as other:
         for save in (checkpoint.save, checkpoint.async_save):
             with pytest.raises(ConfigError, match=rf"Another job saves into .*: process {other.pid} on"):
                 save(root, 2, model)
         assert {path.name for path in root.iterdir()} - {"step-00000001"} == {".job-lock"}
-        other.kill()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert checkpoint.save(root, 2, model).name == "step-00000002"

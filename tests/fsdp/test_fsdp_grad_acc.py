@@ -37,7 +37,7 @@ class TestGradAcc:
         ("use_orig_params", "first_without_sync"), [(False, True), pytest.param(True, False, marks=pytest.mark.nightly)]
     )
     def test_grad_acc(self, ranks: Pools, use_orig_params: bool, first_without_sync: bool) -> None:
-        turns = ((first_without_sync, 3), (not first_without_sync, 3), (first_without_sync, 3))
+        turns = ((first_without_sync, 2), (not first_without_sync, 2), (first_without_sync, 2))
         ranks.run(2, grad_acc.accumulated, use_orig_params, turns, False)
 
     @pytest.mark.nightly

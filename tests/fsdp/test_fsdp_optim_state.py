@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -43,9 +42,9 @@ def test_resumed_training_is_the_uninterrupted_one(
 
 
 @on_cpu
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 1), (1, 2)])
 def test_resumed_over_other_numbers_of_ranks(ranks: Pools, saved_by: int, loaded_by: int) -> None:
-    for saved_as, loaded_as in itertools.product([False, True], repeat=2):
+    for saved_as, loaded_as in ((False, True), (True, False)):
         before = Settings(saved_as, FULL_SHARD, "counting", grouped=True)
         state, parameters = ranks.run(saved_by, optim_state.save_full, before)[0]
         after = Settings(loaded_as, SHARD_GRAD_OP, "counting", grouped=True)

@@ -10,9 +10,6 @@ import torch
 from fsdp_parity import parameter_groups, use_orig_params, writeback
 from fsdp_parity.ranks import Pools
 
-strategies = pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard"])
-offloads = pytest.mark.parametrize("offload_params", [False, True])
-
 
 class TestMultipleParamGroups:
     """Parameter groups, each with hyperparameters of its own, and several optimizers."""
@@ -37,7 +34,9 @@ class TestMultipleParamGroups:
     def test_diff_hyperparams(self, ranks: Pools, strategy: str) -> None:
         ranks.run(2, parameter_groups.diff_hyperparams, strategy)
 
-    @strategies
+    @pytest.mark.parametrize(
+        "strategy", ["full_shard", "no_shard", pytest.param("shard_grad_op", marks=pytest.mark.nightly)]
+    )
     def test_diff_hyperparams_cpu_offload(self, ranks: Pools, strategy: str) -> None:
         ranks.run(2, parameter_groups.diff_hyperparams_cpu_offload, strategy)
 
@@ -65,11 +64,15 @@ def test_original_parameters(ranks: Pools, body: Callable[..., Any]) -> None:
     ranks.run(2, body)
 
 
-@offloads
 @pytest.mark.parametrize(
-    "body",
-    [use_orig_params.multiple_forward, use_orig_params.summon_between_two_forwards],
-    ids=lambda body: body.__name__,
+    ("body", "offload_params"),
+    [
+        (use_orig_params.multiple_forward, True),
+        (use_orig_params.summon_between_two_forwards, False),
+        pytest.param(use_orig_params.multiple_forward, False, marks=pytest.mark.nightly),
+        pytest.param(use_orig_params.summon_between_two_forwards, True, marks=pytest.mark.nightly),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_unshard_more_than_once(ranks: Pools, body: Callable[..., Any], offload_params: bool) -> None:
     ranks.run(2, body, offload_params)

@@ -1,20 +1,26 @@
-"""Ranks for the tests of ``fully_shard``: processes over gloo, kept for those of a file."""
+"""Ranks for the tests of ``fully_shard``: processes over gloo, kept for those of this folder."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 from processes import KeptRanks
 
+RANKS = KeptRanks()
 
-# Models of ``fully_shard`` are not closed, and each thread of their gloo groups wakes a hundred times a second.
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
+
+@pytest.fixture(scope="session")
+def ranks() -> KeptRanks:
     """Runs a function on every rank of a group that is kept."""
-    kept = KeptRanks()
-    yield kept
-    kept.close()
+    return RANKS
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The processes leave behind this folder: of what ``DTensor`` does, each works out every operation once.
+
+    Models of ``fully_shard`` are not closed, and each thread of their gloo groups wakes a hundred times a second.
+    """
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        RANKS.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ from processes import KeptRanks
 from torch import nn
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
-MICROBATCHES = 3
+MICROBATCHES = 2
 #: Which modules a setting is for.
 CHOICES: dict[str, Callable[[Any, Callable[..., None]], None]] = {
     "all": lambda model, call: call(model),
@@ -66,16 +66,25 @@ def _accumulates(rank: int, mesh: tuple[int, ...], setters: tuple[str, ...], cho
     alike(run)
 
 
-@pytest.mark.parametrize("releases", [True, False])
-@pytest.mark.parametrize("chosen", CHOICES)
+@pytest.mark.parametrize(
+    ("chosen", "releases"),
+    [("all", True), ("all", False), ("outermost", True), ("one_block", False), ("embedding", True)],
+)
 def test_without_reductions(ranks: KeptRanks, chosen: str, releases: bool) -> None:
     setters = ("set_requires_gradient_sync", "set_reshard_after_backward")
     ranks.run(2, _accumulates, (), setters, chosen, {"reshard_after_forward": releases})
 
 
-@pytest.mark.parametrize("chosen", CHOICES)
 @pytest.mark.parametrize(
-    "setter", ["set_requires_all_reduce", pytest.param("set_requires_gradient_sync", marks=pytest.mark.nightly)]
+    ("setter", "chosen"),
+    [
+        ("set_requires_all_reduce", "one_block"),
+        *(
+            pytest.param(setter, chosen, marks=pytest.mark.nightly)
+            for setter in ("set_requires_all_reduce", "set_requires_gradient_sync")
+            for chosen in ("all", "outermost", "embedding")
+        ),
+    ],
 )
 def test_over_replicas(ranks: KeptRanks, setter: str, chosen: str) -> None:
     ranks.run(4, _accumulates, (2, 2), (setter,), chosen, {})
@@ -106,10 +115,10 @@ def the_mean_of_sums(rank: int) -> None:
     sharded: Any = shard_all(OURS, make(), cpu_mesh(2, 2))
     plain, held = make(), held_in(sharded)
     sharded.set_is_last_backward(False)
-    for number, words in enumerate(batches(5)):
-        sharded.blocks[0].set_requires_gradient_sync(number == 4)
-        sharded.blocks[1].set_requires_all_reduce(number == 4)
-        sharded.set_is_last_backward(number == 4)
+    for number, words in enumerate(batches(3)):
+        sharded.blocks[0].set_requires_gradient_sync(number == 2)
+        sharded.blocks[1].set_requires_all_reduce(number == 2)
+        sharded.set_is_last_backward(number == 2)
         loss_of(sharded, words).backward()
         loss_of(plain, words).backward()
     for parameter in plain.parameters():
@@ -161,8 +170,8 @@ def chunked_loss(rank: int) -> None:
         model.lm_head.set_reshard_after_forward(False)
         held, optimizer = held_in(model), torch.optim.SGD(model.parameters(), lr=0.01)
         told: list[Any] = []
-        for words in batches(3):
-            told += [_in_chunks(model, words, 5), gradients(held)]
+        for words in batches(2):
+            told += [_in_chunks(model, words, 3), gradients(held)]
             optimizer.step()
             optimizer.zero_grad()
         return [*told, wholes(model)]
@@ -364,8 +373,8 @@ def sums_in_the_dtype_of_reductions(rank: int) -> None:
         policy = face.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model: Any = shard_all(face, make(dtype=torch.float32), mp_policy=policy)
         held = held_in(model)
-        for number, words in enumerate(batches(8)):
-            model.set_requires_gradient_sync(number == 7)
+        for number, words in enumerate(batches(4)):
+            model.set_requires_gradient_sync(number == 3)
             loss_of(model, words).backward()
         return [gradients(held)]
 

@@ -244,7 +244,7 @@ def event_behind_the_optimizer(rank: int) -> None:
 def parameters_on_some_ranks(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model: Any = shard_all(face, make(), reshard_after_forward=2)
-        told = train(model)
+        told = train(model, 1)
         # Gathered by hand behind a forward, for its backward.
         loss = loss_of(model, next(batches(1)))
         shapes = {tuple(each.device_mesh.shape) for each in model.blocks[1].parameters()}
@@ -283,7 +283,7 @@ def parameters_on_some_ranks(rank: int) -> None:
         # FSDP2 fails with a number there.
         settings = {"shard_placement_fn": by_columns, "reshard_after_forward": 2 if face is OURS else True}
         model = shard_all(face, make(), **settings)
-        return train(model), wholes(model)
+        return train(model, 2), wholes(model)
 
     both(run_columns)
 

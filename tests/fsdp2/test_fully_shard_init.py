@@ -140,14 +140,16 @@ def _meta(face: ModuleType, mesh: tuple[int, ...]) -> Any:
     nn.init.zeros_(model.head.bias)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found += [seen(model)]
-    for x in inputs(model, 2):
+    for x in inputs(model):
         square_of(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()
     return [*found, seen(model, optimizer)]
 
 
-@pytest.mark.parametrize("mesh", [(3,), pytest.param((2, 2), marks=pytest.mark.nightly), (0, 2, 2)])
+@pytest.mark.parametrize(
+    "mesh", [*(pytest.param(mesh, marks=pytest.mark.nightly) for mesh in ((3,), (2, 2))), (0, 2, 2)]
+)
 def test_meta_models_get_memory_and_values(ranks: KeptRanks, mesh: tuple[int, ...]) -> None:
     ranks.run(3 if mesh == (3,) else 4, beside_torch, _meta, mesh)
 

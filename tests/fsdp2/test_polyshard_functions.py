@@ -69,7 +69,12 @@ def _local(rank: int, mesh: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "mesh"), [(3, (3,)), pytest.param(4, (2, 2), marks=pytest.mark.nightly), (4, (0, 2, 2))]
+    ("world_size", "mesh"),
+    [
+        pytest.param(3, (3,), marks=pytest.mark.nightly),
+        pytest.param(4, (2, 2), marks=pytest.mark.nightly),
+        (4, (0, 2, 2)),
+    ],
 )
 def test_plain_parameters_train_as_dtensors_do(ranks: KeptRanks, world_size: int, mesh: tuple[int, ...]) -> None:
     ranks.run(world_size, _local, mesh)

@@ -60,7 +60,7 @@ def _hub_models(folder: Path) -> None:
     MixtralForCausalLM(experts).double().save_pretrained(folder / "mixtral")
 
 
-def _by_plan(folder: str, saved: Path) -> Any:
+def _by_plan(folder: str, saved: Path, sizes: dict[str, dict[str, int]]) -> Any:
     """Transformers shards while it loads: beside tensor parallelism, and with experts on ranks of their own."""
     from torch.distributed.fsdp import FSDPModule
     from transformers import AutoModelForCausalLM
@@ -68,20 +68,17 @@ def _by_plan(folder: str, saved: Path) -> Any:
     from transformers.distributed.fsdp import is_fsdp_managed_module
 
     told = []
-    for name, sizes in (
-        ("llama", DistributedConfig(fsdp_size=2, tp_size=2)),
-        ("mixtral", DistributedConfig(fsdp_size=4, ep_size=2)),
-    ):
+    for name, its in sizes.items():
         # The others take no fp64.
         model = AutoModelForCausalLM.from_pretrained(
-            f"{folder}/{name}", distributed_config=sizes, experts_implementation="eager"
+            f"{folder}/{name}", distributed_config=DistributedConfig(**its), experts_implementation="eager"
         )
         assert isinstance(model, FSDPModule)
         told += [inner for inner, module in model.named_modules() if is_fsdp_managed_module(module)]
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        random = torch.Generator().manual_seed(dist.get_rank() // (sizes.tp_size or 1))
-        for _ in range(3):
+        random = torch.Generator().manual_seed(dist.get_rank() // its.get("tp_size", 1))
+        for _ in range(2):
             words = torch.randint(0, 32, (2, 6), generator=random)
             loss = model(words, labels=words).loss
             loss.backward()
@@ -94,7 +91,21 @@ def _by_plan(folder: str, saved: Path) -> Any:
     return told
 
 
-def test_transformers_own_plan(ranks: KeptRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [
+        # Beside tensor and expert parallelism: the nightly case.
+        (2, {"llama": {"fsdp_size": 2}, "mixtral": {"fsdp_size": 2}}),
+        pytest.param(
+            4,
+            {"llama": {"fsdp_size": 2, "tp_size": 2}, "mixtral": {"fsdp_size": 4, "ep_size": 2}},
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_transformers_own_plan(
+    ranks: KeptRanks, tmp_path: Path, world_size: int, sizes: dict[str, dict[str, int]]
+) -> None:
     pytest.importorskip("transformers")
     _hub_models(tmp_path)
-    ranks.run(4, unedited, _by_plan, str(tmp_path), tmp_path)
+    ranks.run(world_size, unedited, _by_plan, str(tmp_path), tmp_path, sizes)

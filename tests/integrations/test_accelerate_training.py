@@ -30,10 +30,10 @@ BLOCKS = ShardConfig(policy=units_of(Block))
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
 
-# Twenty steps.
+# Steps of two epochs.
 
 
-def train_twenty_steps(rank: int, split_batches: bool, strategy: str) -> None:
+def train_two_epochs(rank: int, split_batches: bool, strategy: str) -> None:
     loaders = DataLoaderConfiguration(split_batches=split_batches)
     config = ShardConfig(policy=units_of(Block), strategy=strategy)
     accelerator = Accelerator(shard=config, cpu=True, gradient_accumulation_steps=2, dataloader_config=loaders)
@@ -47,7 +47,7 @@ def train_twenty_steps(rank: int, split_batches: bool, strategy: str) -> None:
     scheduler, loader, optimizer, model = accelerator.prepare(schedulers[0], loader, optimizer, model)
     assert all(own is first for own, first in zip(model.parameters(), parameters, strict=True))
     steps = 0
-    while steps < 20:
+    while steps < 8:
         for index, (x, y) in enumerate(loader):
             synchronises = index % 2 == 1 or index == 6
             with accelerator.accumulate(model):
@@ -85,8 +85,8 @@ def train_twenty_steps(rank: int, split_batches: bool, strategy: str) -> None:
         pytest.param(3, False, "shard_grad_op", marks=pytest.mark.nightly),
     ],
 )
-def test_twenty_steps_are_those_of_the_unsharded_model(world_size: int, split_batches: bool, strategy: str) -> None:
-    on_ranks(world_size, train_twenty_steps, split_batches, strategy)
+def test_steps_are_those_of_the_unsharded_model(world_size: int, split_batches: bool, strategy: str) -> None:
+    on_ranks(world_size, train_two_epochs, split_batches, strategy)
 
 
 def each_rank_keeps_its_share_of_parameters_and_optimizer_state(rank: int) -> None:

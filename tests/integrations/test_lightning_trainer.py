@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_ranks import (
     BATCH,
     CONFIG,
+    STEPS,
     Net,
     Pairs,
     Regression,
@@ -41,7 +42,7 @@ def whole(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def assert_equal(ranks: list[Trained], expected: Trained, rtol: float = 1e-10, atol: float = 1e-12) -> None:
     losses, parameters = expected
-    assert len(losses) == 20
+    assert len(losses) == STEPS
     assert mean_losses([each for each, _ in ranks]) == pytest.approx(losses, rel=rtol)
     for _, found in ranks:
         torch.testing.assert_close(found, parameters, rtol=rtol, atol=atol, check_dtype=False)
@@ -49,7 +50,7 @@ def assert_equal(ranks: list[Trained], expected: Trained, rtol: float = 1e-10, a
 
 def fit(rank: int, folder: str, dtype: torch.dtype, config: ShardConfig, settings: dict[str, Any]) -> Trained:
     module = Regression()
-    trainer(folder, PolyshardStrategy(config), max_epochs=1, **settings).fit(module, loader(20, dtype))
+    trainer(folder, PolyshardStrategy(config), max_epochs=1, **settings).fit(module, loader(STEPS, dtype))
     return module.losses, whole(module)
 
 
@@ -68,16 +69,16 @@ def fit(rank: int, folder: str, dtype: torch.dtype, config: ShardConfig, setting
         (CONFIG, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, {"clip_value": 0.1}),
     ],
 )
-def test_twenty_steps_equal_those_of_the_unsharded_model(
+def test_steps_equal_those_of_the_unsharded_model(
     tmp_path: Path, config: ShardConfig, settings: dict[str, Any], as_plain: dict[str, Any]
 ) -> None:
-    assert_equal(on_ranks(fit, str(tmp_path), torch.float64, config, settings), reference(20, **as_plain))
+    assert_equal(on_ranks(fit, str(tmp_path), torch.float64, config, settings), reference(STEPS, **as_plain))
 
 
 @pytest.mark.slow
-def test_twenty_steps_in_fp32_equal_within_its_rounding(tmp_path: Path) -> None:
+def test_steps_in_fp32_equal_within_its_rounding(tmp_path: Path) -> None:
     ranks = on_ranks(fit, str(tmp_path), torch.float32, CONFIG, {"precision": "32-true"})
-    assert_equal(ranks, reference(20, dtype=torch.float32), rtol=1e-4, atol=1e-6)
+    assert_equal(ranks, reference(STEPS, dtype=torch.float32), rtol=1e-4, atol=1e-6)
 
 
 class Flat(Regression):
@@ -109,9 +110,9 @@ def test_an_optimizer_of_flat_parameters_trains_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("config", "precision"), [(CONFIG, "bf16-mixed"), (ShardConfig(), "bf16-mixed")])
-def test_twenty_mixed_steps_equal_within_bf16s_rounding(tmp_path: Path, config: ShardConfig, precision: str) -> None:
+def test_mixed_steps_equal_within_bf16s_rounding(tmp_path: Path, config: ShardConfig, precision: str) -> None:
     ranks = on_ranks(fit, str(tmp_path), torch.float32, config, {"precision": precision})
-    assert_equal(ranks, reference(20, dtype=torch.float32, autocast=torch.bfloat16), rtol=3e-2, atol=1e-2)
+    assert_equal(ranks, reference(STEPS, dtype=torch.float32, autocast=torch.bfloat16), rtol=3e-2, atol=1e-2)
     for _, parameters in ranks:
         assert {each.dtype for each in parameters.values()} == {torch.float32}
 
@@ -196,7 +197,7 @@ class Adversaries(lightning.LightningModule):
 
 def fit_adversaries(rank: int, folder: str, config: ShardConfig) -> list[float]:
     module = Adversaries()
-    trainer(folder, PolyshardStrategy(config), max_epochs=1).fit(module, loader(20))
+    trainer(folder, PolyshardStrategy(config), max_epochs=1).fit(module, loader(STEPS))
     return module.losses
 
 
@@ -204,7 +205,7 @@ def adversaries() -> list[float]:
     generator, critic = built().double(), built().double()
     one, other = (torch.optim.Adam(each.parameters(), lr=1e-2) for each in (generator, critic))
     losses = []
-    for x, y in DataLoader(Pairs(20 * BATCH * 2), batch_size=2 * BATCH):
+    for x, y in DataLoader(Pairs(STEPS * BATCH * 2), batch_size=2 * BATCH):
         loss = nn.functional.mse_loss(generator(x), y)
         loss.backward()
         nn.utils.clip_grad_norm_(generator.parameters(), 0.1)
@@ -279,9 +280,9 @@ class Failing(Regression):
 def fail(rank: int, folder: str) -> tuple[list[float], list[float]]:
     module = Failing()
     with pytest.raises(ZeroDivisionError):
-        trainer(folder, max_epochs=1).fit(module, loader(20))
+        trainer(folder, max_epochs=1).fit(module, loader(STEPS))
     other = Regression()
-    trainer(folder, max_epochs=1).fit(other, loader(20))
+    trainer(folder, max_epochs=1).fit(other, loader(STEPS))
     module.fails = False
     module.losses.clear()
     trainer(folder, max_epochs=1).fit(module, loader(3))
@@ -290,7 +291,7 @@ def fail(rank: int, folder: str) -> tuple[list[float], list[float]]:
 
 def test_after_an_exception_other_trainers_work_and_the_module_does(tmp_path: Path) -> None:
     ranks = on_ranks(fail, str(tmp_path))
-    assert mean_losses([others for others, _ in ranks]) == pytest.approx(reference(20)[0], rel=1e-10)
+    assert mean_losses([others for others, _ in ranks]) == pytest.approx(reference(STEPS)[0], rel=1e-10)
     for _, own in ranks:
         assert len(own) == 3
         assert all(map(math.isfinite, own))

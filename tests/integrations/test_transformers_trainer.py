@@ -34,7 +34,7 @@ from transformers_runs import (
 #: Two ranks import Transformers.
 pytestmark = pytest.mark.slow
 
-#: Of losses and norms in fp32 over 20 steps.
+#: Of losses and norms in fp32 over six steps.
 CLOSE = {"rel": 2e-5, "abs": 2e-5}
 
 

@@ -140,7 +140,7 @@ def test_every_layout_into_every_other(one: Run, other: Run, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @given(one=RUNS, other=RUNS, kind=st.sampled_from(list(OPTIMIZERS)))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_else_changes(one: Run, other: Run, kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     carried(tmp_path_factory.mktemp("run"), one, other, kind)
 

@@ -120,7 +120,7 @@ def test_requires_grad_may_change_between_steps(layout: str) -> None:
         return mixed_step(model, turn, rank)
 
     settings = {"policy": UNITS, "layout": EVERY[layout]}
-    assert_parity(mixed(), step, 3, turns=4, optimizer=adam, settings=settings)
+    assert_parity(mixed(), step, 3, turns=3, optimizer=adam, settings=settings)
 
 
 def test_gradients_add_to_those_that_are_there(layout: str) -> None:

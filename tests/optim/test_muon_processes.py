@@ -9,7 +9,7 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
-from matrices import Cell, Zoo, exact, most_apart, reference_zoo, whole_parameters, zoo_step
+from matrices import TURNS, Cell, Zoo, exact, most_apart, reference_zoo, whole_parameters, zoo_step
 from parity import seeded, units_of
 from polyshard.errors import CollectiveError, RankMismatchError
 from polyshard.optim import Muon, for_matrices
@@ -28,7 +28,7 @@ def sharded(settings: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> nn.Mod
 def train(rank: int, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     model = sharded(settings)
     optimizer = exact(model)
-    for turn in range(20):
+    for turn in range(TURNS):
         zoo_step(model, turn, rank)
         optimizer.step()
         optimizer.zero_grad()
@@ -49,7 +49,7 @@ def train(rank: int, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_twenty_steps_in_fp64_equal_the_formula(settings: dict[str, Any], ranks: int) -> None:
+def test_steps_in_fp64_equal_the_formula(settings: dict[str, Any], ranks: int) -> None:
     expected = reference_zoo(ranks, exact)
     for trained in RANKS.run(ranks, train, settings):
         assert most_apart(trained, expected) < 1e-11

@@ -11,6 +11,7 @@ import polyshard
 import pytest
 import torch
 from matrices import (
+    TURNS,
     Both,
     Cell,
     FormulaMuon,
@@ -125,7 +126,7 @@ class Scheduled:
 
     def __init__(self, model: nn.Module) -> None:
         self._both = cast("Both", exact(model))
-        self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._both.optimizers[0], 20)
+        self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._both.optimizers[0], TURNS)
         self.zero_grad = self._both.zero_grad
 
     def step(self) -> None:
@@ -219,7 +220,7 @@ def test_a_model_built_on_the_meta_device() -> None:
         polyshard.shard(model, threaded(world, rank, device="cpu", layout="rows", **BLOCKS))
         optimizer = exact(model)
         model.load_state_dict(values)
-        for turn in range(20):
+        for turn in range(TURNS):
             zoo_step(model, turn, rank)
             optimizer.step()
             optimizer.zero_grad()
@@ -231,7 +232,7 @@ def test_a_model_built_on_the_meta_device() -> None:
 
 
 def trained_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    for turn in range(20):
+    for turn in range(TURNS):
         zoo_step(model, turn, 0)
         optimizer.step()
         optimizer.zero_grad()
@@ -270,7 +271,7 @@ def test_an_optimizer_made_before_sharding(layout: str) -> None:
         both = Both(muon, torch.optim.AdamW(split.others, lr=1e-2))
         polyshard.shard(model, threaded(world, rank, layout=layout, **BLOCKS))
         assert [len(each) for each in for_matrices(model)] == [len(each) for each in split]
-        for turn in range(20):
+        for turn in range(TURNS):
             zoo_step(model, turn, rank)
             both.step()
             both.zero_grad()
@@ -282,11 +283,11 @@ def test_an_optimizer_made_before_sharding(layout: str) -> None:
 
 
 def growing(model: nn.Module, steps: Callable[[int], Any]) -> None:
-    """A group is added after ten steps."""
+    """A group is added after half of the steps."""
     matrices = for_matrices(model).matrices
     muon = muon_of(model)(matrices[::2], lr=0.02)
-    for turn in range(20):
-        if turn == 10:
+    for turn in range(TURNS):
+        if turn == TURNS // 2:
             muon.add_param_group({"params": matrices[1::2], "lr": 0.01, "nesterov": False})
         steps(turn)
         muon.step()

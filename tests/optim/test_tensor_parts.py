@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
-TURNS = 10
+TURNS = 5
 ROWS = ("layout", "rows")
 OFFLOAD = ("offload", "cpu")
 TP: dict[str, Any] = {"names": ("dp", "tp"), "shard": ("dp",)}
@@ -90,7 +90,7 @@ def whole_norm(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def flat_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(polyshard.flat_parameters(model) if is_sharded(model) else model.parameters(), lr=1e-2)]
+    return [torch.optim.AdamW(polyshard.flat_parameters(model) if is_sharded(model) else model.parameters(), lr=2e-2)]
 
 
 def stepped(optimizers: Sequence[torch.optim.Optimizer], loss: torch.Tensor) -> None:
@@ -194,7 +194,7 @@ def test_flat_parameters(plan: Plan) -> None:
 
 @BESIDE_BOTH
 def test_averages(plan: Plan) -> None:
-    assert_as_whole(plan, muon, decay=0.8)
+    assert_as_whole(plan, muon, decay=0.5)
 
 
 def named_groups(model: nn.Module) -> list[list[str]]:

@@ -311,7 +311,7 @@ def test_the_optimizer_of_flat_parameters_leaves_a_unit_alone_that_no_rank_used(
             return torch.optim.AdamW(polyshard.flat_parameters(each), lr=1e-2)
         return adam(each)
 
-    reference = train_reference(model, step, 2, optimizer=adam)
+    reference = train_reference(model, step, 2, turns=3, optimizer=adam)
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         mine = sharded_copy(model, rank, world, **BLOCKS)

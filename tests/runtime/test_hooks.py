@@ -139,7 +139,7 @@ def test_a_post_accumulate_hook_may_step_and_drop_the_gradient() -> None:
             assert all(parameter.grad is None for parameter in mine.parameters())
         return whole(mine)
 
-    reference = train_reference(seeded(Net), square_step, 2)
+    reference = train_reference(seeded(Net), square_step, 2, turns=3)
     assert_all_close(on_ranks(2, on_rank), reference.parameters)
 
 

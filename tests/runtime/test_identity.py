@@ -39,7 +39,7 @@ BLOCKS = {"policy": units_of(Block)}
 
 def test_an_optimizer_made_before_sharding_trains_the_same() -> None:
     model = seeded(Net)
-    reference = train_reference(model, square_step, 3, optimizer=adam)
+    reference = train_reference(model, square_step, 3, turns=3, optimizer=adam)
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         with world.lock:

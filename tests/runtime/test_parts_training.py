@@ -167,7 +167,7 @@ def test_optimizers_see_the_same_parameters_before_and_after_a_part_goes_back() 
         assert all(one is other for one, other in zip(before, after, strict=True))
         return whole(mine)
 
-    expected = train_reference(seeded(lambda: Tailed("its weight")), tailed_step, 2, optimizer=adam).parameters
+    expected = train_reference(seeded(lambda: Tailed("its weight")), tailed_step, 2, 3, adam).parameters
     assert_all_close(on_ranks(2, on_rank), expected)
 
 

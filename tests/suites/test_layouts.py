@@ -30,7 +30,7 @@ class TestBlocks(LayoutSuite):
         return Blocks(CONTEXT)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestSmallBlocks(LayoutSuite):
     def make(self) -> Layout:
         return Blocks(CONTEXT, size=48, smallest=0)

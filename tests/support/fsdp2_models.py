@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import os
@@ -91,10 +92,16 @@ def make(tied: bool = False, dtype: torch.dtype = torch.float64) -> Words:
     return Words(tied).to(dtype)
 
 
+@functools.cache
+def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Made once in a process: a group of gloo takes threads, and is never given back."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
 def cpu_mesh(*shape: int) -> DeviceMesh:
     """Over all ranks; of two dimensions, (replicate, shard)."""
     if len(shape) == 2:
-        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        return mesh_of(shape, ("replicate", "shard"))
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
@@ -239,7 +246,7 @@ def parallel(face: ModuleType, *shape: int, seed: int = 0, **settings: Any) -> M
     model = Mlps().double()
     names = ("replicate", "shard", "tensor") if len(shape) > 1 else ("shard",)
     sizes = {name: size for name, size in zip(names, shape, strict=False) if size}
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = mesh_of(tuple(sizes.values()), tuple(sizes))
     if "tensor" in sizes:
         parallelize_module(model, mesh["tensor"], TENSOR_PARALLEL)
     over = mesh[tuple(name for name in sizes if name != "tensor")]
@@ -276,7 +283,6 @@ def seen(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> di
             parameter.requires_grad,
             parameter.numel(),
             *copied([parameter, parameter.grad, dict(states.get(parameter, {}))]),
-            as_whole(parameter.detach()),
         ]
         for name, parameter in model.named_parameters()
     }

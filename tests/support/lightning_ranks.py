@@ -29,6 +29,8 @@ _RANKS = KeptRanks()
 atexit.register(_RANKS.close)
 
 BATCH = 4
+#: Of most trainings.
+STEPS = 8
 CONFIG = ShardConfig(policy=units_of(Block), timeout_s=30.0)
 
 

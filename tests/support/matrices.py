@@ -15,6 +15,8 @@ from polyshard.optim import Muon, for_matrices
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
+#: Of a training: two that leave a matrix out, and steps before and behind each.
+TURNS = 6
 #: Of Newton-Schulz, as Jordan et al. print them.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
@@ -183,7 +185,7 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train_zoo(
-    ranks: int, optimizer: MakeOptimizer, turns: int = 20, step: Step = zoo_step, **settings: Any
+    ranks: int, optimizer: MakeOptimizer, turns: int = TURNS, step: Step = zoo_step, **settings: Any
 ) -> dict[str, torch.Tensor]:
     """Whole parameters of a ``Zoo`` that was trained over threads; all ranks must have the same bits."""
     start = seeded(Zoo)
@@ -204,7 +206,7 @@ def train_zoo(
 
 
 def reference_zoo(
-    ranks: int, optimizer: MakeOptimizer, turns: int = 20, step: Step = zoo_step
+    ranks: int, optimizer: MakeOptimizer, turns: int = TURNS, step: Step = zoo_step
 ) -> dict[str, torch.Tensor]:
     """The same of unsharded copies, one a rank."""
     return train_reference(seeded(Zoo), step, ranks, turns, optimizer).parameters

@@ -63,7 +63,7 @@ class Plan:
     settings: tuple[tuple[str, Any], ...] = ()
     """Of ``ShardConfig``, beside all these."""
     optimizer: Literal["sgd", "adamw", "flat", "muon"] = "adamw"
-    steps: int = 5
+    steps: int = 2
     """Behind the first, which shows gradients."""
     microbatches: int = 1
     dtype: torch.dtype = torch.float64

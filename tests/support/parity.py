@@ -238,7 +238,7 @@ class Training:
 
 
 def train_reference(
-    model: nn.Module, step: Step, world_size: int, turns: int = 3, optimizer: MakeOptimizer = sgd
+    model: nn.Module, step: Step, world_size: int, turns: int = 2, optimizer: MakeOptimizer = sgd
 ) -> Training:
     """Train one unsharded copy of ``model`` a rank."""
     copies = [copy.deepcopy(model) for _ in range(world_size)]
@@ -266,7 +266,7 @@ def train_sharded(
     model: nn.Module,
     step: Step,
     world_size: int,
-    turns: int = 3,
+    turns: int = 2,
     optimizer: MakeOptimizer = sgd,
     settings: Mapping[str, Any] | None = None,
     wrap: Wrap = polyshard.shard,
@@ -367,7 +367,7 @@ def assert_parity(
     model: nn.Module,
     step: Step = square_step,
     world_size: int = 3,
-    turns: int = 3,
+    turns: int = 2,
     optimizer: MakeOptimizer = sgd,
     settings: Mapping[str, Any] | None = None,
     wrap: Wrap = polyshard.shard,

@@ -225,8 +225,8 @@ class _Trainer:
         set_optimizer_state_dict(self.model, self.optimizer, states, options=flat)
 
     def train(self, folder: Path) -> Any:
-        """Three steps, a checkpoint, one more, and another behind the checkpoint's load."""
-        told = [self.step() for _ in range(3)]
+        """Two steps, a checkpoint, one more, and another behind the checkpoint's load."""
+        told = [self.step() for _ in range(2)]
         before = {name: value.clone() for name, value in self.states().items() if isinstance(value, torch.Tensor)}
         self.save(folder)
         told.append(self.step())
@@ -420,7 +420,7 @@ def pipeline(name: str, each: int) -> Any:
     schedule = kind(made if each > 1 else made[0], 4, loss_fn=_cross_entropy)
     batches = _batches(mesh["shard"].get_local_rank())
     told = []
-    for _ in range(3):
+    for _ in range(2):
         words = torch.cat([next(batches) for _ in range(2)])
         losses: list[torch.Tensor] = []
         schedule.step(*([words] if place == 0 else []), target=words if place else None, losses=losses)

@@ -13,7 +13,7 @@ import torch
 import torchrun
 from parity import seed_all
 
-STEPS = 20
+STEPS = 6
 VOCABULARY = 64
 
 

@@ -24,10 +24,13 @@ def accumulated(ranks: Ranks, use_orig_params: bool, turns: Sequence[tuple[bool,
     """Two rounds of backwards and a step, the last backward of a round always synchronising; the transformer comes to
     DDP's losses and parameters. ``turns``: (whether under ``no_sync``, how many), in order.
     """
-    axes: dict[str, Sequence[Any]] = {
-        "backward_prefetch": (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST),
-        "sharding_strategy": STRATEGIES,
-    }
+    prefetches = (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST)
+    # Prefetching is for what is gathered again, and that are parameters of FULL_SHARD alone.
+    first, *others = STRATEGIES
+    cases: list[dict[str, Sequence[Any]]] = [
+        {"backward_prefetch": prefetches, "sharding_strategy": [first]},
+        {"backward_prefetch": prefetches[1:2], "sharding_strategy": others},
+    ]
     settings = {"use_orig_params": use_orig_params, "cpu_offload": CPUOffload(offload_params=offload)}
     # The same for every case: torch's DDP knows none of the settings.
     plain = _transformer(ranks, FSDPInitMode.NO_FSDP)
@@ -39,7 +42,8 @@ def accumulated(ranks: Ranks, use_orig_params: bool, turns: Sequence[tuple[bool,
         optimizer.step()
         optimizer.zero_grad()
         wanted.append((losses, {name: p.detach().clone() for name, p in plain.named_parameters()}))
-    run_subtests(axes, _accumulated, ranks, turns, wanted, **settings)
+    for axes in cases:
+        run_subtests(axes, _accumulated, ranks, turns, wanted, **settings)
 
 
 def _transformer(ranks: Ranks, mode: FSDPInitMode, settings: dict[str, Any] | None = None) -> Any:

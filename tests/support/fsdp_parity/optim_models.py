@@ -31,7 +31,7 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
 )
 #: Rows of the whole batch: every world size that is tested divides it.
 BATCH = 12
-STEPS_BEFORE, STEPS_AFTER = 3, 2
+STEPS_BEFORE, STEPS_AFTER = 2, 1
 
 
 class CountingMomentum(torch.optim.Optimizer):

@@ -81,7 +81,8 @@ def full_state(ranks: Ranks, use_orig_params: bool) -> None:
         run_subtests(
             {
                 "strategy": strategies(ranks),
-                "optimizer": list(OPTIMIZERS),
+                # State of the others has no kind of value that these two have not.
+                "optimizer": ["adam", "counting"] if ranks.world_size == 3 else list(OPTIMIZERS),
                 "grouped": [False, True],
                 "offload": [False] if ranks.on_cpu else [False, True],
             },

@@ -218,7 +218,7 @@ def diff_hyperparams(ranks: Ranks, strategy: str) -> None:
 def diff_hyperparams_cpu_offload(ranks: Ranks, strategy: str) -> None:
     """The same with parameters on the CPU, where the optimizer's step is, too."""
     reference = _train_ddp(
-        ranks, torch.optim.Adam, multi_tensor=False, set_to_none=False, num_iters=10, step_on_cpu=True
+        ranks, torch.optim.Adam, multi_tensor=False, set_to_none=False, num_iters=4, step_on_cpu=True
     )
 
     def case(skip_writeback_check: bool) -> None:
@@ -244,7 +244,7 @@ def diff_hyperparams_cpu_offload(ranks: Ranks, strategy: str) -> None:
 def diff_trainability(ranks: Ranks, multi_tensor: bool, strategy: str) -> None:
     """All biases frozen after wrapping: part of each unit trains, and the rest stays as it was."""
     reference = _train_ddp(
-        ranks, torch.optim.Adam, multi_tensor, set_to_none=False, num_iters=10, step_on_cpu=False, frozen=True
+        ranks, torch.optim.Adam, multi_tensor, set_to_none=False, num_iters=4, step_on_cpu=False, frozen=True
     )
     model, optimizer = _wrapped_transformer_and_optimizer(
         ranks,
@@ -363,7 +363,7 @@ def compile_around(ranks: Ranks, backend: str, strategy: str, skip_fsdp_guards: 
         # Inductor advises to use TensorFloat32, which would be other numbers than the eager model's.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         warnings.simplefilter("ignore", DeprecationWarning)
-        for turn in range(4):
+        for turn in range(2):
             model_input = eager.get_input(ranks.device)
             losses = []
             for each, optimizer in zip(models, optimizers, strict=True):

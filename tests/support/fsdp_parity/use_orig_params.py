@@ -102,7 +102,7 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 def multiple_forward(ranks: Ranks, offload_params: bool, strategy: str) -> None:
     """Two forwards before one backward."""
     trio = _trio(ranks, strategy, offload_params)
-    for _ in range(3):
+    for _ in range(2):
         first = trio.models[0].get_input(ranks.device)
         second = tuple(tokens + torch.ones_like(tokens) for tokens in trio.models[0].get_input(ranks.device))
         trio.zero_grad()
@@ -114,7 +114,7 @@ def multiple_forward(ranks: Ranks, offload_params: bool, strategy: str) -> None:
 def summon_between_two_forwards(ranks: Ranks, offload_params: bool, strategy: str) -> None:
     """A forward, a look at the whole parameters, another forward, and one backward."""
     trio = _trio(ranks, strategy, offload_params)
-    for _ in range(3):
+    for _ in range(2):
         trio.zero_grad()
         first = trio.run(trio.models[0].get_input(ranks.device))
         trio.assert_same()
