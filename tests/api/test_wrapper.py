@@ -209,7 +209,7 @@ def test_arguments_of_shard_are_taken() -> None:
 
 def test_errors_are_those_of_shard() -> None:
     bad = nn.Linear(2, 2)
-    bad.odd = nn.Parameter(torch.tensor([1]), requires_grad=False)
+    bad.odd = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
     with pytest.raises(ParameterError, match="'odd'"):
         wrapped(bad)
     sharded = wrapped(seeded(Net))

@@ -157,7 +157,7 @@ def test_ranks_lie_along_the_dimensions_that_were_asked_for_or_are_refused() -> 
     assert parallel(cp=2, tp=2).data_ranks(8) == 2
     assert asked.data_ranks(16) == 8
     piped = parallel(pp=2, tp=2)
-    assert piped.sizes(8) == {"pp": 2, "dp_replicate": 1, "edp": 2, "ep": 1, "tp": 2}
+    assert piped.sizes(8) == {"pp": 2, "dp_replicate": 1, "edp": 2, "ep": 1, "cp": 1, "tp": 2}
     assert piped.data_ranks(8) == 2
     for wrong, ranks, words in (
         (asked, 8, "parallel.dp_shard 4 does not make 8 rank"),

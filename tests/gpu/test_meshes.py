@@ -105,7 +105,7 @@ def train_captured(rank: int, plan: Plan, device_type: str) -> tuple[Ended, list
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(sequence=True)], ids=["tensor", "sequence"])
 def test_captured_steps_beside_tensor_parallelism(shape: Shape) -> None:
-    plan = Plan(**TP, shape=shape, optimizer="sgd")
+    plan = Plan(**TP, shape=shape, optimizer="sgd", steps=10)
     ranks = run(train_captured, plan, "cuda")
     assert_as_expected([ended for ended, _ in ranks], plan, TOLERANCE)
     for _, modes in ranks:

@@ -246,10 +246,14 @@ def test_a_backend_that_one_rank_does_not_have_stops_all(processes: RankPool) ->
         assert "Did you mean 'gloo'" in text
 
 
+class Odd(torch.Tensor):
+    """A tensor of which nobody knows how it is cut."""
+
+
 def shard_odd(rank: int) -> tuple[type[BaseException], str]:
     model = seeded(Net)
     if rank == 0:
-        model.register_parameter("odd", nn.Parameter(torch.tensor([1]), requires_grad=False))
+        model.register_parameter("odd", nn.Parameter(torch.eye(2).as_subclass(Odd), requires_grad=False))
     return refused(model, {})
 
 

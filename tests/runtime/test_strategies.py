@@ -365,8 +365,6 @@ def test_unsharded_is_refused_inside_itself_and_inside_a_step() -> None:
     hook.remove()
     with pytest.raises(StateError, match=r"during forward/backward.*rank 0.*backward"):
         out.sum().backward()
-    with pytest.raises(StateError, match=r"inner.*blocks\.0"):
-        polyshard.unsharded(cast("Net", model).blocks[0])
     # None of it left a trace.
     assert_trains(model)
 
