@@ -12,13 +12,22 @@ import torch
 import torch.distributed as dist
 from polyshard.interfaces import ReduceOp
 
-from .process_group import torch_op
+from .tensors import torch_op
 
 #: A CUDA stream as (stream id, device index, device type).
 StreamKey = tuple[int, int, int]
 
 #: Copies each tensor of the second list into that of the first, in few launches; it has no public name.
 foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
+
+
+def groups_of_this_rank() -> int:
+    """The number of process groups that this rank is in.
+
+    A group that its members alone make (``use_local_synchronization``) is named by it in torch 2.11 and 2.13: where it
+    differs between them, each waits for the others under another name. No public name tells it.
+    """
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def current_stream(device_index: int) -> StreamKey:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from polyshard.errors import RankMismatchError
 from polyshard.interfaces import CollectivesCapabilities, ReduceOp, Work
 
-from .process_group import ProcessGroupCollectives, torch_op
+from .process_group import ProcessGroupCollectives
 from .tensors import (
     GROUP_DTYPES,
     as_bytes,
@@ -23,6 +23,7 @@ from .tensors import (
     check_slices,
     receive_buffer,
     reduce_rows,
+    torch_op,
 )
 
 _CAPABILITIES = CollectivesCapabilities(

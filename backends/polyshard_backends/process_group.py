@@ -20,21 +20,10 @@ from polyshard.errors import (
     StateError,
     WorldSizeError,
 )
-from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
+from polyshard.interfaces import BufferRole, Collectives, PluginContext
 
+from . import _torch_private
 from .tensors import check_source, own_group
-
-_TORCH_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MEAN: dist.ReduceOp.AVG,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-}
-
-
-def torch_op(op: ReduceOp) -> Any:
-    """``torch.distributed``'s name for ``op``."""
-    return _TORCH_OPS[op]
 
 
 def resolve_group(context: PluginContext) -> dist.ProcessGroup:
@@ -271,16 +260,22 @@ class ProcessGroupCollectives(Collectives):
     def _second_group(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self.process_group)
         everywhere = len(ranks) == dist.get_world_size()
-        if not everywhere and self._gathers is not None and self._splits_the_job():
-            if self._rank == 0:
-                warnings.warn(
-                    f"collectives {self._context.name!r}: gathers and reductions of {len(ranks)} of "
-                    f"{dist.get_world_size()} ranks share one communicator and wait for each other, since the job is "
-                    f"bound to devices; shard over the whole job, call init_process_group without device_id, or set "
-                    f"communicators to 1",
-                    stacklevel=2,
-                )
-            return self._gathers
+        if not everywhere and self._gathers is not None:
+            obstacle = ""
+            if self._splits_the_job():
+                obstacle = "the job is bound to devices; shard over the whole job, call init_process_group without"
+                obstacle += " device_id"
+            elif not self._named_alike():
+                obstacle = "its ranks are in different numbers of groups; shard before further groups are made"
+            if obstacle:
+                if self._rank == 0:
+                    warnings.warn(
+                        f"collectives {self._context.name!r}: gathers and reductions of {len(ranks)} of "
+                        f"{dist.get_world_size()} ranks share one communicator and wait for each other, since "
+                        f"{obstacle}, or set communicators to 1",
+                        stacklevel=2,
+                    )
+                return self._gathers
         # Where the given group is of another transport, gathers need a new group, too.
         use = "gathers" if self._gathers is None else "reductions"
         shared = self._further_groups([range(len(ranks))], 1, use)
@@ -291,6 +286,12 @@ class ProcessGroupCollectives(Collectives):
         """This rank's groups, ``each`` for its list, over ranks of the given group; shared by equal ``use``."""
         ranks = dist.get_process_group_ranks(self.process_group)
         everywhere = len(ranks) == dist.get_world_size()
+        if not everywhere and not self._named_alike():
+            raise StateError(
+                f"collectives {self._context.name!r} on rank {self._rank} cannot make further groups: the "
+                f"{len(ranks)} ranks that it was given are in different numbers of process groups, by which torch "
+                f"names new ones. Shard before further groups are made, or make these on all of the ranks"
+            )
         timeout = self._context.timeout
 
         def make() -> list[dist.ProcessGroup]:
@@ -301,6 +302,12 @@ class ProcessGroupCollectives(Collectives):
 
         key = use, tuple(map(tuple, rank_lists)), each, self.transport, timeout
         return shared_groups(self.process_group, key, make, kept=not everywhere)
+
+    def _named_alike(self) -> bool:
+        """Whether a group that these ranks alone make gets one name on all of them. All of them call it."""
+        numbers: list[Any] = [None] * self._world_size
+        dist.all_gather_object(numbers, _torch_private.groups_of_this_rank(), group=self.process_group)
+        return len(set(numbers)) == 1
 
     def _splits_the_job(self) -> bool:
         """Whether torch makes groups by splitting the job's communicator, which takes all of its ranks."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import ReduceOp
 
@@ -18,6 +20,18 @@ GROUP_DTYPES = _KNOWN_DTYPES | {torch.bfloat16}
 
 #: Dtypes that torch can add up on every device.
 REDUCIBLE_DTYPES = GROUP_DTYPES | {torch.int16}
+
+_TORCH_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MEAN: dist.ReduceOp.AVG,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+}
+
+
+def torch_op(op: ReduceOp) -> Any:
+    """``torch.distributed``'s name for ``op``."""
+    return _TORCH_OPS[op]
 
 
 def own_group(rank_lists: Sequence[Sequence[int]], rank: int, world_size: int) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ from polyshard.errors import CollectiveError, StateError, UnsupportedError, Worl
 from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp, Work
 from polyshard.interfaces.collectives import COMPLETED
 from polyshard_backends.nccl import StreamWork
-from polyshard_backends.process_group import group_backend, torch_op
-from polyshard_backends.tensors import GROUP_DTYPES, carried_blocks, check_blocks, check_source
+from polyshard_backends.process_group import group_backend
+from polyshard_backends.tensors import GROUP_DTYPES, carried_blocks, check_blocks, check_source, torch_op
 from torch.distributed import distributed_c10d
 
 #: The names that FSDP's users know, and those that newer versions of torch have for the same.

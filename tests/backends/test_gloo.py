@@ -72,6 +72,11 @@ def in_given_groups(rank: int) -> dict[str, Any]:
     else:
         with pytest.raises(WorldSizeError, match="contains"):
             GlooCollectives(context(group=pair))
+    dist.new_group([0])
+    if rank in (0, 2):
+        # Torch would name the new groups otherwise on rank 0, and each rank would wait for the other.
+        with pytest.raises(StateError, match="different numbers of process groups"):
+            GlooCollectives(context(group=pair)).partition([[0], [1]])
     mesh = dist.device_mesh.init_device_mesh("cpu", (3,))
     seen["mesh"] = gather_ranks(GlooCollectives(context(mesh=mesh)))
     chosen = auto(plugin_context())
