@@ -263,8 +263,9 @@ class ProcessGroupCollectives(Collectives):
         if not everywhere and self._gathers is not None:
             obstacle = ""
             if self._splits_the_job():
-                obstacle = "the job is bound to devices; shard over the whole job, call init_process_group without"
-                obstacle += " device_id"
+                obstacle = (
+                    "the job is bound to devices; shard over the whole job, call init_process_group without device_id"
+                )
             elif not self._named_alike():
                 obstacle = "its ranks are in different numbers of groups; shard before further groups are made"
             if obstacle:
@@ -286,15 +287,15 @@ class ProcessGroupCollectives(Collectives):
         """This rank's groups, ``each`` for its list, over ranks of the given group; shared by equal ``use``."""
         ranks = dist.get_process_group_ranks(self.process_group)
         everywhere = len(ranks) == dist.get_world_size()
-        if not everywhere and not self._named_alike():
-            raise StateError(
-                f"collectives {self._context.name!r} on rank {self._rank} cannot make further groups: the "
-                f"{len(ranks)} ranks that it was given are in different numbers of process groups, by which torch "
-                f"names new ones. Shard before further groups are made, or make these on all of the ranks"
-            )
         timeout = self._context.timeout
 
         def make() -> list[dist.ProcessGroup]:
+            if not everywhere and not self._named_alike():
+                raise StateError(
+                    f"collectives {self._context.name!r} on rank {self._rank} cannot make further groups: the "
+                    f"{len(ranks)} ranks that it was given are in different numbers of process groups, by which torch "
+                    f"names new ones. Shard before further groups are made, or make these on all of the ranks"
+                )
             lists = [members for members in rank_lists if everywhere or self._rank in members]
             wanted = [[ranks[member] for member in members] for members in lists for _ in range(each)]
             groups = [new_group(members, self.transport, timeout, everywhere=everywhere) for members in wanted]
