@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from ..errors import PluginContractError, StateError
 from ..interfaces import SLICE_ALIGNMENT_BYTES, LinearForm
+from ..planning import thresholds
 from ..planning.answers import plugin_name
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
@@ -133,14 +134,16 @@ class FormedWeight:
 
     form: LinearForm
     tensors: tuple[torch.Tensor, ...]
-    claim: Callable[[], torch.Tensor | None]
-    """Where the weight's gradient may be written; None for memory of its own."""
+    claim: Callable[[], torch.Tensor | None] | None
+    """Returns where the weight's gradient may be written; None for memory of its own, always or in one backward."""
 
 
 def compute_with_forms(
-    parameters: Sequence[ManagedParameter], buffer: FormBuffer, claim: Callable[[int], torch.Tensor | None]
+    parameters: Sequence[ManagedParameter], buffer: FormBuffer, claim: Callable[[int], torch.Tensor | None] | None
 ) -> list[Swap]:
     """Let the linear layers that hold ``parameters`` compute with ``buffer``, and return what tells them when.
+
+    ``claim``: as of ``write_directly``; None where each gradient has memory of its own.
 
     Raises:
         StateError: a layer got another forward since it was sharded.
@@ -158,7 +161,9 @@ def compute_with_forms(
             # One function for all: torch.compile compiles anew wherever it meets another object.
             module.__dict__["forward"] = MethodType(_forward, module)
         module.__dict__[_FORMED] = None
-        there = FormedWeight(buffer.form_of(index), buffer.tensors[index], partial(claim, index))
+        large = buffer.layout.slots[index].numel >= thresholds.DIRECT_NUMEL
+        own_claim = partial(claim, index) if claim is not None and large else None
+        there = FormedWeight(buffer.form_of(index), buffer.tensors[index], own_claim)
         swaps.append(
             Swap(module.__dict__, {shown: {_FORMED: there if shown is Shown.VIEWS else None} for shown in Shown})
         )

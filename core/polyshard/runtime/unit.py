@@ -28,7 +28,7 @@ from ..planning.groups import UnitRanks
 from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
-from .bindings import Bindings, Shown
+from .bindings import Bindings, Shown, Swap
 from .formed import FormBuffer, compute_with_forms
 from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
 from .gradients import Gradients, write_directly
@@ -233,9 +233,10 @@ class Unit:
         gathers = (
             None if self.on_lazy_use is None else [partial(self._lazy_view, index) for index in range(len(self.leaves))]
         )
-        beside = ()
+        beside: Sequence[Swap] = ()
         if isinstance(self.buffer, FormBuffer):
-            beside = compute_with_forms(self.parameters, self.buffer, self.claim_gradient)
+            direct = self.writes_gradients_directly and not self.gradients.widens
+            beside = compute_with_forms(self.parameters, self.buffer, self.claim_gradient if direct else None)
         return Bindings(self.parameters, self.leaves, guarded=not self.permanent, gathers=gathers, beside=beside)
 
     def _make_gradients(self) -> Gradients:
