@@ -104,6 +104,8 @@ class Fp8Linear(Configured):
             fast_gradients=switch(fast_gradients, f"fast_gradients of {where}"),
             weight_gradient_in_fp8=weight_gradient == "fp8",
         )
+        if context.device.type == "cuda" and settings.param is not torch.bfloat16:
+            raise ConfigError(f"compute of {where} must be 'bf16' on CUDA, whose kernels for fp8 write no other dtype.")
         if context.device.type == "cuda" and torch.cuda.is_available():
             found = torch.cuda.get_device_capability(context.device)
             if found < _CAPABILITY:
@@ -219,7 +221,7 @@ class RowwiseFp8(LinearForm):
         inputs, input_scale = quantized(input.t())
         fast = self._multiplication.fast_gradients
         return self._multiply(
-            codes.contiguous(), inputs.contiguous().t(), scale, input_scale.t(), gradient.dtype, fast=fast
+            codes, inputs.t(), scale, input_scale.t(), gradient.dtype, fast=fast
         )
 
     def _multiply(
@@ -240,7 +242,7 @@ class RowwiseFp8(LinearForm):
 def quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``values`` (``[n, m]``) as e4m3 codes, and the scale of each row (``[n, 1]``, fp32)."""
     scale = _scale_of(values.abs().amax(1, keepdim=True).float())
-    return (values.float() / scale).to(_CODE), scale
+    return (values.float() / scale).to(_CODE).contiguous(), scale
 
 
 def _scale_of(largest: torch.Tensor) -> torch.Tensor:
