@@ -220,9 +220,7 @@ class RowwiseFp8(LinearForm):
         codes, scale = quantized(gradient.t())
         inputs, input_scale = quantized(input.t())
         fast = self._multiplication.fast_gradients
-        return self._multiply(
-            codes, inputs.t(), scale, input_scale.t(), gradient.dtype, fast=fast
-        )
+        return self._multiply(codes, inputs.t(), scale, input_scale.t(), gradient.dtype, fast=fast)
 
     def _multiply(
         self,
