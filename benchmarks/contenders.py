@@ -459,4 +459,5 @@ _PEERS: dict[str, Callable[[Site], Step]] = {
     "fsdp2-fp8-rowwise-gw-hp": partial(_fsdp2, fp8="rowwise_with_gw_hp"),
     "drop-in": partial(_fsdp2, drop_in=True),
     "drop-in-local": _drop_in_local,
+    "drop-in-fp8-tensorwise": partial(_fsdp2, drop_in=True, fp8="tensorwise"),
 }
