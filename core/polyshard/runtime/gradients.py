@@ -396,7 +396,8 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         return functional.linear(input, weight, bias)
     direct: _Direct = module.__dict__[_DIRECT]
     recomputes = _torch_private.in_backward()
-    unfilled = recomputes and direct.ends_recomputation
+    # Selective checkpoints hand out the product that they kept, and allow no other operation in its place.
+    unfilled = recomputes and direct.ends_recomputation and not _torch_private.in_dispatch_mode()
     try:
         output: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
             input, weight, bias, direct, unfilled
