@@ -110,7 +110,7 @@ class ExpertBlock(Block):
         del self.gate, self.up, self.down
         self.experts = Experts(workload, mesh, prefix, device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, seq, dim]`` to the same."""
         x = x + self.attend(self.attention_norm(x))
         fed: torch.Tensor = self.experts(self.ffn_norm(x))
