@@ -29,9 +29,10 @@ from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown, Swap
+from .direct import write_directly
 from .formed import FormBuffer, compute_with_forms
 from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
-from .gradients import Gradients, write_directly
+from .gradients import Gradients
 from .parameters import FlatMaster, MasterViews, Originals
 from .peers import Audit
 from .step import Phase, Step
