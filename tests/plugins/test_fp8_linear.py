@@ -142,13 +142,18 @@ def trained(model: nn.Module, rank: int, turns: int = 3) -> list[float]:
         (2, {"weight_gradient": "fp8"}, {"offload": "cpu"}),
         (3, {}, {"recomputes": True}),
         (3, {"weight_gradient": "fp8"}, {"strategy": "shard_grad_op"}),
+        (2, {}, {"freezes": True}),
     ],
     ids=str,
 )
 def test_training_follows_the_formula(ranks: int, options: dict[str, Any], settings: dict[str, Any]) -> None:
+    settings = dict(settings)
     model = model_of(recomputes=settings.pop("recomputes", False))
+    if settings.pop("freezes", False):
+        for block in model.blocks:
+            block.up.weight.requires_grad_(False)
     reference = reference_of(model, in_fp8="weight_gradient" in options)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1)
     expected = []
     for turn in range(3):
         losses = [loss_of(reference, turn, rank) for rank in range(ranks)]
