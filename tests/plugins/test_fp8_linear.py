@@ -341,3 +341,17 @@ def test_losses_are_near_those_of_bf16() -> None:
     )
     assert plain[-1] < 0.7 * plain[0]
     torch.testing.assert_close(fp8[-5:].mean(), plain[-5:].mean(), rtol=0.02, atol=0.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
+def test_compiled_blocks_compute_as_eager_ones_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyshard.planning.thresholds.DIRECT_NUMEL", 1024)
+    losses = []
+    for compiles in (False, True):
+        model = model_of()
+        for block in model.blocks if compiles else ():
+            block.compile(fullgraph=True)
+        pretended(model, caster(), ranks=2)
+        losses.append(trained(model, 0, 4))
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
