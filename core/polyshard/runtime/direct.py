@@ -55,7 +55,7 @@ def write_directly(
 def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """The forward of a linear layer: direct where autograd records it, and no autocast or transform is active."""
     weight, bias = module.weight, module.bias
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         if not (torch.is_grad_enabled() and weight.requires_grad) or torch.is_autocast_enabled(input.device.type):
             return functional.linear(input, weight, bias)
         compiled: torch.Tensor = CompiledLinear.apply(input, weight, bias, getattr(module, _KEY))  # type: ignore[no-untyped-call]
