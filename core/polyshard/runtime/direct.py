@@ -6,6 +6,7 @@ A module's ``forward`` stands in its ``__dict__`` for that. In compiled code the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -47,7 +48,8 @@ def write_directly(
             key = id(direct)
             _COMPILED[key] = direct
             module.__dict__.update({_DIRECT: direct, _KEY: torch.tensor(key, device="cpu")})
-            _define_operation()
+            with _DEFINING:
+                _define_operation()
             # One function for all: torch.compile compiles anew wherever it meets another object.
             module.__dict__["forward"] = MethodType(_forward, module)
 
@@ -194,5 +196,7 @@ class _Direct:
     output: torch.Tensor | None = None
 
 
+# Ranks may be threads.
+_DEFINING = threading.Lock()
 #: What compiled code finds by a module's key.
 _COMPILED: WeakValueDictionary[int, _Direct] = WeakValueDictionary()
