@@ -130,16 +130,20 @@ class Block(nn.Module):
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """Without a checkpoint."""
-        normed = self.attention_norm(x)
+        x = x + self.attend(self.attention_norm(x))
+        normed = self.ffn_norm(x)
+        fed: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return x + fed
+
+    def attend(self, normed: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, dim]`` to the same: causal attention."""
         query, key, value = (
             layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        normed = self.ffn_norm(x)
-        fed: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
-        return x + fed
+        projected: torch.Tensor = self.project(mixed.transpose(1, 2).flatten(2))
+        return projected
 
 
 class Tail(nn.Module):

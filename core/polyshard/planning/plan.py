@@ -71,6 +71,8 @@ class ManagedParameter:
     """The part of a whole tensor that it is, by tensor or expert parallelism; None for a whole parameter."""
     extended: bool = False
     """Whether it gathers itself, by methods of its class."""
+    formed: bool = False
+    """Whether its linear layer computes with the bytes of a gather, as its caster says."""
 
 
 def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
