@@ -161,9 +161,9 @@ class CompiledLinear(torch.autograd.Function):
 @cache
 def _define_operation() -> torch.library.Library:
     """``polyshard::weight_gradient``: defined with the first layer that may need it, for the life of the process."""
-    library = torch.library.Library("polyshard", "FRAGMENT")
-    library.define("weight_gradient(Tensor gradient, Tensor input, Tensor key) -> Tensor")
-    library.impl("weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
+    library = torch.library.Library("polyshard", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("weight_gradient(Tensor gradient, Tensor input, Tensor key) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("weight_gradient", _weight_gradient, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake("polyshard::weight_gradient", _shape_of_weight_gradient, lib=library)
     return library
 
