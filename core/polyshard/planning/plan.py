@@ -177,6 +177,7 @@ def plan_modules(
     root: nn.Module,
     chosen: UnitPlan,
     *,
+    names: Mapping[nn.Module, str] | None = None,
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
     rank: int = 0,
@@ -187,6 +188,7 @@ def plan_modules(
     Args:
         root: The model.
         chosen: What the policy chose, and the settings that differ there.
+        names: Those of all modules of ``root``, where the caller has them.
         ignored_modules: Modules that stay as they are, with all inside them.
         ignored_parameters: Parameters that stay as they are.
         rank: Of this process, for messages.
@@ -201,7 +203,8 @@ def plan_modules(
         DeviceError: parameters are on several devices.
         PluginContractError: ``chosen`` is not a plan for ``root``.
     """
-    names = {module: name for name, module in root.named_modules()}
+    if names is None:
+        names = {module: name for name, module in root.named_modules()}
     overrides = _checked(chosen, names, rank)
     ignored = _inside(ignored_modules)
     skipped = set(ignored_parameters)

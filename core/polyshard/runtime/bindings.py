@@ -55,6 +55,9 @@ class Shown(enum.Enum):
     GUARDS = "guards"
     """Stand-ins while another unit's forward runs: they refuse to compute or, of a split module, gather."""
 
+    # Several look-ups a unit in each step; that of ``Enum`` is in Python.
+    __hash__ = object.__hash__
+
 
 class ShardedParameter(torch.Tensor):
     """A sharded parameter inside another unit's forward: reading its shape is fine, computing with it raises.
@@ -151,7 +154,9 @@ class Bindings:
 
     def hide(self, computing: bool) -> None:
         """Let modules see the originals or, while a forward is ``computing``, the stand-ins."""
-        self.show(self._elsewhere if computing else Shown.ORIGINALS)
+        shown = self._elsewhere if computing else Shown.ORIGINALS
+        if self.shown is not shown:
+            self.show(shown)
 
     def show(self, shown: Shown) -> None:
         """Let modules see ``shown``. Views must be attached by then."""

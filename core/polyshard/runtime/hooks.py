@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_, methodcaller
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -79,14 +80,14 @@ class ForwardHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the parameters, and let the module see them whole."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _hidden_pre_forward(self, args, kwargs)
         return self._pre_forward(args, kwargs)
 
     @_torch_private.uncompiled
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Release the parameters, and watch for a backward where there can be one."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _hidden_post_forward(self, output)
         return self._post_forward(output)
 
@@ -404,6 +405,8 @@ def input_hook(module_state: ModuleState) -> Callable[[], None]:
     if module_state.forward_record is not None:
         return partial(post_backward, module_state, module_state.forward_record, module_state.post_backward_at)
     call = Recomputation()
+    if module_state.recomputations is None:
+        module_state.recomputations = WeakSet()
     module_state.recomputations.add(call)
     return partial(_recomputation_done, module_state, call)
 
@@ -455,7 +458,8 @@ def post_backward(
 def _recomputation_done(module_state: ModuleState, call: Recomputation) -> None:
     if not module_state.in_backward:
         module_state.refuse_unseen_backward()
-    module_state.recomputations.discard(call)
+    if module_state.recomputations is not None:
+        module_state.recomputations.discard(call)
     if not module_state.recomputations:
         module_state.post_backward()
 

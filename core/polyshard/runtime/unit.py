@@ -733,7 +733,8 @@ class Unit:
 def unshard_due(units: Sequence[Unit]) -> None:
     """Issue the gathers of those of ``units``, of one module state, that are due, as one communication."""
     if len(units) == 1:
-        units[0].unshard()
+        if units[0].due:
+            unshard_together(units)
         return
     due = [unit for unit in units if unit.due]
     if due:

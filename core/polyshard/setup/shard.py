@@ -175,7 +175,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
         chosen = {**chosen, **alone}
     # Where nothing is gathered, one unit around the others costs nothing.
     divides = request.config.split_root and shards > 1
-    owners = plan_modules(module, chosen, rank=rank, divides=divides, **ignored)
+    owners = plan_modules(module, chosen, names=names, rank=rank, divides=divides, **ignored)
     own = {inner for owner in owners for inner in owner.modules}
     if not request.stays_on_meta:
         inside = {inner: names[inner] for inner in names if inner in own}
@@ -367,12 +367,11 @@ def _warn_once(rank: int, text: str) -> bool:
 
 def _refuse_pieces(module: nn.Module, named: Mapping[nn.Parameter, str], rank: int) -> None:
     """Raise if a module that is not inside of this one has cut a parameter already: its piece would be cut again."""
-    inside = set(module.modules())
     for name, found in zip(named.values(), live_roots.find(list(named)), strict=True):
         if found is None or found.slot is None:
             continue
         holder = found.root.module_states[0].modules[0]
-        if holder in inside:
+        if any(inner is holder for inner in module.modules()):
             # ``plan_modules`` refuses it.
             continue
         there = f"'{found.unit.parameters[found.slot].names[0]}' of {type(holder).__name__}"
