@@ -776,7 +776,7 @@ def refuse_unshardable(model: nn.Module, rank: int) -> None:
         ParameterError: a parameter cannot be sharded.
     """
     refuse_sharded(model, rank)
-    refuse_unshardable_parameters(model, ignored_modules=(), ignored_parameters=(), rank=rank)
+    refuse_unshardable_parameters(model, ignored_modules=(), ignored_parameters=(), rank=rank, extends=True)
 
 
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:
