@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import ParameterError, UnsupportedError
+from ..errors import ParameterError
 from ..interfaces import Arrangement, Layout, UnitGeometry
 
 if TYPE_CHECKING:
@@ -177,17 +177,10 @@ class Insides:
         made: torch.Tensor = unflatten(dict(inner), self._context, torch.Size(self.shape), self._stride)
         return made
 
-    def require(self, call: str, name: str, rank: int) -> None:
-        """Raise where state cannot be told.
-
-        Raises:
-            UnsupportedError: naming the parameter, its class and the reason.
-        """
-        if self.fault:
-            raise UnsupportedError(
-                f"{call}: '{name}', a {self.kind.__name__}, {self.fault} (rank {rank}). Save "
-                "polyshard.local_state_dict(model) on each rank, for the same number of ranks."
-            )
+    @property
+    def is_plain(self) -> bool:
+        """Whether its values are those of one plain tensor of its shape and dtype, which has the parameter's name."""
+        return not self.fault and not self.inner[0].name
 
 
 def insides_of(whole: torch.Tensor, where: str, rank: int, ranks: int, *, trained: bool) -> Insides:

@@ -30,7 +30,6 @@ from .layout import FlatLayout, NamedLayout, dense_stride
 from .meshes import UnitLists
 from .plan import ManagedParameter, ModuleParameters, modules_called
 
-
 #: Of parameters that gather themselves: they are cut as their class cuts them, whatever the configuration names.
 _CHUNKED = NamedLayout(ChunkedRows(), "the layout of parameters that gather themselves")
 

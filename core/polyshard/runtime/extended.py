@@ -16,9 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ParameterChangedError, ParameterError, ParameterMovedError, PolyshardError
+from ..errors import (
+    ParameterChangedError,
+    ParameterError,
+    ParameterMovedError,
+    PolyshardError,
+    UnsupportedError,
+)
 from ..planning.extensions import (
     ExtensionArguments,
+    InnerTensor,
     MeshOfRanks,
     arity,
     inner_tensors,
@@ -48,6 +55,28 @@ class ExtendedUnit(Unit):
     @abstractmethod
     def own_tensors(self) -> Sequence[torch.Tensor]:
         """This rank's rows of each parameter, of its class."""
+
+    def require_insides(self, call: str) -> None:
+        """Raise where the values of a parameter cannot be told by plain tensors; ``call`` begins the message.
+
+        Raises:
+            UnsupportedError: naming the parameter, its class and the reason.
+        """
+        for parameter in self.parameters:
+            found = parameter.insides
+            if found is None or found.fault:
+                fault = "is of an unknown class" if found is None else found.fault
+                raise UnsupportedError(
+                    f"{call}: '{parameter.names[0]}', a {type(parameter.original).__name__}, {fault} (rank "
+                    f"{self.ranks.world.rank}). Save polyshard.local_state_dict(model) on each rank, for the same "
+                    "number of ranks."
+                )
+
+    def inner_of(self, index: int) -> Iterator[tuple[InnerTensor, torch.Tensor]]:
+        """What parameter ``index`` is made of, and this rank's part of that."""
+        found = self.parameters[index].insides
+        for each in () if found is None else found.inner:
+            yield each, getattr(self.own_tensors[index], each.attribute).detach()
 
     def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         return LaneBuffer(self, dtype)
@@ -82,7 +111,7 @@ class ExtendedUnit(Unit):
 
 
 class RowsUnit(ExtendedUnit):
-    """One of ``polyshard.shard``: modules and optimizers hold this rank's rows, which are of the parameters' classes."""
+    """The unit of ``polyshard.shard``: modules and optimizers hold this rank's rows, of the parameters' classes."""
 
     def _make_originals(self) -> MasterViews:
         return RowsOfParameters(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -140,7 +140,9 @@ def _look_inside(module: PlannedModule, ranks: UnitRanks) -> None:
         original = parameter.original
         where = f"'{parameter.names[0]}' on rank {ranks.world.rank}"
         rank, number = ranks.shard_rank, ranks.shard_size
-        parameter.insides = insides_of(original, where, rank, number, trained=original.requires_grad)
+        found = insides_of(original, where, rank, number, trained=original.requires_grad)
+        fault = found.fault if parameter.part is None else "is a part of a larger tensor by tensor parallelism"
+        parameter.insides = replace(found, fault=fault)
 
 
 def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
