@@ -274,8 +274,8 @@ def test_changes_by_the_program() -> None:
         own.requires_grad_(False)
         model(x).sum().backward()
         assert own.grad is None
-        with pytest.raises(UnshardedUseError, match="'down.weight' was used by"):
-            model.layer.forward = lambda x: x @ model.down.weight.T
+        model.layer.forward = lambda x: x @ model.down.weight.T
+        with pytest.raises(UnshardedUseError, match=r"'down\.weight' was used by"):
             model(x)
 
     on_ranks(2, on_rank)
