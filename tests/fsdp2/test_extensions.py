@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import polyshard
+import polyshard.checkpoint
 import pytest
 import torch
 import torch.distributed as dist
 from extended_models import IN, OUT, Layer, Net, Pair, Reference, Rounded
 from fsdp2_models import OURS, alike, beside_torch, cpu_mesh
 from parity import seed_all
-from polyshard.errors import ParameterError, UnsupportedError
+from polyshard.errors import ConfigError, ParameterError, UnsupportedError
+from polyshard.state import StateOptions, get_model_state_dict, set_model_state_dict
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_fsdp2 import CPUOffloadPolicy
 from processes import KeptRanks
@@ -360,13 +363,57 @@ def memory_and_launches(rank: int) -> None:
     OURS.fully_shard(bare, mesh=cpu_mesh())
     # int8 and fp16.
     assert polyshard.report(bare).master_nbytes == (4, 3)[rank] * IN * 3
-    for call in (lambda: polyshard.flat_parameters(model), lambda: polyshard.unsharded(model).__enter__()):
-        with pytest.raises(UnsupportedError, match=r"'down\.weight' gathers itself"):
-            call()
+    with pytest.raises(UnsupportedError, match=r"'down\.weight' gathers itself"):
+        polyshard.flat_parameters(model)
 
 
 def test_memory_and_launches(ranks: KeptRanks) -> None:
     ranks.run(2, memory_and_launches)
+
+
+def functions_of_polyshard(rank: int, folder: str) -> None:
+    """Checkpoints go to a model that ``polyshard.shard`` sharded, and back; whole tensors have the class."""
+    seed_all(0)
+    source = Net()
+    model, full = sharded(OURS, copy.deepcopy(source)), StateOptions(form="full")
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+
+    def steps(trained: nn.Module, stepping: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for step in range(2):
+            loss = trained(torch.full((1, IN), step + 1.0, dtype=torch.float64)).square().mean()
+            loss.backward()
+            found.append(loss.item())
+            stepping.step()
+            stepping.zero_grad()
+        return found
+
+    steps(model, optimizer)
+    polyshard.checkpoint.save(folder, 1, model, optimizer)
+    state = get_model_state_dict(model, full)
+    assert [type(state[name]) for name in ("layer.weight", "down.weight")] == [Pair, torch.Tensor]
+    with polyshard.unsharded(model):
+        weight: Any = model.layer.weight
+        assert torch.equal(weight.decoded(), state["layer.weight"].decoded())
+        assert torch.equal(model.down.weight.whole, state["down.weight"])  # type: ignore[arg-type]
+    assert isinstance(model.layer.weight, DTensor)
+    names = [name for names, _ in polyshard.stream(model) for name in names]
+    assert sorted(names) == sorted([*(state.keys() - {"layer.weight"}), "layer.weight.high", "layer.weight.low"])
+    seed_all(1)
+    native = polyshard.shard(Net(), polyshard.ShardConfig(policy="always"))
+    other = torch.optim.AdamW([each for each in native.parameters() if each.requires_grad], lr=1e-2)
+    polyshard.checkpoint.load(f"{folder}/step-00000001", native, other)
+    found = steps(native, other)
+    polyshard.checkpoint.save(folder, 2, native, other)
+    torch.testing.assert_close(found, steps(model, optimizer), rtol=1e-12, atol=0.0)
+    polyshard.checkpoint.load(f"{folder}/step-00000002", model, optimizer)
+    torch.testing.assert_close(steps(model, optimizer), steps(native, other), rtol=1e-12, atol=0.0)
+    with pytest.raises(ConfigError, match=r"'layer\.weight' of the state dict is a DTensor of Pair"):
+        set_model_state_dict(native, model.state_dict())
+
+
+def test_functions_of_polyshard(ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(2, functions_of_polyshard, str(tmp_path))
 
 
 def beside_tensor_parallelism(rank: int) -> None:

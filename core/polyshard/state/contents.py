@@ -92,12 +92,14 @@ class Joint:
     def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """What its optimizer has for ``parameter``: of a ``DTensor``, this rank's elements."""
         found: Mapping[str, Any] = self._optimizer_of[parameter].state.get(parameter, {})
-        if not is_dtensor(parameter):
-            kind = type(parameter)
-            if kind is nn.Parameter:
-                return found
-            return {key: _plain_inside(value) if type(value) is kind else value for key, value in found.items()}
-        return {key: local_of(value) if is_dtensor(value) else value for key, value in found.items()}
+        local: torch.Tensor = parameter
+        if is_dtensor(parameter):
+            local = local_of(parameter)
+            found = {key: local_of(value) if is_dtensor(value) else value for key, value in found.items()}
+        kind = type(local)
+        if kind in (nn.Parameter, torch.Tensor):
+            return found
+        return {key: _plain_inside(value) if type(value) is kind else value for key, value in found.items()}
 
     def blocks_of(self, parameter: nn.Parameter) -> Blocks | None:
         """How its optimizer divides ``parameter``; None where it treats all elements alike."""
