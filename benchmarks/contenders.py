@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -297,11 +297,20 @@ def _half_of(site: Site) -> int:
     return site.world_size // 2
 
 
-def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False, hybrid: bool = False, drop_in: bool = False) -> Step:
+def _fsdp2(
+    site: Site,
+    *,
+    keep: bool = False,
+    tuned: bool = False,
+    hybrid: bool = False,
+    drop_in: bool = False,
+    fp8: str | None = None,
+) -> Step:
     """Blocks and root.
 
     ``keep``: nothing is released after forward. ``tuned``: more units, and prefetch by hand. ``hybrid``: sharded over
-    half of the ranks, replicated over the halves. ``drop_in``: polyshard's FSDP2.
+    half of the ranks, replicated over the halves. ``drop_in``: polyshard's FSDP2. ``fp8``: torchao's recipe by which the
+    linear layers of blocks compute; weights are gathered in fp8 where it is ``"tensorwise"``.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -314,6 +323,8 @@ def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False, hybrid: bool 
     mesh = init_device_mesh(site.device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = _meta_model(site)
+    if fp8 is not None:
+        _compute_in_fp8(model, fp8, site)
     for unit in [model.embedding, *model.blocks] if tuned else model.blocks:
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
     if tuned:
@@ -335,7 +346,28 @@ def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False, hybrid: bool 
             pieces = initial_value(name, parameter.shape, site.device).chunk(shards)
             if site.rank % shards < len(pieces):
                 cast("Any", parameter).to_local().copy_(pieces[site.rank % shards])
-    return EagerStep(model, _optimizer(model.parameters()))
+    optimizer = _optimizer(model.parameters())
+    if fp8 == "tensorwise":
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        # The weights' scales, by one reduction for all of them.
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
+    return EagerStep(model, optimizer)
+
+
+def _compute_in_fp8(model: LanguageModel, recipe: str, site: Site) -> None:
+    """torchao's ``Float8Linear`` in blocks, for linear layers whose dimensions its kernels take."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise NotServedError(f"torchao cannot be imported: {error}") from error
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if recipe == "tensorwise":
+        config = replace(config, enable_fsdp_float8_all_gather=True, force_recompute_fp8_weight_in_bwd=False)
+    if site.device.type != "cuda":
+        config = replace(config, emulate=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name.startswith("blocks."))
 
 
 def _drop_in_local(site: Site) -> Step:
@@ -356,6 +388,10 @@ _POLYSHARD: dict[str, dict[str, Any]] = {
     "polyshard-captured-keep": {"strategy": "shard_grad_op"},
     "polyshard-no-shard": {"strategy": "no_shard"},
     "polyshard-hybrid": {"strategy": "hybrid_shard"},
+    "polyshard-rows": {"layout": "rows"},
+    "polyshard-fp8": {"precision": "fp8_linear", "layout": "rows"},
+    "polyshard-fp8-all": {"precision": {"name": "fp8_linear", "weight_gradient": "fp8"}, "layout": "rows"},
+    "polyshard-captured-fp8": {"precision": "fp8_linear", "layout": "rows"},
 }
 
 
@@ -381,9 +417,8 @@ def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
     if kind == "polyshard-hybrid":
         settings["shard_size"] = _half_of(site)
     policy = {"name": "module_class", "classes": [Block]}
-    config = polyshard.ShardConfig(precision="bf16", policy=policy, device=site.device, **settings).with_environment(
-        overrides
-    )
+    settings = {"precision": "bf16", **settings}
+    config = polyshard.ShardConfig(policy=policy, device=site.device, **settings).with_environment(overrides)
     model = _meta_model(site)
     polyshard.shard(model, config, initializer=_initializer(model))
     captured = "captured" in kind
@@ -419,6 +454,9 @@ _PEERS: dict[str, Callable[[Site], Step]] = {
     "fsdp2-tuned": partial(_fsdp2, tuned=True),
     "fsdp2-keep": partial(_fsdp2, keep=True),
     "fsdp2-hybrid": partial(_fsdp2, hybrid=True),
+    "fsdp2-fp8-tensorwise": partial(_fsdp2, fp8="tensorwise"),
+    "fsdp2-fp8-rowwise": partial(_fsdp2, fp8="rowwise"),
+    "fsdp2-fp8-rowwise-gw-hp": partial(_fsdp2, fp8="rowwise_with_gw_hp"),
     "drop-in": partial(_fsdp2, drop_in=True),
     "drop-in-local": _drop_in_local,
 }

@@ -30,6 +30,7 @@ class Settings:
     hang_timeout_s: float
     out: Path | None
     by_step: bool
+    kernels: bool
 
     def steps_of(self, workload: Workload) -> int:
         """Timed steps in a round."""
@@ -65,6 +66,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="the peers of a round are there at once and take turns at each step, so that a busy host hits all alike; "
         "says nothing about memory",
+    )
+    parser.add_argument(
+        "--kernels", action="store_true", help="profile one more step of each peer, and say what its kernels compute"
     )
     parser.add_argument("--train", type=int, help="compare losses over so many steps instead of timing")
     parser.add_argument("--every", type=int, default=100, help="steps between two losses of --train")
@@ -118,4 +122,5 @@ def settings_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> S
         given.hang_timeout,
         given.out,
         given.by_step,
+        given.kernels,
     )

@@ -4,13 +4,14 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --train 1000 --every 100 --out train.json
     torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --device cpu --work tiny
     python benchmarks/peers.py --pretend 8 --peers fsdp2,drop-in,drop-in-local,polyshard --work host,300m,1b
+    python benchmarks/peers.py --pretend 8 --work 8b-selective --kernels --peers fsdp2+compile,polyshard+compile
 
 In every round, each peer of a workload is built from the meta device, warmed up, timed and dropped. With ``--by-step``
 all of them are built and warmed up, then take turns step by step, and are dropped together. Ratios are taken within a
 round. All start from the same weights and see the same batches, so their losses agree. A step is forward, backward,
 fused AdamW and zero_grad(); its time lies between two CUDA events and is the slowest rank's; host time ends when the
 last call returns. Ranks meet between steps. All sharders compute in bf16, keep fp32 parameters and reduce in fp32; DDP
-computes under bf16 autocast.
+computes under bf16 autocast. Memory is a peer's own: what earlier ones left allocated or reserved is taken off.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import Contender, Site, Step
+from kernels import kernels_of
 from measure import spread, undisturbed
 from memory import Memory, larger
 from options import Settings, make_parser, settings_of
 from ranks import Ranks
 from runs import FailedError, Taken, environment, timed, together
-from summary import summarise, table, train_table
+from summary import kernel_tables, summarise, table, train_table
 from workloads import Batches, Workload
 
 #: Batches that a timed peer goes round.
 _POOL = 8
+#: Of dense bf16 products a second, on an H100 or H200: what MFU is a share of.
+_PEAK_FLOPS = 989e12
 
 
 class Benchmark:
@@ -50,6 +54,7 @@ class Benchmark:
         self.settings = settings
         self.report = report
         self.memory = Memory(ranks.device)
+        self.profiled: set[tuple[str, str]] = set()
         self.began = time.perf_counter()
 
     def run(self) -> None:
@@ -74,7 +79,9 @@ class Benchmark:
             if self._late(0.0):
                 self._skip(workload, number, [left.name for left in order[position:]])
                 break
-            timed = self._guarded(peer, workload, lambda run: self._timed(run, workload))
+            profiles = self.settings.kernels and (workload.name, peer.name) not in self.profiled
+            timed = self._guarded(peer, workload, lambda run: self._timed(run, workload, profiles))  # noqa: B023
+            self.profiled.add((workload.name, peer.name))
             self._add({"workload": workload.name, "peer": peer.name, "round": number, **timed})
 
     def _round_by_step(self, order: Sequence[Contender], workload: Workload, number: int) -> None:
@@ -183,7 +190,7 @@ class Benchmark:
         self.memory.settle()
         self.memory.reset_peaks()
         groups = _groups()
-        run = _Run()
+        run = _Run(left=(self.memory.allocated() or 0.0, self.memory.reserved() or 0.0))
         try:
             began = time.perf_counter()
             ranks = self.ranks
@@ -209,8 +216,8 @@ class Benchmark:
         batches = Batches(workload, self.ranks.rank, self.ranks.device)
         return [batches.batch(index) for index in range(_POOL)]
 
-    def _timed(self, run: _Run, workload: Workload) -> dict[str, Any]:
-        """Warm up, then time; see the head of this file."""
+    def _timed(self, run: _Run, workload: Workload, profiles: bool) -> dict[str, Any]:
+        """Warm up, then time; see the head of this file. ``profiles``: one more step under the profiler."""
         steps, warmup = self.settings.steps_of(workload), self.settings.warmup
         pool = self._pool(workload)
         whole = self.memory.peaks()
@@ -229,16 +236,23 @@ class Benchmark:
                     self.memory.reset_peaks()
         steady = self.memory.peaks()
         whole = larger(whole, steady)
-        return self._figures(run, workload) | {
-            "peak_gib": _rounded(steady and steady[0]),
-            "peak_reserved_gib": _rounded(steady and steady[1]),
-            "whole_peak_gib": _rounded(whole and whole[0]),
-            "whole_peak_reserved_gib": _rounded(whole and whole[1]),
-            "reserved_after_step_2_gib": _rounded(reserved_after_2),
-            "reserved_at_end_gib": _rounded(self.memory.reserved()),
+        allocated, reserved = run.left
+        found = self._figures(run, workload) | {
+            "peak_gib": _above(allocated, steady and steady[0]),
+            "peak_reserved_gib": _above(reserved, steady and steady[1]),
+            "whole_peak_gib": _above(allocated, whole and whole[0]),
+            "whole_peak_reserved_gib": _above(reserved, whole and whole[1]),
+            "reserved_after_step_2_gib": _above(reserved, reserved_after_2),
+            "reserved_at_end_gib": _above(reserved, self.memory.reserved()),
+            "left_gib": _rounded(reserved),
             "device_used_gib": _rounded(self.memory.used()),
             "alloc_retries": self.memory.retries() - retries,
         }
+        if profiles:
+            with together(self.ranks):
+                assert run.step is not None
+                found["kernels"] = kernels_of(run.step, *pool[0])
+        return found
 
     def _figures(self, run: _Run, workload: Workload) -> dict[str, Any]:
         times = run.times[self.settings.warmup :]
@@ -248,6 +262,7 @@ class Benchmark:
             "ms": {**spread(ms), "steps": [round(value, 4) for value in ms]},
             "host_ms": {**spread(host), "steps": [round(value, 4) for value in host]},
             "tokens_per_s": round(workload.tokens / spread(ms)["median"] * 1e3, 1),
+            "mfu": round(workload.flops_per_token * workload.tokens / spread(ms)["median"] * 1e3 / _PEAK_FLOPS, 4),
             "first_step_s": round(run.times[0].device / 1e3, 4),
             "losses": [round(value, 6) for value in self.ranks.mean([loss.item() for loss in run.losses])],
         }
@@ -292,6 +307,8 @@ class _Run:
     """A peer while it is there, and what its steps took."""
 
     step: Step | None = None
+    #: GiB allocated and reserved before it was there: graphs of earlier peers may not be given back.
+    left: tuple[float, float] = (0.0, 0.0)
     #: Seconds of wall time that it took to build.
     wrap_s: float = 0.0
     #: Step by step.
@@ -310,6 +327,10 @@ def _groups() -> list[dist.ProcessGroup]:
     from torch.distributed.distributed_c10d import _world
 
     return list(_world.pg_map)
+
+
+def _above(left: float, value: float | None) -> float | None:
+    return None if value is None else round(value - left, 4)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -362,7 +383,7 @@ def main() -> int:
         if ranks.rank == 0:
             print(f"about {settings.expected_s():.0f} s where all peers are served", file=sys.stderr, flush=True)
         benchmark.run()
-        text = table(report["summary"])
+        text = table(report["summary"]) + kernel_tables(report["rows"])
     if ranks.rank == 0:
         print(text, flush=True)
     faulthandler.dump_traceback_later(settings.hang_timeout_s, exit=True)

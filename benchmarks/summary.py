@@ -11,7 +11,6 @@ from measure import spread
 Row = Mapping[str, Any]
 #: What each ratio is taken to, within a round and with the blocks compiled alike.
 BASELINES = ("fsdp2", "local")
-_MEASURES = ("host_ms", "tokens_per_s")
 _ONCE = ("wrap_s", "first_step_s")
 _MEMORY = ("peak_gib", "peak_reserved_gib", "whole_peak_gib", "reserved_at_end_gib", "reserved_after_step_2_gib")
 
@@ -39,7 +38,7 @@ def _of_one(rows: Sequence[Row], workload: str, peer: str) -> dict[str, Any]:
         "max": max(row["ms"]["max"] for row in done.values()),
     }
     figures["host_ms"] = _median(row["host_ms"]["median"] for row in done.values())
-    for key in ("tokens_per_s", *_ONCE, *_MEMORY):
+    for key in ("tokens_per_s", "mfu", *_ONCE, *_MEMORY):
         values = [row[key] for row in done.values() if row.get(key) is not None]
         figures[key] = _median(values) if values else None
     figures["alloc_retries"] = max(row.get("alloc_retries") or 0 for row in done.values())
@@ -54,6 +53,8 @@ def _of_one(rows: Sequence[Row], workload: str, peer: str) -> dict[str, Any]:
         }
         _compare(figures, name, done, theirs)
     losses = next(iter(done.values()))["losses"]
+    # Every round starts from the same weights, and sees the same batches.
+    figures["losses_repeat"] = all(row["losses"] == losses for row in done.values()) if len(done) > 1 else None
     figures["loss"] = {"first": losses[0], "last": losses[-1]}
     return figures
 
@@ -115,6 +116,8 @@ COLUMNS: tuple[_Column, ...] = (
     ("wrap s", _number("wrap_s", ".2f")),
     ("first s", _number("first_step_s", ".2f")),
     ("tokens/s/GPU", _number("tokens_per_s", ",.0f")),
+    ("MFU", _number("mfu", ".3f")),
+    ("same bits", lambda figures: {True: "yes", False: "no"}.get(figures.get("losses_repeat"), "-")),
     ("loss", lambda figures: f"{figures['loss']['first']:.3f}→{figures['loss']['last']:.3f}"),
     ("off FSDP2", _number("loss_difference", ".1e")),
 )
@@ -138,6 +141,23 @@ def table(summary: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
             lines.append("  ".join([first.strip().ljust(widths[0]), *others]))
         lines += [f"{peer}: {figures['error'][:300]}" for peer, figures in peers.items() if "error" in figures]
     return "\n".join(lines[1:])
+
+
+def kernel_tables(rows: Sequence[Row]) -> str:
+    """What the kernels of one step computed, a block for each workload and a column for each peer; milliseconds."""
+    lines: list[str] = []
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        profiled = {row["peer"]: row["kernels"] for row in rows if row["workload"] == workload and row.get("kernels")}
+        if not profiled:
+            continue
+        width = max(12, *map(len, profiled)) + 2
+        lines += ["", f"{workload + ', kernels, ms':22}" + "".join(peer.rjust(width) for peer in profiled)]
+        for kind in next(iter(profiled.values()))["ms"]:
+            texts = (f"{each['ms'][kind]:.2f} ({each['launches'].get(kind, 0)})" for each in profiled.values())
+            lines.append(f"{kind:22}" + "".join(text.rjust(width) for text in texts))
+        wholes = (f"{sum(each['ms'].values()):.2f}" for each in profiled.values())
+        lines.append(f"{'whole':22}" + "".join(text.rjust(width) for text in wholes))
+    return "\n".join(["", *lines]) if lines else ""
 
 
 def train_table(train: Mapping[str, Any]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Workload:
     """Timed steps in a round."""
     expected_step_s: float
     """Seconds of a slow peer's step on an H200, for estimates of how long a run takes."""
+    selective: bool = False
+    """Whether blocks recompute all but products and attention, and the loss is compiled: large models are trained so."""
 
     @property
     def head_dim(self) -> int:
@@ -48,9 +51,19 @@ class Workload:
         block = attention + 3 * self.dim * self.ffn + 2 * self.dim
         return 2 * self.vocab * self.dim + self.layers * block + self.dim
 
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward of what a model needs, so without what is computed again.
+
+        6 for each parameter that multiplies, and causal attention at half.
+        """
+        multiplying = self.parameter_count - self.vocab * self.dim
+        return 6.0 * multiplying + 12 * self.layers * self.dim * self.seq / 2
+
     def describe(self) -> str:
         """One line for the help and for tables."""
         recomputed = ", full activation checkpointing" if self.checkpointing else ""
+        recomputed += ", all but products and attention recomputed, compiled loss" if self.selective else ""
         return (
             f"{self.name}: {self.layers} blocks, d {self.dim}, {self.heads} heads ({self.kv_heads} for keys), ffn "
             f"{self.ffn}, vocabulary {self.vocab}, {self.batch}x{self.seq} tokens a GPU, "
@@ -66,8 +79,24 @@ WORKLOADS = {
         Workload("300m", 1024, 20, 16, 16, 2816, 32000, 8, 1024, False, 10, 0.08),
         Workload("1b", 2048, 18, 16, 8, 8192, 32000, 4, 2048, False, 10, 0.14),
         Workload("8b", 4096, 32, 32, 8, 14336, 32000, 2, 4096, True, 5, 0.92),
+        Workload("8b-selective", 4096, 32, 32, 8, 14336, 32000, 1, 8192, False, 5, 0.8, True),
+        Workload("tiny-selective", 32, 3, 4, 2, 48, 128, 2, 16, False, 4, 0.05, True),
     )
 }
+
+
+_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+#: Operations whose results selective checkpoints keep.
+_KEPT = [
+    torch.ops.aten.mm.default,
+    *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _ATTENTION),
+]
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+    contexts = create_selective_checkpoint_contexts(_KEPT)
+    return contexts
 
 
 class Block(nn.Module):
@@ -77,6 +106,7 @@ class Block(nn.Module):
         super().__init__()
         dim, kv_dim = workload.dim, workload.kv_heads * workload.head_dim
         self.head_dim = workload.head_dim
+        self.selective = workload.selective
         self.grouped = workload.heads != workload.kv_heads
         self.attention_norm = nn.RMSNorm(dim)
         self.query = nn.Linear(dim, dim, bias=False)
@@ -90,16 +120,30 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, seq, dim]`` to the same."""
-        normed = self.attention_norm(x)
+        if not self.selective:
+            return self.compute(x)
+        # Inside, so that a compiled block has it in its graph.
+        output: torch.Tensor = checkpoint(
+            self.compute, x, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
+        )
+        return output
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """Without a checkpoint."""
+        x = x + self.attend(self.attention_norm(x))
+        normed = self.ffn_norm(x)
+        fed: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return x + fed
+
+    def attend(self, normed: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, dim]`` to the same: causal attention."""
         query, key, value = (
             layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        normed = self.ffn_norm(x)
-        fed: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
-        return x + fed
+        projected: torch.Tensor = self.project(mixed.transpose(1, 2).flatten(2))
+        return projected
 
 
 class Tail(nn.Module):
@@ -122,6 +166,7 @@ class LanguageModel(nn.Module):
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         self.checkpointing = workload.checkpointing
+        self.loss = torch.compile(_loss) if workload.selective else _loss
         self.embedding = nn.Embedding(workload.vocab, workload.dim)
         self.blocks = nn.ModuleList(Block(workload) for _ in range(workload.layers))
         self.tail = Tail(workload)
@@ -141,7 +186,12 @@ class LanguageModel(nn.Module):
             else:
                 x = block(x)
         logits: torch.Tensor = self.tail(x)
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss: torch.Tensor = self.loss(logits, targets)
+        return loss
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def initial_value(name: str, shape: torch.Size | tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -35,6 +35,14 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def in_dispatch_mode() -> bool:
+    """Whether a dispatch mode sees every operation, as of selective activation checkpointing.
+
+    Its public names ask for a mode of one class. (torch 2.11 and 2.13)
+    """
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def will_accumulate(leaf: torch.Tensor) -> bool:
     """Whether the backward that runs now adds to ``leaf.grad``; to be called inside of one.
 

@@ -179,6 +179,12 @@ def test_parts_of_tensors_are_a_group_of_their_own() -> None:
         dist.destroy_process_group()
 
 
+def test_a_mesh_of_one_dimension() -> None:
+    found = plan(ShardConfig(mesh=WorldMesh.pretended({"dp": 8})), on_meta(Net), 8, batch=BATCH, samples=ROWS)
+    whole = 4 * ((DEPTH + 1) * DENSE + DEPTH * SPARSE)
+    assert sent(found)[Operation.REDUCE_SCATTER, "dp", 8] == whole * 7 // 8
+
+
 def test_a_mesh_that_is_not_of_the_planned_ranks_is_named() -> None:
     with pytest.raises(ConfigError, match="the mesh edp=2, ep=2 is not one of the ranks 0 to 7"):
         plan(config_over({"edp": 2, "ep": 2}, shard=("edp", "ep")), on_meta(Net), 8)

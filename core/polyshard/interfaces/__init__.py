@@ -28,7 +28,17 @@ from .context import CURRENT_API, OLDEST_API, Constructor, Group, PluginContext,
 from .listener import Listener, Observer
 from .offload import OffloadCapabilities, OffloadManager
 from .options import bytes_of, resolve_callable, resolve_class, resolve_classes, resolve_object
-from .precision import InputCast, OutputCast, PrecisionCapabilities, PrecisionCaster, UnitDtypes, WireSpec
+from .precision import (
+    FormedWeights,
+    InputCast,
+    LinearForm,
+    OutputCast,
+    PrecisionCapabilities,
+    PrecisionCaster,
+    UnitDtypes,
+    WeightPiece,
+    WireSpec,
+)
 from .units import (
     PARAMETER_ALIGNMENT_BYTES,
     SLICE_ALIGNMENT_BYTES,
@@ -60,6 +70,7 @@ __all__ = [
     "Group",
     "InputCast",
     "Layout",
+    "LinearForm",
     "Listener",
     "Observer",
     "OffloadCapabilities",
@@ -76,6 +87,7 @@ __all__ = [
     "UnitGeometry",
     "UnitPlan",
     "UnitSpec",
+    "WeightPiece",
     "WireSpec",
     "Work",
     "WrapPolicy",

@@ -13,6 +13,8 @@ from ..errors import PluginContractError
 from ..interfaces import (
     Collectives,
     CollectivesCapabilities,
+    FormedWeights,
+    LinearForm,
     OffloadCapabilities,
     OffloadManager,
     PrecisionCapabilities,
@@ -115,10 +117,38 @@ def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | No
         raise PluginContractError(
             f"{where}, but its capabilities do not say that it encodes. Set PrecisionCapabilities(encodes=True)."
         )
-    nbytes: Any = answer.nbytes_per_rank
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0 or nbytes % _WIRE_ALIGNMENT:
+    if not _is_nbytes(answer.nbytes_per_rank) or answer.nbytes_per_rank % _WIRE_ALIGNMENT:
         raise PluginContractError(f"{where}. Answer a positive multiple of {_WIRE_ALIGNMENT} bytes.")
     return answer
+
+
+def forms_of(caster: PrecisionCaster, unit: UnitSpec, linear: torch.nn.Linear, name: str, rank: int) -> bool:
+    """Whether ``linear``, of the fully-qualified ``name``, computes with bytes as ``caster`` forms them.
+
+    Raises:
+        PluginContractError: neither True nor False.
+    """
+    return _yes_or_no(caster, "forms", caster.forms(unit, linear, name), f"'{name}'", rank)
+
+
+def form_of(caster: PrecisionCaster, weights: FormedWeights, rank: int) -> LinearForm:
+    """How ``weights`` travel and compute.
+
+    Raises:
+        PluginContractError: no ``LinearForm``, or one whose lanes are no numbers of bytes.
+    """
+    answer: Any = caster.form(weights)
+    where = _answered(caster, "form", answer, f"unit '{weights.unit}'", rank)
+    if not isinstance(answer, LinearForm):
+        raise PluginContractError(f"{where}, which is no LinearForm. Return one.")
+    lanes: Any = answer.lanes
+    if not isinstance(lanes, Sequence) or not lanes or not all(map(_is_nbytes, lanes)):
+        raise PluginContractError(f"{where}, whose lanes are {lanes!r}. Answer a sequence of numbers of bytes above 0.")
+    return answer
+
+
+def _is_nbytes(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def leaves_alone(caster: PrecisionCaster, module: torch.nn.Module, name: str, rank: int) -> bool:

@@ -200,8 +200,9 @@ def group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]
     """The collectives' choice, the process group and the mesh that the configuration names."""
     choice, mesh = config.collectives, config.mesh
     if isinstance(choice, (str, Mapping, Collectives)):
-        group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
-        return choice, group, mesh
+        if mesh is None or mesh.ndim != 1 or isinstance(mesh, WorldMesh):
+            return choice, None, mesh
+        return choice, mesh.get_group(), mesh
     if isinstance(choice, torch.distributed.ProcessGroup):
         return "auto", choice, mesh
     if type(choice).__name__ == "DeviceMesh":

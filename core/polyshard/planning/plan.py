@@ -71,6 +71,8 @@ class ManagedParameter:
     """The part of a whole tensor that it is, by tensor or expert parallelism; None for a whole parameter."""
     extended: bool = False
     """Whether it gathers itself, by methods of its class."""
+    formed: bool = False
+    """Whether its linear layer computes with the bytes of a gather, as its caster says."""
     insides: Insides | None = None
     """What it is made of, where it gathers itself: known before the model changes."""
     rows: torch.Tensor | None = None

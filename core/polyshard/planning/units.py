@@ -13,6 +13,7 @@ from torch import nn
 from ..events import Events
 from ..interfaces import (
     InputCast,
+    LinearForm,
     Observer,
     OffloadManager,
     OutputCast,
@@ -26,6 +27,7 @@ from ..interfaces import (
 from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, is_packed, parked_of, wire_of
 from .extensions import ChunkedRows
+from .forms import forms_in, split_by_form
 from .layout import FlatLayout, NamedLayout, dense_stride
 from .meshes import UnitLists
 from .plan import ManagedParameter, ModuleParameters, modules_called
@@ -43,11 +45,20 @@ class PlannedUnit:
     dtypes: UnitDtypes
     wire: WireSpec | None
     """How it travels; None for as it computes."""
+    forms: tuple[LinearForm, ...]
+    """How linear layers compute with what a gather brings, one a segment; empty where they compute in a dtype."""
     observers: tuple[Observer, ...]
     parked: bool
     """Whether the offload manager keeps its master and gradient; ``decide_parking`` knows."""
     launch_numel: int
     """Elements by which launches of communication are planned: the same on all ranks, whichever part they hold."""
+
+    @property
+    def gathered_nbytes_per_rank(self) -> int:
+        """Bytes that each rank sends in a gather."""
+        if self.forms:
+            return sum(sum(form.lanes) for form in self.forms)
+        return self.layout.shard_numel * self.dtypes.compute.itemsize if self.wire is None else self.wire.nbytes_per_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,35 +143,41 @@ def plan_units(
     caster, shards = plugins.caster, len(lists.shard[0])
     units: list[PlannedUnit] = []
     groups: list[tuple[ManagedParameter, ...]] = []
-    for group in planned.groups:
+    unsized = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
+    for group in (part for each in planned.groups for part in split_by_form(planned, each, caster, unsized, rank)):
         suffix = _suffix(group) if units else ""
         layout = _CHUNKED if group[0].extended else plugins.layout
         # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
         # them: a layout for that saves asking, checking and laying out twice.
         dtype = group[0].original.dtype
-        itemsize = travelled.get(dtype, dtype.itemsize)
+        itemsize = 1 if group[0].formed else travelled.get(dtype, dtype.itemsize)
         geometry = _geometry(planned, group, suffix, shards, itemsize)
         order, flat = layout.arrange(geometry, rank)
         dtypes = dtypes_of(caster, _spec(planned, group, flat, device, suffix, is_root, lists.label), rank)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
-        travelled[dtype] = travels
+        if group[0].formed:
+            # Bytes, whatever they mean.
+            travels = 1
+        else:
+            travelled[dtype] = travels
         if travels != itemsize:
             order, flat = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         members = tuple(group[index] for index in order)
         spec = _spec(planned, members, flat, device, suffix, is_root, lists.label)
-        as_it_is = shards == 1 or group[0].extended or is_packed(dtype)
+        forms = forms_in(caster, spec, flat, dtypes.compute, rank) if group[0].formed else ()
+        as_it_is = shards == 1 or bool(forms) or group[0].extended or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         full_precision_in_eval_of(caster, spec, rank)
         observers = events.observers(spec) if events.active else ()
         launched = _launch_numel(members, flat)
-        units.append(PlannedUnit(spec, flat, dtypes, wire, observers, parked=False, launch_numel=launched))
+        units.append(PlannedUnit(spec, flat, dtypes, wire, forms, observers, parked=False, launch_numel=launched))
         groups.append(members)
     computing = next((unit for unit in units if not is_packed(unit.spec.master_dtype)), None)
     if computing is not None:
         first, buffer_dtype = computing.spec, computing.dtypes.buffer
     else:
-        first = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
+        first = unsized
         buffer_dtype = dtypes_of(caster, first, rank).buffer
     # A split module's inputs and outputs stay inside the module around it.
     casts = planned.parent is None
@@ -275,4 +292,5 @@ def _suffix(group: Sequence[ManagedParameter]) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
     extended = ", extended" if group[0].extended else ""
-    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{extended}]"
+    formed = ", formed" if group[0].formed else ""
+    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{extended}{formed}]"

@@ -125,15 +125,18 @@ class Bindings:
         *,
         guarded: bool,
         gathers: Sequence[Callable[[], torch.Tensor]] | None = None,
+        beside: Sequence[Swap] = (),
     ) -> None:
         """``guarded``: views have no memory outside of the unit's compute.
 
         ``gathers``: of a split module, one a parameter: returns the whole parameter, which the current stream may read.
+        ``beside``: what else modules find in each state.
         """
         self.shown = Shown.ORIGINALS
         # Memory that is never released is shown everywhere: the leaf collects the gradient that is reduced.
         self._elsewhere = Shown.GUARDS if guarded else Shown.VIEWS
         self._gathers = gathers
+        self._beside = beside
         self._lazy: list[LazyParameter] = []
         self._parameters = tuple(parameters)
         self._swaps = self._collect(leaves)
@@ -175,7 +178,7 @@ class Bindings:
                 stand_in = self._stand_in(index, parameter)
                 for module, attribute in parameter.sites:
                     self._swaps[module].of[Shown.GUARDS][attribute] = stand_in
-        swaps = list(self._swaps.values())
+        swaps = [*self._swaps.values(), *self._beside]
         for module, swap in self._swaps.items():
             if isinstance(module, nn.RNNBase):
                 weights = {shown: _torch_private.rnn_weights(module, values) for shown, values in swap.of.items()}

@@ -127,21 +127,25 @@ def _start_many(group: Collectives | None, records: Sequence[GatherRecord]) -> W
         for observer in record.observers:
             observer.unshard(record.spec)
     plain = [record for record in records if record.wire is None]
+    formed = [record for record in plain if isinstance(record.buffer, EncodedBuffer)]
     here = [record for record in plain if record.offload is None]
     stages = [stage for record in plain for stage in record.buffer.stages]
     for stage in stages:
         stage.attach()
+    for record in formed:
+        assert isinstance(record.buffer, EncodedBuffer)
+        record.buffer.encode(_on_device(record))
     owns = [own for record in here for own in record.owns]
     if owns:
         # The cast is the copy-in, as for one, in one launch.
         _torch_private.foreach_copy_(owns, [each for record in here for each in record.slices])
     if len(here) < len(plain):
         for record in plain:
-            if record.offload is not None:
+            if record.offload is not None and record not in formed:
                 _fetch(record, record.offload)
     pairs = [pair for record in plain for pair in record.pairs]
     if group is None:
-        # Parameters that gather themselves do so on one rank, too.
+        # What is made of bytes is made so on one rank, too.
         gather = COMPLETED
     elif len(plain) == len(records):
         gather = issued(group.all_gather_many(pairs), "all_gather_many", group, "")
@@ -383,6 +387,14 @@ class FlatBuffer:
             # Meta tensors have no addresses.
             return self.attached and tensor.untyped_storage() is self._storage
         return self.attached and 0 <= tensor.data_ptr() - self.address < self.nbytes
+
+
+class EncodedBuffer(FlatBuffer):
+    """A buffer whose own part is made of the shard by other means than a cast."""
+
+    def encode(self, shard: torch.Tensor) -> None:
+        """Write what ``shard`` (``[shard_numel]``, master dtype) travels as into this rank's part."""
+        raise NotImplementedError
 
 
 class Stage:

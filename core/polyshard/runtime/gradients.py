@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from types import MethodType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import nn
-from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
 from .. import _torch_private
 from ..errors import StateError
 from ..interfaces import Observer, OffloadManager, UnitDtypes, UnitSpec
-from ..planning import thresholds
 from ..planning.answers import refuse_gradient
 from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout, contiguous_stride
-from ..planning.plan import ManagedParameter
 from .parameters import GradientTarget
 from .reduce import Contribution, Reducer, ReductionInput
 from .streams import CommStreams
@@ -357,111 +350,3 @@ class Gradients:
         if not self._shapes:
             return picked
         return [part if shape is None else part.view(shape) for part, shape in zip(picked, self._shapes, strict=True)]
-
-
-def write_directly(
-    parameters: Sequence[ManagedParameter], layout: FlatLayout, claim: Callable[[int], torch.Tensor | None]
-) -> None:
-    """Let the large linear layers that hold one of ``parameters`` write its gradient into the reduction's input.
-
-    ``claim``: returns, for an index of ``parameters`` and ``layout``, the memory for the gradient, or None where it
-    needs memory of its own.
-
-    Layers with another forward (a subclass, a replaced method) stay as they are.
-    """
-    for index, parameter in enumerate(parameters):
-        slot = layout.slots[index]
-        # A reduction reads staged ones rank by rank.
-        if len(parameter.sites) > 1 or parameter.part or slot.dim or slot.numel < thresholds.DIRECT_NUMEL:
-            continue
-        module, attribute = parameter.sites[0]
-        if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:
-            module.__dict__[_DIRECT] = _Direct(partial(claim, index))
-            # One function for all: torch.compile compiles anew wherever it meets another object.
-            module.__dict__["forward"] = MethodType(_forward, module)
-
-
-def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a linear layer: direct where autograd records it, and no autocast or transform is active."""
-    if torch.compiler.is_compiling():
-        return functional.linear(input, module.weight, module.bias)
-    weight, bias = module.weight, module.bias
-    if (
-        not (torch.is_grad_enabled() and weight.requires_grad)
-        or type(input) is not torch.Tensor
-        # There is no autocast on the meta device, and asking raises.
-        or (not input.is_meta and torch.is_autocast_enabled(input.device.type))
-        or _torch_private.in_transform()
-    ):
-        return functional.linear(input, weight, bias)
-    direct: _Direct = module.__dict__[_DIRECT]
-    recomputes = _torch_private.in_backward()
-    unfilled = recomputes and direct.ends_recomputation
-    try:
-        output: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
-            input, weight, bias, direct, unfilled
-        )
-    except BaseException:
-        direct.ends_recomputation |= recomputes
-        raise
-    finally:
-        direct.output = None
-    if unfilled:
-        direct.ends_recomputation = False
-        with torch.no_grad():
-            output.copy_(functional.linear(input, weight, bias))
-    return output
-
-
-class DirectLinear(torch.autograd.Function):
-    """``functional.linear`` that writes its weight gradient into the memory from ``direct.claim``.
-
-    Autograd keeps the tensor that backward returns as the leaf's ``.grad`` when nothing else holds it, so the gradient
-    is computed in place and neither copied nor held twice.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, direct: _Direct, unfilled: bool
-    ) -> torch.Tensor:
-        """``x``: ``[*, in]``; ``weight``: ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``.
-
-        ``unfilled``: the output is memory without values.
-        """
-        ctx.save_for_backward(x, weight)
-        ctx.claim = direct.claim
-        output = x.new_empty((*x.shape[:-1], weight.shape[0])) if unfilled else functional.linear(x, weight, bias)
-        direct.output = output
-        return output
-
-    @staticmethod
-    def backward(
-        ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
-        """The gradients of ``x``, ``weight`` and ``bias``, where they need one."""
-        x, weight = ctx.saved_tensors
-        of_x = of_weight = of_bias = None
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        if ctx.needs_input_grad[0]:
-            of_x = rows.mm(weight).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            columns, inputs = rows.t(), x.reshape(-1, x.shape[-1])
-            place = ctx.claim()
-            of_weight = columns.mm(inputs) if place is None else torch.mm(columns, inputs, out=place)
-        if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None, None
-
-
-@dataclass(slots=True)
-class _Direct:
-    """The state of one linear layer's direct forward."""
-
-    claim: Callable[[], torch.Tensor | None]
-    # A checkpoint ends its recomputation by an exception, at the last tensor that was saved. torch's own product saves
-    # its inputs before it computes, ours after: the product of the layer that ends it would be computed in vain.
-    ends_recomputation: bool = False
-    # That exception is raised as autograd saves, and frees the output. While the CUDA allocator records its history
-    # with Python stacks, memory that is freed under an exception loses it (pytorch#179536, seen in torch 2.11): so the
-    # output is held until the exception has been caught.
-    output: torch.Tensor | None = None

@@ -14,6 +14,7 @@ import torch
 from ..errors import CollectiveError, ParameterError, StateError, UnshardedUseError, UnsupportedError
 from ..interfaces import (
     Collectives,
+    LinearForm,
     Observer,
     OffloadManager,
     PrecisionCaster,
@@ -27,9 +28,11 @@ from ..planning.groups import UnitRanks
 from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
-from .bindings import Bindings, Shown
+from .bindings import Bindings, Shown, Swap
+from .direct import write_directly
+from .formed import FormBuffer, compute_with_forms
 from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
-from .gradients import Gradients, write_directly
+from .gradients import Gradients
 from .parameters import FlatMaster, MasterViews, Originals
 from .peers import Audit
 from .step import Phase, Step
@@ -115,6 +118,7 @@ class Unit:
         reshard: Reshard,
         parks: bool,
         wire: WireSpec | None = None,
+        forms: Sequence[LinearForm] = (),
         neighbours: Collectives | None = None,
     ) -> None:
         """Make what a unit knows before its first forward.
@@ -131,6 +135,7 @@ class Unit:
             reshard: Whether it is released after forward.
             parks: Whether ``offload`` keeps the master and the gradient.
             wire: How it travels where ``caster`` encodes it; None to travel as it computes.
+            forms: How linear layers compute with what a gather brings, one a segment; empty to compute in a dtype.
             neighbours: Ranks among which it is gathered for backward under ``Reshard.PARTLY``; None under no other.
         """
         self.spec = spec
@@ -159,6 +164,8 @@ class Unit:
         self._expired = False
         #: How the unit travels where its caster encodes it; None for as it computes.
         self.wire = wire
+        #: How its linear layers compute with the bytes of a gather; empty where they compute in a dtype.
+        self.forms = tuple(forms)
         self.buffer: FlatBuffer
         #: What the next gather knows of the unit, or the last one did; made anew whenever something in it changes.
         self.record: GatherRecord
@@ -191,7 +198,7 @@ class Unit:
         self.master = master
         # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
         same = self.ranks.owner is None and dtypes.compute == self.master.dtype
-        self.permanent = same and not self.parks and not self.extended
+        self.permanent = same and not (self.parks or self.extended or self.forms)
         self.originals = self._make_originals()
         self.gradients = self._make_gradients()
         self._take_gradient_dtype(self.originals.tensors)
@@ -202,7 +209,7 @@ class Unit:
             not self.permanent
             and dtypes.compute != self.spec.master_dtype
             and self.wire is None
-            and not self.extended
+            and not (self.extended or self.forms)
             and self.caster.full_precision_in_eval(self.spec)
         )
         self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
@@ -227,7 +234,11 @@ class Unit:
         gathers = (
             None if self.on_lazy_use is None else [partial(self._lazy_view, index) for index in range(len(self.leaves))]
         )
-        return Bindings(self.parameters, self.leaves, guarded=not self.permanent, gathers=gathers)
+        beside: Sequence[Swap] = ()
+        if isinstance(self.buffer, FormBuffer):
+            direct = self.writes_gradients_directly and not self.gradients.widens
+            beside = compute_with_forms(self.parameters, self.buffer, self.claim_gradient if direct else None)
+        return Bindings(self.parameters, self.leaves, guarded=not self.permanent, gathers=gathers, beside=beside)
 
     def _make_gradients(self) -> Gradients:
         return Gradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
@@ -309,6 +320,8 @@ class Unit:
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the gather buffer while it has memory; 0 where the master serves compute."""
+        if self.forms:
+            return self.layout.world_size * sum(nbytes for form in self.forms for nbytes in form.lanes)
         return 0 if self.permanent else self.layout.padded_numel * self.dtypes.compute.itemsize
 
     @property
@@ -322,13 +335,16 @@ class Unit:
         """Make the gather buffer and its views: before the first forward, not while the model is being cut."""
         self._training_buffer = self._make_buffer(self.dtypes.compute)
         self._bind(self._training_buffer)
-        if self.writes_gradients_directly and not self.gradients.widens:
+        if self.writes_gradients_directly and not self.forms and not self.gradients.widens:
             write_directly(self.parameters, self.layout, self.claim_gradient)
         self.prepared = True
 
     def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         if self.permanent:
             return FlatBuffer.over(self.master, self.layout)
+        if self.forms:
+            shards, own = self.layout.world_size, self.ranks.shard_rank
+            return FormBuffer(self.layout, dtype, self.spec.device, self.forms, shards=shards, rank=own)
         gather = self.ranks.gather
         if gather is not None and gather.capabilities.fixed_addresses:
             return FlatBuffer.lease(self.layout, dtype, gather)
@@ -350,7 +366,7 @@ class Unit:
                 self.wire,
                 self.observers,
                 self.places,
-                [] if self.extended else slices_of(self.master, self.layout),
+                [] if self.extended or self.forms else slices_of(self.master, self.layout),
                 buffer.pairs,
                 buffer.owns,
             )
@@ -517,6 +533,8 @@ class Unit:
         """
         if self.state is UnitState.SHARDED_POST_FORWARD and self.neighbours is not None:
             return f"all_gather among {self.neighbours.world_size} ranks", self.launch_numel, self.buffer.dtype
+        if self.forms:
+            return "all_gather", self.gathered_nbytes, torch.uint8
         if self.wire is None:
             return "all_gather", self.launch_numel, self.buffer.dtype
         whole = self.ranks.number == self.ranks.world.world_size
@@ -563,6 +581,9 @@ class Unit:
 
     def _arrived(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What a gather brought, this rank's part of it, and what that must be; None where nobody knows."""
+        if self.forms:
+            whole = torch.cat(self.buffer.parts)
+            return whole, torch.cat([own for _, own in self.buffer.pairs]), None
         own = shard_in(self.buffer.flat, self.layout, self.ranks.shard_rank)
         # Nothing arrives between segments.
         whole = torch.cat(self.buffer.parts) if self.layout.segments else self.buffer.flat

@@ -363,6 +363,7 @@ def _build_units(
             module.plugins.offload,
             reshard=reshard,
             wire=planned.wire,
+            forms=planned.forms,
             parks=planned.parked,
             neighbours=neighbours,
         )

@@ -169,6 +169,8 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
         travels = ["bytes on the wire", unit.wire and (unit.wire.nbytes_per_rank if even else "of uneven parts")]
         rows.append([title, ["dtypes", *dtypes], travels, ["parked", unit.parked]])
+        if unit.forms:
+            rows[-1].append(["lanes", *(nbytes for form in unit.forms for nbytes in form.lanes)])
         # Not in the layout's order, which the next row compares.
         title = f"{title}, by {plan.plugins.layout.label}"
         rows.append([title, *sorted(_parameter(parameter) for parameter in group)])

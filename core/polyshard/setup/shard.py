@@ -36,6 +36,7 @@ from ..planning.plan import (
 from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units
 from ..planning.values import buffers_to_compare, values_to_compare
 from ..runtime.root import Root
+from ..runtime.unit import Unit
 from .agree import Agreement, Report
 from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
 from .differences import kind_of, rows_of
@@ -234,6 +235,7 @@ def _plan_units(
     modules = decide_parking(planned, rank)
     for each in modules:
         _refuse_unextended(each, plugins.collectives)
+        _refuse_unformed(each, plugins.collectives, request.make_unit is Unit)
     return modules
 
 
@@ -259,6 +261,30 @@ def _refuse_unextended(module: PlannedModule, collectives: Collectives) -> None:
             raise UnsupportedError(
                 f"{type(collectives).__name__} gathers into memory of its own, and {where} has memory of its own, too. "
                 "Take other collectives, or pass it in ignored_parameters."
+            )
+
+
+def _refuse_unformed(module: PlannedModule, collectives: Collectives, native: bool) -> None:
+    """Raise where weights that compute as bytes meet what needs them in a buffer of a dtype."""
+    for unit in module.units:
+        if not unit.forms:
+            continue
+        caster = type(module.plugins.caster).__name__
+        where = f"'{unit.spec.parameter_names[0]}', which {caster} keeps in bytes of its own (rank {collectives.rank})"
+        if not native:
+            raise UnsupportedError(
+                f"A drop-in for PyTorch's FSDP shows its parameters in a dtype, and not {where}. Shard with "
+                "polyshard.shard, or choose another precision."
+            )
+        if module.post_forward_size is not None:
+            raise UnsupportedError(
+                f"reshard_after_forward={module.post_forward_size} for {where}: it is gathered from the shards of all "
+                "ranks alone. Give True or False."
+            )
+        if collectives.capabilities.fixed_addresses:
+            raise UnsupportedError(
+                f"{type(collectives).__name__} gathers into memory of its own, and {where} has memory of its own, too. "
+                "Take other collectives, or another precision."
             )
 
 

@@ -343,12 +343,7 @@ class StoodInPlugins(ChosenPlugins):
 def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) -> ExplainedUnit:
     spec, flat, dtypes = unit.spec, unit.layout, unit.dtypes
     elements = sum(slot.numel for slot in flat.slots)
-    if flat.world_size == 1:
-        gather_nbytes = 0
-    elif unit.wire is None:
-        gather_nbytes = flat.shard_numel * dtypes.compute.itemsize
-    else:
-        gather_nbytes = unit.wire.nbytes_per_rank
+    gather_nbytes = 0 if flat.world_size == 1 else unit.gathered_nbytes_per_rank
     group = next(group for group in module.groups if group[0].names[0] in spec.parameter_names)
     return ExplainedUnit(
         name=spec.label,
@@ -367,7 +362,7 @@ def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) ->
         reduce=dtypes.reduce,
         grad=dtypes.grad,
         gather_nbytes=gather_nbytes,
-        encoded=unit.wire is not None,
+        encoded=unit.wire is not None or bool(unit.forms),
         layout=layout,
         overrides=dict(module.overrides),
         reason=reason,

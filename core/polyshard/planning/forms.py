@@ -1,0 +1,101 @@
+"""Weights that linear layers compute with as bytes: which they are, where they lie, and how their caster forms them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedError
+from ..interfaces import FormedWeights, LinearForm, PrecisionCaster, UnitSpec
+from .answers import form_of, forms_of, is_packed
+from .layout import FlatLayout, contiguous_stride
+from .plan import ManagedParameter, ModuleParameters
+
+
+def split_by_form(
+    planned: ModuleParameters, group: Sequence[ManagedParameter], caster: PrecisionCaster, unit: UnitSpec, rank: int
+) -> list[tuple[ManagedParameter, ...]]:
+    """``group``, one of ``planned``, as up to two: parameters in the compute dtype, and weights that ``caster`` forms.
+
+    Those of a module that was split off stay as they are: other modules may compute with them.
+    """
+    if planned.parent is not None:
+        return [tuple(group)]
+    formed = [
+        each for each in group if _may_be_formed(each) and forms_of(caster, unit, _linear_of(each), _name_of(each), rank)
+    ]
+    plain = [each for each in group if each not in formed]
+    for each in formed:
+        each.formed = True
+    return [tuple(part) for part in (plain, formed) if part]
+
+
+def forms_in(
+    caster: PrecisionCaster, unit: UnitSpec, layout: FlatLayout, compute: torch.dtype, rank: int
+) -> tuple[LinearForm, ...]:
+    """The forms of a unit's weights, one a segment of ``layout``.
+
+    Raises:
+        ConfigError: the caster does not form weights that are cut so.
+        PluginContractError: it answered what its contract does not allow.
+        UnsupportedError: a weight is cut along another dimension than the first.
+    """
+    return tuple(form_of(caster, weights, rank) for weights in weights_in(unit, layout, compute))
+
+
+def weights_in(unit: UnitSpec, layout: FlatLayout, compute: torch.dtype) -> tuple[FormedWeights, ...]:
+    """The weights of ``unit`` as a caster sees them, those of each segment of ``layout`` by themselves."""
+    if layout.staged:
+        raise UnsupportedError(
+            f"A layout cuts '{unit.parameter_names[layout.staged[0]]}' along dimension "
+            f"{layout.slots[layout.staged[0]].dim}, and its caster computes with the bytes of a gather, which lie rank "
+            "by rank then. Use layout='rows', or another precision."
+        )
+    found = []
+    for number, numel in enumerate(layout.slices):
+        first = layout.world_size * layout.segments[number].start if layout.segments else 0
+        inside = [(name, slot) for name, slot in zip(unit.parameter_names, layout.slots, strict=True) if slot.segment == number]
+        found.append(
+            FormedWeights(
+                unit=unit.label,
+                names=tuple(name for name, _ in inside),
+                shapes=tuple((slot.shape[0], slot.shape[1]) for _, slot in inside),
+                offsets=tuple(slot.offset - first for _, slot in inside),
+                shards=layout.world_size,
+                shard_numel=numel,
+                compute=compute,
+                device=unit.device,
+            )
+        )
+    return tuple(found)
+
+
+def _may_be_formed(parameter: ManagedParameter) -> bool:
+    original: Any = parameter.original
+    if parameter.part is not None or parameter.extended or len(parameter.sites) > 1:
+        return False
+    module, attribute = parameter.sites[0]
+    return (
+        # Of a subclass, or with a replaced method, the forward computes something else.
+        type(module) is nn.Linear
+        and attribute == "weight"
+        and "forward" not in module.__dict__
+        and type(original) is nn.Parameter
+        and original.dtype.is_floating_point
+        and not is_packed(original.dtype)
+        and original.stride() == contiguous_stride(original.shape)
+        and original.numel() > 0
+    )
+
+
+def _linear_of(parameter: ManagedParameter) -> nn.Linear:
+    module = parameter.sites[0][0]
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def _name_of(parameter: ManagedParameter) -> str:
+    return parameter.names[0].removesuffix("weight").removesuffix(".")
