@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,6 +176,11 @@ class Insides:
         unflatten: Any = self.kind.__tensor_unflatten__  # type: ignore[attr-defined]
         made: torch.Tensor = unflatten(dict(inner), self._context, torch.Size(self.shape), self._stride)
         return made
+
+    def seen_on(self, whole: torch.Tensor) -> Insides:
+        """The same of ``whole``, the parameter on another device, which its class may note."""
+        flatten: Any = getattr(whole, "__tensor_flatten__", None)
+        return self if flatten is None or self.fault else replace(self, _context=flatten()[1])
 
     @property
     def is_plain(self) -> bool:

@@ -151,6 +151,16 @@ def unit_of(spec: Any, layout: Any, parameters: Sequence[ManagedParameter], *arg
     return kind(spec, layout, parameters, *args, **kwargs)
 
 
+def cut(parameter: ManagedParameter, rank: int, ranks: int, device: torch.device) -> torch.Tensor:
+    """The rows of the whole ``parameter`` that ``rank`` of ``ranks`` has, on ``device`` unless on the meta device."""
+    whole = parameter.original.detach()
+    if not whole.is_meta and whole.device != device:
+        whole = whole.to(device)
+        if parameter.insides is not None:
+            parameter.insides = parameter.insides.seen_on(whole)
+    return own_rows(whole, rank, ranks)
+
+
 class RowsOfParameters(MasterViews):
     """This rank's rows of each parameter, which stand in the places of the user's whole ones."""
 

@@ -17,14 +17,14 @@ from ..functions.memory import memory_report
 from ..functions.optimizers import replaced_parameters
 from ..interfaces import Collectives, OffloadManager, UnitSpec
 from ..planning.answers import refuse_shared_memory
-from ..planning.extensions import insides_of, own_rows
+from ..planning.extensions import insides_of
 from ..planning.groups import FormedGroups, ModelRanks, UnitRanks
 from ..planning.layout import FlatLayout
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, modules_in, names_in
 from ..planning.units import PlannedModule
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
-from ..runtime.extended import unit_of
+from ..runtime.extended import cut, unit_of
 from ..runtime.gather import piece_in, view_of
 from ..runtime.grouped import GroupedState, hooks_of
 from ..runtime.guards import IdleCallGuard, RegistrationGuard, refuse_copies
@@ -398,8 +398,7 @@ def _replace_extended(group: Sequence[ManagedParameter], ranks: UnitRanks, devic
         whole, rows, rank = parameter.original, parameter.rows, ranks.world.rank
         with torch.inference_mode(False):
             if rows is None:
-                found = whole.detach() if whole.device == device else whole.detach().to(device)
-                rows = own_rows(found, ranks.shard_rank, ranks.shard_size)
+                rows = cut(parameter, ranks.shard_rank, ranks.shard_size, device)
             own = nn.Parameter(rows, requires_grad=whole.requires_grad)
         # What the user noted on it, and not what it is made of.
         known = vars(own)
