@@ -89,6 +89,7 @@ __all__ = [
     "find",
     "gathers_to",
     "idle_model",
+    "inner_tensors",
     "is_dtensor",
     "is_inside",
     "is_sharded",

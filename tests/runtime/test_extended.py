@@ -12,7 +12,14 @@ import pytest
 import torch
 from extended_models import IN, OUT, Layer, Net, Pair, Reference, Rounded
 from parity import on_ranks, seed_all, sharded_copy, threaded, units_of, warns_for
-from polyshard.errors import ConfigError, ParameterChangedError, ParameterError, UnshardedUseError, UnsupportedError
+from polyshard.errors import (
+    ConfigError,
+    ParameterChangedError,
+    ParameterError,
+    RankMismatchError,
+    UnshardedUseError,
+    UnsupportedError,
+)
 from polyshard.optim import AveragedWeights
 from polyshard.state import StateOptions, get_model_state_dict
 from polyshard_backends.threaded import ThreadedWorld
@@ -84,6 +91,12 @@ def test_trains_as_the_unsharded_model(number: int, settings: dict[str, Any]) ->
         assert all(isinstance(each, nn.Parameter) for each in rows)
         assert [each.requires_grad for each in rows] == [False, True]
         found = trained(mine, rank)
+        if settings.get("strategy") == "hybrid_shard":
+            polyshard.check_replicas(mine)
+            if rank == 1:
+                mine.layer.weight.high[0, 0] += 1
+            with pytest.raises(RankMismatchError, match=r"'layer\.weight'"):
+                polyshard.check_replicas(mine)
         mine(inputs(0, rank)).sum().backward()
         # What the optimizer holds gets a plain gradient of its rows, where there are rows.
         gradient = mine.down.weight.grad
