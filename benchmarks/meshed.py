@@ -53,15 +53,18 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x.contiguous(), group=group)
-        return out
+        return _exchanged(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        out = torch.empty_like(gradients[0])
-        dist.all_to_all_single(out, gradients[0].contiguous(), group=ctx.group)
-        return out, None
+        return _exchanged(gradients[0], ctx.group), None
+
+
+def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
 
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
