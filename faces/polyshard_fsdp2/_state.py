@@ -102,7 +102,6 @@ class State(TorchState):
                     composes=True,
                     make_unit=partial(placed_unit, self.asked.placed),
                     stays_on_meta=True,
-                    extends=True,
                 )
             )
             if root.idle_guard is not None:

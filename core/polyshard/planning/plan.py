@@ -36,7 +36,7 @@ from ..errors import (
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import thresholds
 from .answers import is_packed
-from .extensions import gathers_itself, protocol_fault
+from .extensions import Insides, gathers_itself, protocol_fault
 from .meshes import refuse_wrong_overrides
 from .parts import TensorPart, is_dtensor, local_of, plain_parameter
 
@@ -73,6 +73,10 @@ class ManagedParameter:
     """Whether it gathers itself, by methods of its class."""
     formed: bool = False
     """Whether its linear layer computes with the bytes of a gather, as its caster says."""
+    insides: Insides | None = None
+    """What it is made of, where it gathers itself: known before the model changes."""
+    rows: torch.Tensor | None = None
+    """This rank's rows of one that gathers itself and was initialised from the meta device, until its unit has them."""
 
 
 def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
@@ -398,6 +402,12 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_refere
     if fault:
         raise ParameterError(
             f"The parameter {where} is a {type(data).__name__}, {fault}. Pass it in ignored_parameters."
+        )
+    if extended and (not data.ndim or not data.is_contiguous()):
+        raise ParameterError(
+            f"The parameter {where} is a {type(data).__name__} of shape {tuple(data.shape)} and strides "
+            f"{tuple(data.stride())}, and one that gathers itself is cut between contiguous rows. Make it so, or pass "
+            "it in ignored_parameters."
         )
     own = [] if extended else _state_of_its_own(parameter)
     if own:

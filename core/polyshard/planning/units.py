@@ -26,10 +26,14 @@ from ..interfaces import (
 )
 from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, is_packed, parked_of, wire_of
+from .extensions import ChunkedRows
 from .forms import forms_in, split_by_form
 from .layout import FlatLayout, NamedLayout, dense_stride
 from .meshes import UnitLists
 from .plan import ManagedParameter, ModuleParameters, modules_called
+
+#: Of parameters that gather themselves: they are cut as their class cuts them, whatever the configuration names.
+_CHUNKED = NamedLayout(ChunkedRows(), "the layout of parameters that gather themselves")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +140,13 @@ def plan_units(
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.
     """
-    caster, layout, shards = plugins.caster, plugins.layout, len(lists.shard[0])
+    caster, shards = plugins.caster, len(lists.shard[0])
     units: list[PlannedUnit] = []
     groups: list[tuple[ManagedParameter, ...]] = []
     unsized = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
     for group in (part for each in planned.groups for part in split_by_form(planned, each, caster, unsized, rank)):
         suffix = _suffix(group) if units else ""
+        layout = _CHUNKED if group[0].extended else plugins.layout
         # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
         # them: a layout for that saves asking, checking and laying out twice.
         dtype = group[0].original.dtype

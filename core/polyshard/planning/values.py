@@ -151,7 +151,10 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) not in _PLAIN:
         # Parameters that gather themselves may have no memory of their own.
-        return torch.stack([checksum(inner.as_subclass(torch.Tensor)) for inner in inner_tensors(tensor)]).sum()
+        plain = [inner.as_subclass(torch.Tensor) for inner in inner_tensors(tensor)]
+        # Of a class that does not say what it is made of nobody can read the bits.
+        sums = [checksum(inner) for inner in plain if type(inner) is torch.Tensor]
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
     tensor = tensor.detach()
     stride = dense_stride(tensor.shape, tensor.stride())
     if tensor.stride() != stride:

@@ -308,8 +308,8 @@ class Unit:
             parameter = self.parameters[0]
             raise UnsupportedError(
                 f"{call}: '{parameter.names[0]}' gathers itself (fsdp_pre_all_gather), and lies in no flat buffer "
-                f"(rank {self.ranks.world.rank}). Use model.state_dict() with torch.distributed.checkpoint, and give "
-                "model.parameters() to the optimizer."
+                f"(rank {self.ranks.world.rank}). Give model.parameters() to an optimizer of torch; "
+                "polyshard.checkpoint, polyshard.state and polyshard.stream have its values."
             )
 
     @property

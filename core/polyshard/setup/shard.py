@@ -159,7 +159,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     if not request.composes or any(MODULE_STATE_ATTRIBUTE in each.__dict__ for each in modules_called(module)):
         refuse_sharded(module, rank)
     _refuse_pieces(module, parameters_to_shard(module, **ignored), rank)
-    refuse_unshardable(module, rank=rank, extends=request.extends, **ignored)
+    refuse_unshardable(module, rank=rank, extends=True, **ignored)
     refuse_unable(plugins.caster, rank)
     context = PolicyContext(
         request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, partial(_warn_once, rank)

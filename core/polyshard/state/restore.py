@@ -22,6 +22,7 @@ from ..inspect import (
     local_of,
     put_together,
     taken_apart,
+    units_in,
 )
 from .blocks import SavedBlocks, is_in_blocks
 from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of
@@ -60,6 +61,8 @@ class ModelRestore:
         that is wrong.
         """
         wanted = model_state(model)
+        for unit in units_in(model):
+            unit.refuse_added("Loading")
         saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
         names = names_of(model)
         needing_none = frozen_names(model)
@@ -331,7 +334,7 @@ class OptimizerRestore:
         whole_shape = holding.sharded[0].shape if holding.sharded else None
         if shape == whole_shape and (shape or name not in self._numbers):
             if not _fits(local, parameter.shape, dtype):
-                local = torch.zeros_like(parameter, dtype=dtype)
+                local = _zeros_like(parameter, dtype)
             target: torch.Tensor = of_parameter(holding.sharded[0], local)
         elif holding.partial and math.prod(shape) != 1:
             raise ConfigError(
@@ -492,6 +495,14 @@ class _FlatState:
                 tensor[cursor : piece.shard_offset].zero_()
                 cursor = piece.shard_offset + piece.numel
         tensor[cursor:].zero_()
+
+
+def _zeros_like(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Plain zeros in the order of memory of ``parameter``."""
+    like: Any = torch.zeros_like(parameter, dtype=dtype)
+    if is_dtensor(like) or type(like) is torch.Tensor:
+        return like  # type: ignore[no-any-return]
+    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
 def _same(one: Any, other: Any) -> bool:

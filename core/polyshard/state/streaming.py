@@ -167,7 +167,16 @@ def _weights(bucket: Sequence[_Wanted], flats: list[torch.Tensor], receivers: _R
     with torch.inference_mode(False):
         for each in bucket:
             found = [_copied(tensor, each.dtype) for tensor in each.outside if receives or is_dtensor(tensor)]
-            if each.unit is not None and receivers.take_part(each):
+            if each.unit is not None and each.unit.extended:
+                found += [
+                    # The numbers inside of a parameter mean something in their own dtypes.
+                    whole if stored.inner is None or stored.inner.name else whole.to(_cast(whole.dtype, each.dtype))
+                    for stored, whole in zip(
+                        each.parameters, receivers.gather_stored(each.unit, each.parameters), strict=True
+                    )
+                    if receives
+                ]
+            elif each.unit is not None and receivers.take_part(each):
                 flat = next(arrived)
                 flat = flat.to(_cast(flat.dtype, each.dtype))
                 parts = [(one.part, one.within(flat)) for one in each.parameters if one.part is not None]
@@ -245,7 +254,7 @@ def _wanted(
     sharded.refuse_moved()
     wanted = []
     for unit in sharded.units:
-        chosen = [(new, each) for each in unit.parameters if (new := name_for(each.name)) is not None]
+        chosen = [(new, each) for each in unit.stored if (new := name_for(each.name)) is not None]
         if chosen:
             # The caller's loop still refers to the last tensor when it asks for the next list, which copies that one.
             smallest = min(range(len(chosen)), key=lambda number: math.prod(chosen[number][1].shape))
@@ -313,11 +322,15 @@ class _Receivers:
             return True
         return self.receives if group is None else bool(self._receivers.get(group, True))
 
+    def gather_stored(self, unit: ShardedUnit, wanted: Sequence[ShardedParameter]) -> list[torch.Tensor]:
+        """Whole tensors of a unit whose parameters gather themselves. All ranks take part, and get them."""
+        return self._sharded.gather_stored(unit, wanted)
+
     def gather(self, bucket: Sequence[_Wanted]) -> WholeFlats | None:
         """Issue the gathers of ``bucket``; None where this rank takes part in none."""
         units: list[tuple[ShardedUnit, torch.dtype, Collectives | None]] = []
         for each in bucket:
-            if each.unit is not None and self.take_part(each):
+            if each.unit is not None and not each.unit.extended and self.take_part(each):
                 group = each.unit.shard
                 among = group if group is None or _has_parts(each) else self._among.get(group, group)
                 units.append((each.unit, _sent(each.unit.master.dtype, each.dtype), among))
