@@ -136,14 +136,16 @@ def plan_units(
         itemsize = travelled.get(dtype, dtype.itemsize)
         geometry = _geometry(planned, group, suffix, shards, itemsize)
         order, flat = layout.arrange(geometry, rank)
-        dtypes = dtypes_of(caster, _spec(planned, group, flat, device, suffix, is_root, lists.label), rank)
+        packed = group[0].packed is not None
+        spec = _spec(planned, group, flat, device, suffix, is_root, lists.label)
+        dtypes = dtypes_of(caster, spec, rank, packed=packed)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         travelled[dtype] = travels
         if travels != itemsize:
             order, flat = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         members = tuple(group[index] for index in order)
         spec = _spec(planned, members, flat, device, suffix, is_root, lists.label)
-        as_it_is = shards == 1 or group[0].extended or is_packed(dtype)
+        as_it_is = shards == 1 or group[0].extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         full_precision_in_eval_of(caster, spec, rank)
@@ -151,7 +153,14 @@ def plan_units(
         launched = _launch_numel(members, flat)
         units.append(PlannedUnit(spec, flat, dtypes, wire, observers, parked=False, launch_numel=launched))
         groups.append(members)
-    computing = next((unit for unit in units if not is_packed(unit.spec.master_dtype)), None)
+    computing = next(
+        (
+            unit
+            for unit, members in zip(units, groups, strict=True)
+            if members[0].packed is None and not is_packed(unit.spec.master_dtype)
+        ),
+        None,
+    )
     if computing is not None:
         first, buffer_dtype = computing.spec, computing.dtypes.buffer
     else:
@@ -269,5 +278,5 @@ def _geometry(
 def _suffix(group: Sequence[ManagedParameter]) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
-    extended = ", extended" if group[0].extended else ""
-    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{extended}]"
+    kind = ", extended" if group[0].extended else ", packed" if group[0].packed else ""
+    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{kind}]"
