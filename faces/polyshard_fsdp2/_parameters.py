@@ -241,7 +241,7 @@ class PlacedUnit(Unit):
                 "them, or after zero_grad()."
             )
         self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
-        self.dtypes = dtypes_of(self.caster, self.spec, self.ranks.world.rank, packed=bool(self._packed))
+        self.dtypes = dtypes_of(self.caster, self.spec, self.ranks.world.rank, packed=bool(self.packed))
         self._use_master(self.offload.place(self.spec, master) if self.parks else master)
         self._be_found()
 

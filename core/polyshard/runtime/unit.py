@@ -158,9 +158,9 @@ class Unit:
         self._parts = [(index, each.part) for index, each in enumerate(parameters) if each.part is not None]
         # Their gradients are redistributed by name: uneven ones may lie in another order on other ranks of their mesh.
         self._parts.sort(key=lambda pair: parameters[pair[0]].names)
-        # All or none.
-        self._packed = [each.packed for each in parameters if each.packed is not None]
-        for packed in self._packed:
+        #: The classes of all parameters, or of none.
+        self.packed = [each.packed for each in parameters if each.packed is not None]
+        for packed in self.packed:
             packed.move(spec.device)
         #: Elements by which launches of communication are planned: the same on all ranks of the world, whichever part
         #: of the unit they hold.
@@ -389,8 +389,8 @@ class Unit:
         self.leaves = list[torch.Tensor](self.originals.tensors if self.resident else buffer.views)
         for index, part in self._parts:
             self.leaves[index] = part.as_leaf(buffer.views[index])
-        if self._packed and not self.resident:
-            self.leaves = [packed.over(view) for packed, view in zip(self._packed, buffer.views, strict=True)]
+        if self.packed and not self.resident:
+            self.leaves = [packed.over(view) for packed, view in zip(self.packed, buffer.views, strict=True)]
         self._no_gradients = [None] * len(self.leaves)
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
@@ -436,7 +436,7 @@ class Unit:
     @property
     def pending(self) -> bool:
         """Whether a view has a gradient that was not taken yet."""
-        if self.resident or self._packed:
+        if self.resident or self.packed:
             return False
         # Compared as lists, at C speed: asked of every unit at the end of every backward.
         return list(map(_gradient_of, self.leaves)) != self._no_gradients
@@ -498,8 +498,8 @@ class Unit:
         Raises:
             ParameterError: the unit is packed, and has no gradients.
         """
-        if (self._packed or is_packed(self.spec.master_dtype)) and any(self.originals.trained):
-            kind = self._packed[0].cls.__name__ if self._packed else str(self.spec.master_dtype)
+        if (self.packed or is_packed(self.spec.master_dtype)) and any(self.originals.trained):
+            kind = self.packed[0].cls.__name__ if self.packed else str(self.spec.master_dtype)
             raise ParameterError(
                 f"Parameters of {self.name} are {kind}, and are to be trained now (rank {self.ranks.world.rank}). "
                 "Freeze them with requires_grad_(False), or shard them in a wider dtype."
@@ -715,7 +715,7 @@ class Unit:
         Raises:
             ParameterMovedError: naming the parameter, which is as it was before.
         """
-        if not self._packed or self.resident or not self.buffer.attached:
+        if not self.packed or self.resident or not self.buffer.attached:
             return
         views = self.buffer.views
         with _torch_private.without_torch_function():
@@ -724,7 +724,7 @@ class Unit:
             moved = [index for index, leaf in enumerate(self.leaves) if leaf.data_ptr() != views[index].data_ptr()]
             for index in moved:
                 self.leaves[index].data = views[index].data
-                self._packed[index].restore()
+                self.packed[index].restore()
         raise ParameterMovedError(
             f"The forward of a {type(self.parameters[moved[0]].sites[0][0]).__name__} gave "
             f"'{self.parameters[moved[0]].names[0]}' memory of its own (rank {self.ranks.world.rank}), which would "
