@@ -234,6 +234,12 @@ class PlacedUnit(Unit):
                 f"polyshard.flat_parameters, which are over what was there before (rank {self.ranks.world.rank}). Move "
                 "or cast the model first."
             )
+        if self.packed and master.dtype != self.master.dtype:
+            raise ParameterChangedError(
+                f"'{self.parameters[0].names[0]}' is a {self.packed[0].cls.__name__} of bytes with a meaning, and was "
+                f"cast from {self.master.dtype} to {master.dtype} (rank {self.ranks.world.rank}). Cast the model before "
+                "it is quantized, or its other parameters alone."
+            )
         if self.gradients.unreduced:
             raise StateError(
                 f"The parameters of '{self.name}' cannot become {master.dtype} on {master.device} while gradients wait "

@@ -298,6 +298,9 @@ def _show_whole(parameter: ManagedParameter, whole: torch.Tensor) -> None:
 def _show_originals(units: Iterable[Unit]) -> None:
     for unit in units:
         for parameter in unit.parameters:
+            if parameter.packed is not None:
+                # Merged adapters leave them otherwise.
+                parameter.packed.restore()
             for module, key in parameter.sites:
                 # A removed parameter stays removed: the next forward raises for it.
                 if key in module._parameters:
