@@ -1,0 +1,161 @@
+"""QLoRA: 4-bit layers of bitsandbytes as a sharded base, adapters of PEFT trained over it, by every road."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import on_ranks, threaded, units_of
+from polyshard.errors import ParameterError, ParameterMovedError
+from polyshard_backends.threaded import ThreadedWorld
+from processes import KeptRanks
+from qlora import Block, adapted, adamw, base, base_bytes, loss_of, train
+from torch import nn
+
+with warnings.catch_warnings(action="ignore"):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+
+#: Bytes of the four 4-bit weights.
+PACKED = 4 * 64 * 192 // 2
+CLOSE = {"rel": 1e-5, "abs": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[KeptRanks]:
+    kept = KeptRanks()
+    yield kept
+    kept.close()
+
+
+def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+
+
+@pytest.mark.parametrize(("world_size", "storage"), [(2, torch.uint8), (3, torch.bfloat16)], ids=str)
+def test_twenty_steps_are_the_unsharded_models(world_size: int, storage: torch.dtype) -> None:
+    start = adapted(storage)
+    plain = copy.deepcopy(start)
+    wanted = train(plain, list(range(world_size)))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
+        with world.lock:
+            model = copy.deepcopy(start)
+        polyshard.shard(model, threaded(world, rank, policy=units_of(Block)))
+        losses = train(model, [rank])
+        report = polyshard.report(model)
+        # Each of two units is cut at a block of 16 bytes or finer.
+        assert PACKED / world_size <= report.packed_nbytes <= PACKED / world_size + 2 * 16
+        assert 0 < report.beside_nbytes < PACKED / 2
+        with polyshard.unsharded(model):
+            found, adapters = base_bytes(model), trained(model)
+        expected = base_bytes(plain)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        torch.testing.assert_close(adapters, trained(plain), rtol=1e-4, atol=1e-5)
+        return [loss for (loss,) in losses]
+
+    for rank, losses in enumerate(on_ranks(world_size, on_rank)):
+        assert losses == pytest.approx([step[rank] for step in wanted], **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
+def test_merged_inside_unsharded_as_on_the_whole_model() -> None:
+    start = adapted()
+    plain = copy.deepcopy(start)
+    plain.merge_adapter()
+    wanted = base_bytes(plain)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            model = copy.deepcopy(start)
+        before = base_bytes(model)
+        polyshard.shard(model, threaded(world, rank, policy=units_of(Block)))
+        with polyshard.unsharded(model), world.lock:
+            model.merge_adapter()
+        with polyshard.unsharded(model):
+            assert all(torch.equal(each, before[name]) for name, each in base_bytes(model).items())
+        for module in model.modules():
+            getattr(module, "merged_adapters", []).clear()
+        with polyshard.unsharded(model, writeback=True), world.lock:
+            model.merge_adapter()
+        with polyshard.unsharded(model):
+            found = base_bytes(model)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert loss_of(model, 0, 0).item() == pytest.approx(loss_of(plain, 0, 0).item(), **CLOSE)
+
+    on_ranks(2, on_rank)
+
+
+# Wrong use
+
+
+def not_quantized() -> nn.Module:
+    return Block(torch.uint8)
+
+
+def without_state() -> nn.Module:
+    block = base().blocks[0]
+    block.up.weight.quant_state = None
+    return block
+
+
+def trained_bytes() -> nn.Module:
+    block = base(torch.bfloat16).blocks[0]
+    block.up.weight.requires_grad_(True)
+    return block
+
+
+def eight_bits(steps: int) -> nn.Module:
+    layer = bitsandbytes.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False).to("cpu")
+    model = nn.ModuleDict({"up": layer})
+    for _ in range(steps):
+        with warnings.catch_warnings(action="ignore"):
+            layer(torch.randn(3, 64))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (not_quantized, r"'up\.weight' .* a Params4bit, not quantized yet: .*Call model\.to\(device\) before"),
+        (without_state, r"'up\.weight' .* a Params4bit, without a quant_state: .*module\.quant_state"),
+        (trained_bytes, r"'up\.weight' .* a trained Params4bit with state of its own .*requires_grad_\(False\)"),
+        (lambda: eight_bits(0), r"'up\.weight' .* a Int8Params, with all of its values once more in its attribute 'CB'"),
+        (lambda: eight_bits(1), r"'up\.weight' .* a Int8Params, .* once more in 'state' of its Linear8bitLt"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named(make: Any, told: str) -> None:
+    model = make()
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2, "rank": 0})
+    before = list(model.parameters())
+    with pytest.raises(ParameterError, match=told):
+        polyshard.shard(model, config)
+    assert all(own is first for own, first in zip(model.parameters(), before, strict=True))
+
+
+def test_bytes_in_the_order_of_a_processor_are_refused() -> None:
+    if not bitsandbytes.functional.has_avx512bf16():
+        pytest.skip("bitsandbytes turns bytes around on CPUs with AVX512-BF16 alone")
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            model = base()
+        polyshard.shard(model, threaded(world, rank, policy=units_of(Block)))
+        before = loss_of(model, 0, rank).item()
+        model.eval()
+        with torch.no_grad(), pytest.raises(ParameterMovedError, match=r"'blocks\.0\.up\.weight'.*_for_cpu = False"):
+            loss_of(model, 0, rank)
+        for module in model.modules():
+            if isinstance(module, bitsandbytes.nn.Linear4bit):
+                module.support_avx512bf16_for_cpu = False
+        with torch.no_grad():
+            assert loss_of(model, 0, rank).item() == before
+
+    on_ranks(2, on_rank)
