@@ -15,7 +15,7 @@ from parity import on_ranks, threaded, units_of
 from polyshard.errors import ParameterError, ParameterMovedError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import KeptRanks
-from qlora import Block, adapted, adamw, base, base_bytes, loss_of, train
+from qlora import Block, adamw, adapted, base, base_bytes, bytes_of, loss_of, train
 from torch import nn
 
 with warnings.catch_warnings(action="ignore"):
@@ -159,3 +159,110 @@ def test_bytes_in_the_order_of_a_processor_are_refused() -> None:
             assert loss_of(model, 0, rank).item() == before
 
     on_ranks(2, on_rank)
+
+
+# Trainers
+
+
+def of_trainer(rank: int, folder: str, storage: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers_runs import curve, launched, make_model, parameters, plain_trainer, sharded_trainer
+
+    where = f"{folder}/base"
+    if rank == 0:
+        make_model("llama").save_pretrained(where)
+    torch.distributed.barrier()
+
+    def quantized() -> Any:
+        settings = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=storage,
+        )  # fmt: skip
+        return AutoModelForCausalLM.from_pretrained(where, quantization_config=settings)
+
+    def given() -> Any:
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(quantized(), settings)
+
+    steps = {"max_steps": 20, "save_strategy": "steps", "save_steps": 20}
+    with launched(rank, 2):
+        trainer = sharded_trainer(given(), f"{folder}/run", "llama", save_frozen=False, **steps)
+        trainer.train()
+        report = polyshard.report(trainer.model)
+        written = sorted(path.name for path in Path(f"{folder}/run/checkpoint-20").iterdir())
+        read = peft.PeftModel.from_pretrained(quantized(), f"{folder}/run/checkpoint-20")
+        found = {
+            "curve": curve(trainer),
+            "packed": report.packed_nbytes,
+            "written": written,
+            "read": parameters(read),
+            "parameters": parameters(trainer.model),
+        }
+    if rank == 0:
+        plain = plain_trainer(given(), f"{folder}/plain", "llama", max_steps=20)
+        plain.train()
+        found |= {"plain": curve(plain), "base": parameters(plain.model)}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["uint8", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def test_polyshard_trainer_trains_and_saves_adapters(ranks: KeptRanks, tmp_path: Path, storage: str) -> None:
+    results = ranks.run(2, of_trainer, str(tmp_path), storage)
+    plain, base_of = results[0]["plain"], results[0]["base"]
+    # Of each of three layers: attention over grouped heads, and the perceptron.
+    packed = 3 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48) // 2
+    for found in results:
+        assert len(found["curve"]) == 20
+        for mine, theirs in zip(found["curve"], plain, strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-4)
+        assert packed / 2 <= found["packed"] <= packed / 2 + 3 * 16
+        assert "adapter_model.safetensors" in found["written"]
+        assert "model.safetensors" not in found["written"]
+        for name, value in found["parameters"].items():
+            assert torch.equal(bytes_of(found["read"][name]), bytes_of(value))
+            if "lora" not in name:
+                assert torch.equal(bytes_of(base_of[name]), bytes_of(value))
+
+
+def of_accelerate(rank: int, folder: str) -> tuple[list[float], list[float]]:
+    warnings.simplefilter("ignore")
+    from polyshard_accelerate import Accelerator
+
+    plain = adapted()
+    wanted = [step[rank] for step in train(plain, [0, 1])]
+    losses = []
+    accelerator = Accelerator(shard=polyshard.ShardConfig(policy=units_of(Block)), cpu=True)
+    model = adapted()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    for turn in range(20):
+        if turn == 10:
+            accelerator.save_state(f"{folder}/state")
+        loss = loss_of(model, turn, rank)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with polyshard.unsharded(model):
+        found, expected = base_bytes(model), base_bytes(plain)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    accelerator.load_state(f"{folder}/state")
+    assert loss_of(model, 10, rank).item() == losses[10]
+    adapters = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        f"{folder}/adapters", is_main_process=accelerator.is_main_process, state_dict=adapters
+    )
+    accelerator.wait_for_everyone()
+    read = peft.PeftModel.from_pretrained(base(), f"{folder}/adapters").train()
+    assert loss_of(read, 10, rank).item() == pytest.approx(losses[10], **CLOSE)
+    return losses, wanted
+
+
+@pytest.mark.slow
+def test_accelerate_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    import accelerate_ranks
+
+    for losses, wanted in accelerate_ranks.on_ranks(2, of_accelerate, str(tmp_path)):
+        assert losses == pytest.approx(wanted, **CLOSE)

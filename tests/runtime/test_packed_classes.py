@@ -273,6 +273,7 @@ def of_fully_shard(rank: int, floating: bool) -> tuple[float, list[str]]:
     weight: Any = coded_in(model)[0].weight
     assert tuple(weight.to_local().shape) == (30 if not floating else 15, 1)
     assert torch.equal(weight.full_tensor().view(torch.uint8), coded_in(plain)[0].weight.view(torch.uint8))
+    names = set(plain.state_dict()) ^ set(model.state_dict())
     refused = ""
     if floating:
         with pytest.raises(ParameterChangedError) as caught:
@@ -280,7 +281,7 @@ def of_fully_shard(rank: int, floating: bool) -> tuple[float, list[str]]:
             model(draw(4, 6).float())
         refused = str(caught.value)
     off = max(abs(ours[0] - each[rank]) for ours, each in zip(losses, wanted, strict=True))
-    return off, [refused, *(set(plain.state_dict()) ^ set(model.state_dict()))]
+    return off, [refused, *names]
 
 
 @pytest.mark.slow
