@@ -106,3 +106,19 @@ def base_bytes(model: nn.Module) -> dict[str, torch.Tensor]:
             state: Any = module.weight.quant_state
             found |= {f"{name}.{key}": bytes_of(value) for key, value in state.as_dict(packed=True).items()}
     return found
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """``model``, made on the meta device, with 4-bit weights that are quantized: one after the other on the host."""
+    for module in model.modules():
+        if isinstance(module, linear4bit()):
+            weight: Any = module.weight
+            with torch.device("cpu"):
+                made = type(weight)(
+                    torch.zeros(module.out_features, module.in_features),
+                    quant_type=weight.quant_type,
+                    quant_storage=weight.quant_storage,
+                    module=module,
+                ).to("cpu")
+            module.weight = made.to("meta")
+    return model
