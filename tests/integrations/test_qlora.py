@@ -12,10 +12,10 @@ import polyshard
 import pytest
 import torch
 from parity import on_ranks, threaded, units_of
-from polyshard.errors import ParameterError, ParameterMovedError
+from polyshard.errors import ConfigError, ParameterError, ParameterMovedError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import KeptRanks
-from qlora import Block, adamw, adapted, base, base_bytes, bytes_of, loss_of, train
+from qlora import Block, Net, adamw, adapted, base, base_bytes, bytes_of, loss_of, on_meta, train
 from torch import nn
 
 with warnings.catch_warnings(action="ignore"):
@@ -93,6 +93,72 @@ def test_merged_inside_unsharded_as_on_the_whole_model() -> None:
     on_ranks(2, on_rank)
 
 
+def llama(folder: Path, **settings: Any) -> Any:
+    """A small Llama, read and quantized by Transformers. ``folder``: holds it in full precision."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32, **settings,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face_files_are_those_of_save_pretrained(tmp_path: Path) -> None:
+    import polyshard_huggingface
+    from safetensors.torch import load_file
+    from transformers_runs import make_model
+
+    make_model("llama").save_pretrained(tmp_path / "base")
+    plain = llama(tmp_path / "base")
+    plain.save_pretrained(tmp_path / "plain")
+    wanted = load_file(tmp_path / "plain" / "model.safetensors")
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            model = llama(tmp_path / "base")
+        polyshard.shard(model, threaded(world, rank, policy="transformers"))
+        with pytest.raises(ConfigError, match=r"save\(\) would cast '.*_proj\.weight' to torch.bfloat16"):
+            polyshard_huggingface.save(model, tmp_path / "ours", dtype=torch.bfloat16)
+        polyshard_huggingface.save(model, tmp_path / "ours")
+        with pytest.raises(ConfigError, match=r"_proj\.weight' is quantized.*from_pretrained"):
+            polyshard_huggingface.load(model, tmp_path / "ours")
+
+    on_ranks(2, on_rank)
+    found = load_file(tmp_path / "ours" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+# Planning
+
+
+def test_a_plan_counts_packed_bytes_and_scales() -> None:
+    from polyshard_tools.forecast import Batch, Kind, plan
+
+    with torch.device("meta"):
+        model = on_meta(Net(torch.uint8))
+        model.requires_grad_(False)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["up", "down"]))
+
+    def summed(tokens: torch.Tensor) -> torch.Tensor:
+        return type(model).forward(model, tokens).sum()
+
+    model.forward = summed
+    config = polyshard.ShardConfig(policy=units_of(Block))
+    layout = plan(config, copy.deepcopy(model), 8)
+    # An adapter's factors, embedding and head in fp32; of each weight a byte for 64 elements, its scales, tables of 16
+    # and 256 numbers, and an offset.
+    adapters, plain = 4 * 4 * (64 + 192) * 4, 2 * 50 * 64 * 4
+    beside = 4 * (64 * 192 // 64 + 4 * (1 + 16 + 256 + 1))
+    assert layout.peak[Kind.PARAMETERS] == PACKED / 8 + adapters / 8 + plain / 8 + beside
+    traced = plan(config, model, 8, batch=lambda count: Batch((torch.zeros(count, 8, dtype=torch.long, device="meta"),)))
+    assert traced.peak[Kind.PARAMETERS] >= layout.peak[Kind.PARAMETERS]
+    # Whole units of packed bytes, not of what they are unpacked to.
+    assert traced.most[Kind.GATHERED] < 2 * (PACKED / 2 + adapters / 2) + plain
+
+
 # Wrong use
 
 
@@ -166,20 +232,15 @@ def test_bytes_in_the_order_of_a_processor_are_refused() -> None:
 
 def of_trainer(rank: int, folder: str, storage: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers_runs import curve, launched, make_model, parameters, plain_trainer, sharded_trainer
 
-    where = f"{folder}/base"
+    where = Path(folder, "base")
     if rank == 0:
         make_model("llama").save_pretrained(where)
     torch.distributed.barrier()
 
     def quantized() -> Any:
-        settings = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=storage,
-        )  # fmt: skip
-        return AutoModelForCausalLM.from_pretrained(where, quantization_config=settings)
+        return llama(where, bnb_4bit_quant_storage=storage)
 
     def given() -> Any:
         torch.manual_seed(1)
