@@ -237,8 +237,8 @@ class PlacedUnit(Unit):
         if self.packed and master.dtype != self.master.dtype:
             raise ParameterChangedError(
                 f"'{self.parameters[0].names[0]}' is a {self.packed[0].cls.__name__} of bytes with a meaning, and was "
-                f"cast from {self.master.dtype} to {master.dtype} (rank {self.ranks.world.rank}). Cast the model before "
-                "it is quantized, or its other parameters alone."
+                f"cast from {self.master.dtype} to {master.dtype} (rank {self.ranks.world.rank}). Cast the model "
+                "before it is quantized, or its other parameters alone."
             )
         if self.gradients.unreduced:
             raise StateError(

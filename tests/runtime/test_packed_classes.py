@@ -1,4 +1,4 @@
-"""Frozen parameters of classes of their own: bytes with a meaning that stands in attributes, as quantized bases have."""
+"""Frozen parameters of classes of their own: bytes whose meaning stands in attributes, as in quantized bases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyshard.state import StateForm, StateOptions, get_model_state_dict, set_m
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.functional import linear
 
 WHOLE = StateOptions(form=StateForm.FULL)
 
@@ -58,7 +58,7 @@ class CodedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert type(self.weight) is Coded
         assert self.weight.quant_state is not None
-        return F.linear(x, self.weight.quant_state.values(self.weight).view(self.shape).to(x.dtype))
+        return linear(x, self.weight.quant_state.values(self.weight).view(self.shape).to(x.dtype))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -192,7 +192,8 @@ def test_state_dicts_and_checkpoints_have_what_the_bytes_mean(tmp_path: Path) ->
             each.weight.data.zero_()
             assert each.weight.quant_state is not None
             each.weight.quant_state.table.zero_()
-        assert (quantized := coded_in(other)[0].weight.quant_state) is not None
+        quantized = coded_in(other)[0].weight.quant_state
+        assert quantized is not None
         quantized.scale += 1
         shard(model, rank, world)
         checkpoint.load(checkpoint.latest(tmp_path), model)
@@ -219,7 +220,8 @@ def test_another_table_on_a_rank_is_noticed_or_sent() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         with world.lock:
             model = make()
-        assert (state := coded_in(model)[1].weight.quant_state) is not None
+        state = coded_in(model)[1].weight.quant_state
+        assert state is not None
         if rank:
             state.table += 1
         with pytest.raises(polyshard.errors.RankMismatchError, match=r"'0\.down\.weight' is the first parameter"):
@@ -246,9 +248,9 @@ def test_whole_ones_may_be_replaced_by_others_of_their_class() -> None:
                 continue
             with polyshard.unsharded(model):
                 first.weight = Coded(255 - first.weight.data, state)
-            with pytest.raises(ParameterChangedError, match=r"'0\.up\.weight', a Coded, .* a Parameter that does not say"):
-                with polyshard.unsharded(model, writeback=True):
-                    first.weight = nn.Parameter(first.weight.data, requires_grad=False)
+            told = r"'0\.up\.weight', a Coded, .* a Parameter that does not say"
+            with pytest.raises(ParameterChangedError, match=told), polyshard.unsharded(model, writeback=True):
+                first.weight = nn.Parameter(first.weight.data, requires_grad=False)
             x = draw(4, 6)
             assert torch.equal(model(x), plain(x))
             with polyshard.unsharded(model, writeback=True):
@@ -276,8 +278,8 @@ def of_fully_shard(rank: int, floating: bool) -> tuple[float, list[str]]:
     names = set(plain.state_dict()) ^ set(model.state_dict())
     refused = ""
     if floating:
+        model.float()
         with pytest.raises(ParameterChangedError) as caught:
-            model.float()
             model(draw(4, 6).float())
         refused = str(caught.value)
     off = max(abs(ours[0] - each[rank]) for ours, each in zip(losses, wanted, strict=True))

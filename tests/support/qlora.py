@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from parity import seed_all
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 
 WORDS = 50
 
@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, turn: int, rank: int, device: torch.device | str =
     """The loss of a batch of its own for each turn and rank."""
     generator = torch.Generator().manual_seed(100 * turn + rank)
     tokens = torch.randint(0, WORDS, (2, 9), generator=generator).to(device)
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -284,7 +284,9 @@ def names_within(sharded: ShardedModel, module: nn.Module) -> dict[str, tuple[st
         for first in first_of.values():
             names = found.get(first, [])
             found[first] = [first, *(name for name in names if name != first and first in names)]
-    packed = {name: each.names[0] for unit in sharded.units if unit.packed for each in unit.parameters for name in each.names}
+    packed = {
+        name: each.names[0] for unit in sharded.units if unit.packed for each in unit.parameters for name in each.names
+    }
     for entry in packed_entries(sharded):
         owner = _owner_of(entry, packed)
         assert owner is not None
