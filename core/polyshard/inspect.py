@@ -341,6 +341,16 @@ class ShardedUnit:
         return self._unit.gradients.unreduced
 
     @property
+    def packed(self) -> bool:
+        """Whether its parameters are frozen and of packed classes: bytes whose meaning stands in their attributes."""
+        return bool(self._unit.packed)
+
+    @property
+    def attribute_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors in these attributes, whole on every rank."""
+        return tuple(tensor for each in self._unit.packed for tensor in each.tensors)
+
+    @property
     def parked(self) -> bool:
         """Whether its offload manager keeps the master and the gradient."""
         return self._unit.parks

@@ -283,6 +283,12 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
                     f"'{parameter.names[0]}' on rank {unit.ranks.world.rank}. Keep the whole shape."
                 )
             own = current if parameter.part is None else local_of(current)
+            if parameter.packed is not None and not parameter.packed.adopt(own):
+                raise ParameterChangedError(
+                    f"'{parameter.names[0]}', a {parameter.packed.cls.__name__}, was replaced by a "
+                    f"{type(own).__name__} that does not say what its bytes mean (rank {unit.ranks.world.rank}). "
+                    "Replace it by a quantized one of the same class, or leave unsharded() with writeback=False."
+                )
             if own.data_ptr() != view.data_ptr():
                 view.copy_(own)
         if whole.data_ptr() != unit.master.data_ptr():
@@ -345,6 +351,9 @@ def _show_whole(parameter: ManagedParameter, whole: torch.Tensor) -> None:
 def _show_originals(units: Iterable[Unit]) -> None:
     for unit in units:
         for parameter in unit.parameters:
+            if parameter.packed is not None:
+                # Merged adapters leave them otherwise.
+                parameter.packed.restore()
             for module, key in parameter.sites:
                 # A removed parameter stays removed: the next forward raises for it.
                 if key in module._parameters:

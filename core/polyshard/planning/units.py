@@ -153,7 +153,9 @@ def plan_units(
         itemsize = 1 if group[0].formed else travelled.get(dtype, dtype.itemsize)
         geometry = _geometry(planned, group, suffix, shards, itemsize)
         order, flat = layout.arrange(geometry, rank)
-        dtypes = dtypes_of(caster, _spec(planned, group, flat, device, suffix, is_root, lists.label), rank)
+        packed = group[0].packed is not None
+        spec = _spec(planned, group, flat, device, suffix, is_root, lists.label)
+        dtypes = dtypes_of(caster, spec, rank, packed=packed)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         if group[0].formed:
             # Bytes, whatever they mean.
@@ -165,7 +167,7 @@ def plan_units(
         members = tuple(group[index] for index in order)
         spec = _spec(planned, members, flat, device, suffix, is_root, lists.label)
         forms = forms_in(caster, spec, flat, dtypes.compute, rank) if group[0].formed else ()
-        as_it_is = shards == 1 or bool(forms) or group[0].extended or is_packed(dtype)
+        as_it_is = shards == 1 or bool(forms) or group[0].extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         full_precision_in_eval_of(caster, spec, rank)
@@ -173,7 +175,14 @@ def plan_units(
         launched = _launch_numel(members, flat)
         units.append(PlannedUnit(spec, flat, dtypes, wire, forms, observers, parked=False, launch_numel=launched))
         groups.append(members)
-    computing = next((unit for unit in units if not is_packed(unit.spec.master_dtype)), None)
+    computing = next(
+        (
+            unit
+            for unit, members in zip(units, groups, strict=True)
+            if members[0].packed is None and not is_packed(unit.spec.master_dtype)
+        ),
+        None,
+    )
     if computing is not None:
         first, buffer_dtype = computing.spec, computing.dtypes.buffer
     else:
@@ -291,6 +300,6 @@ def _geometry(
 def _suffix(group: Sequence[ManagedParameter]) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
-    extended = ", extended" if group[0].extended else ""
-    formed = ", formed" if group[0].formed else ""
-    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{extended}{formed}]"
+    kinds = {"extended": group[0].extended, "formed": group[0].formed, "packed": group[0].packed is not None}
+    kind = "".join(f", {name}" for name, holds in kinds.items() if holds)
+    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{kind}]"

@@ -42,6 +42,9 @@ def values_to_compare(modules: Iterable[PlannedModule], *, compare: bool) -> dic
             of_device = sums.setdefault(original.device, [])
             places.append((scope, parameter, len(of_device)))
             of_device.append(checksum(original))
+            if parameter.packed is not None:
+                beside = [checksum(each).to(original.device) for each in parameter.packed.tensors if not each.is_meta]
+                of_device[-1] = torch.stack([of_device[-1], *beside]).sum()
     found: dict[torch.device, list[int]] = {device: torch.stack(each).tolist() for device, each in sums.items()}
     reports: dict[str, list[list[Any]]] = {}
     for scope, parameter, index in places:

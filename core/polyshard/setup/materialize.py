@@ -170,8 +170,9 @@ def _send_parameters(
     for parameter, value in sorted(zip(parameters, values, strict=True), key=lambda pair: pair[0].names):
         part = parameter.part
         shared = part is None and owner.scope is None
+        beside = () if parameter.packed is None else parameter.packed.tensors
         for among in (ranks.world,) if shared else _own_groups(ranks):
-            send_from_first(inner_tensors(value), among, device)
+            send_from_first([*inner_tensors(value), *beside], among, device)
         if part is not None:
             send_over_copies(value, part.mesh, part.placements, device)
 

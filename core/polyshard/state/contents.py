@@ -190,7 +190,41 @@ def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
         # Only a whole state dict tells which are persistent: a millisecond or more.
         persistent = saved_names(module)
         state.update((name, buffer.detach()) for name, buffer in buffers.items() if name in persistent)
-    return state
+    return state | packed_entries(sharded)
+
+
+def packed_entries(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """What the modules' state dicts have of the attributes of packed parameters: scales, tables, settings as bytes.
+
+    Under the name of the parameter and what follows it, as bitsandbytes has them: ``up.weight.absmax``.
+    """
+    names = {name for unit in sharded.units if unit.packed for each in unit.parameters for name in each.names}
+    if not names:
+        return {}
+    with state_dicts_of_pieces():
+        state = sharded.module.state_dict()
+    return {
+        name: value.detach()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and _owner_of(name, names) is not None
+    }
+
+
+def settled_entries(sharded: ShardedModel) -> set[str]:
+    """Those of ``packed_entries`` that no attribute shares memory with, as settings: they are compared, not loaded."""
+    entries = packed_entries(sharded)
+    held = {each.untyped_storage().data_ptr() for unit in sharded.units for each in unit.attribute_tensors}
+    return {name for name, value in entries.items() if value.untyped_storage().data_ptr() not in held}
+
+
+def _owner_of(entry: str, names: Collection[str]) -> str | None:
+    """Which of ``names`` ``entry`` goes on from."""
+    stop = entry.rfind(".")
+    while stop > 0:
+        if entry[:stop] in names:
+            return entry[:stop]
+        stop = entry.rfind(".", 0, stop)
+    return None
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
@@ -275,6 +309,14 @@ def names_within(sharded: ShardedModel, module: nn.Module, *, inside: bool = Tru
         names = found.pop(first, [])
         if names:
             found.update({f"{first}.{each.name}": [f"{name}.{each.name}" for name in names] for each in insides.inner})
+    packed = {
+        name: each.names[0] for unit in sharded.units if unit.packed for each in unit.parameters for name in each.names
+    }
+    for entry in packed_entries(sharded):
+        owner = _owner_of(entry, packed)
+        assert owner is not None
+        if owner == packed[owner] and owner in found:
+            found[entry] = [f"{name}{entry[len(owner) :]}" for name in found[owner]]
     return {first: tuple(names) for first, names in found.items()}
 
 
@@ -294,11 +336,12 @@ def put_inside(sharded: ShardedModel, state: Mapping[str, torch.Tensor]) -> dict
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """First names of the parameters that need no gradient, and of what is inside of them."""
+    """First names of the parameters that need no gradient, of what is inside of them, and of what is saved beside."""
     sharded = savable_model(model, "frozen_names()")
     found = {name for name, parameter in sharded.module.named_parameters() if not parameter.requires_grad}
     others = _made_of_others(sharded).items()
-    return found | {f"{name}.{each.name}" for name, insides in others if name in found for each in insides.inner}
+    inside = {f"{name}.{each.name}" for name, insides in others if name in found for each in insides.inner}
+    return found | inside | packed_entries(sharded).keys()
 
 
 def saved_names(module: nn.Module) -> Collection[str]:

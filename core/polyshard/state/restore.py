@@ -21,11 +21,12 @@ from ..inspect import (
     is_inside,
     local_of,
     put_together,
+    savable_model,
     taken_apart,
     units_in,
 )
 from .blocks import SavedBlocks, is_in_blocks
-from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of
+from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of, settled_entries
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
 from .source import SavedState, Source, in_lines, listed, opening, problem_with
 
@@ -91,6 +92,16 @@ class ModelRestore:
                     "load with frozen=False."
                 )
             wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
+        settled = {saved[name]: name for name in settled_entries(savable_model(model, "Loading")) if name in saved}
+        if settled and not wrong:
+            values: dict[str, Any] = {key: source.blank(key) for key in settled}
+            source.read(values)
+            wrong += [
+                f"{opening(source)} has '{name}' otherwise than the model {where}: its bytes were quantized in another "
+                "way. Load it into the model that it was saved from, quantized as it was then."
+                for key, name in settled.items()
+                if not _same(values[key].cpu(), wanted[name].cpu())
+            ]
         if wrong:
             raise ConfigError(in_lines(wrong))
         self.unmatched = Unmatched(tuple(missing), tuple(unexpected))

@@ -229,7 +229,7 @@ def _of_layout(traced: TracedModel) -> dict[str, Any]:
     layout, standing = report(traced.model), traced.standing_nbytes
     peak = {
         **dict.fromkeys(Kind, 0),
-        Kind.PARAMETERS: layout.master_nbytes,
+        Kind.PARAMETERS: layout.master_nbytes + layout.beside_nbytes,
         Kind.GRADIENTS: layout.gradient_nbytes,
         Kind.OPTIMIZER: standing[Kind.OPTIMIZER],
         Kind.BUFFERS: standing[Kind.BUFFERS],
@@ -354,7 +354,7 @@ def groups_of(traced: TracedModel, over: Mapping[str, tuple[str, ...]]) -> tuple
         UnitGroup(
             *group,
             units=len(units),
-            parameters_nbytes=sum(unit.master.nbytes for unit in units),
+            parameters_nbytes=sum(each.nbytes for unit in units for each in (unit.master, *unit.attribute_tensors)),
             gradients_nbytes=sum(unit.master.numel() * unit.grad_dtype.itemsize for unit in units if unit.trained),
             optimizer_nbytes=sum(traced.state_nbytes(unit) for unit in units),
             gathered_nbytes=sum(unit.gathered_nbytes for unit in units),
