@@ -58,7 +58,9 @@ class PlannedUnit:
         """Bytes that each rank sends in a gather."""
         if self.forms:
             return sum(sum(form.lanes) for form in self.forms)
-        return self.layout.shard_numel * self.dtypes.compute.itemsize if self.wire is None else self.wire.nbytes_per_rank
+        return (
+            self.layout.shard_numel * self.dtypes.compute.itemsize if self.wire is None else self.wire.nbytes_per_rank
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
