@@ -10,6 +10,9 @@ PY := $(VENV)/bin/python
 READY := $(STAMP)
 endif
 
+# Another torch than that of constraints.txt, for a new .venv: TORCH="torch==2.11.*", or "torch" for the newest.
+TORCH ?=
+
 # Two ranks share a small machine; more threads than cores slow each other down.
 export OMP_NUM_THREADS ?= 1
 
@@ -99,5 +102,7 @@ $(STAMP): pyproject.toml constraints.txt core/polyshard/_version.py
 	$(PYTHON) -c 'import sys; sys.exit("polyshard needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); torch is large, so the first time takes minutes."
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,test,dev,docs]'
+	grep -v '^$(if $(TORCH),torch,none)==' constraints.txt > $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt \
+	    -e '.[train,test,dev,docs]' $(if $(TORCH),'$(TORCH)')
 	touch $@

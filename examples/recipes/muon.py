@@ -23,7 +23,7 @@ def build_model(settings: dict[str, Any]) -> transformers.LlamaForCausalLM:
 
 
 def read_batches(settings: dict[str, Any]) -> torch.Tensor:
-    """Of all ranks: int64 ``[steps, batch, context]``, bytes of the files from the first on, and anew behind the last."""
+    """Of all ranks: int64 ``[steps, batch, context]``, the files' bytes, as often as needed."""
     data, training = settings["data"], settings["training"]
     text = b"".join(Path(file).read_bytes() for file in data["files"])
     shape = training["steps"], training["batch"], data["context"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -57,7 +58,13 @@ def settings_of(name: str, folder: str) -> dict[str, Any]:
     if name == "muon":
         settings["training"].update(steps=6, folder=folder)
     else:
-        few = {"max_steps": 6, "logging_steps": 1, "save_steps": 6, "log_level": "error", "lr_scheduler_type": "constant"}
+        few = {
+            "max_steps": 6,
+            "logging_steps": 1,
+            "save_steps": 6,
+            "log_level": "error",
+            "lr_scheduler_type": "constant",
+        }
         settings["training"].update(few, output_dir=folder, dataloader_pin_memory=False)
     return settings
 
@@ -89,13 +96,13 @@ def pretraining(rank: int, folder: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, list[float]]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
     folder = tmp_path_factory.mktemp("recipes")
     ranks = KeptRanks()
     (first, second) = ranks.run(2, run_all, str(folder), timeout=200.0)
     ranks.close()
     assert first["muon"] == second["muon"]
-    yield folder, first
+    return folder, first
 
 
 @pytest.mark.timeout(300)
@@ -160,10 +167,9 @@ def test_the_toy_of_the_8b_file_trains_and_its_plan_counts_8b(runs: Any) -> None
 @pytest.mark.nightly
 def test_the_8b_plan_is_the_pages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
-    words = "plan examples/recipes/llama_8b.toml --model examples.recipes.llama_8b:model --world-size 8".split()
-    words += "--batch examples.recipes.llama_8b:batch --device h200".split()
     page = (RECIPES / "llama_8b.md").read_text(encoding="utf-8")
-    assert polyshard_command(words) == 0
+    (words,) = re.findall(r"^polyshard (plan .*)$", page.replace("\\\n", " "), re.MULTILINE)
+    assert polyshard_command(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     for line in ("LlamaForCausalLM on 8 ranks: 8,030,261,248 parameters", "It fits: 19.26 GiB of 139.00 GiB."):
         assert any(each.startswith(line) for each in lines)
