@@ -63,6 +63,7 @@ static: $(READY)  ## run ruff, mypy and import-linter
 	MYPYPATH=benchmarks $(PY) -m mypy benchmarks/*.py
 	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
 	MYPYPATH=examples/pretrain $(PY) -m mypy examples/pretrain/*.py
+	MYPYPATH=examples/recipes:examples/pretrain $(PY) -m mypy examples/recipes/*.py
 	MYPYPATH=examples/rollout $(PY) -m mypy examples/rollout/*.py
 	MYPYPATH=examples/acme/src $(PY) -m mypy examples/acme/src/acme/*.py examples/acme/tests/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
