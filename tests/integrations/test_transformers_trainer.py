@@ -612,6 +612,7 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
     quiet()
     import polyshard
     import polyshard_fsdp2
+    import transformers
     from polyshard_transformers import PolyshardMixin, PreemptionCallback
     from torch.distributed.fsdp import fully_shard
 
@@ -674,6 +675,9 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         odd.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
         told_by("unwritable", lambda: train(odd, save_strategy="steps"))
         told_by("trainer", lambda: type("Odd", (PolyshardMixin,), {})(model=make_model("llama")))
+        transformers.__version__, present = "5.22.2", transformers.__version__
+        told_by("version", lambda: train(make_model("llama")))
+        transformers.__version__ = present
         told_by("compile", lambda: train(make_model("llama"), torch_compile=True))
         dropping = make_model("llama")
         dropping.config.layerdrop = 0.1
@@ -703,6 +707,7 @@ REFUSED = {
     "sharded": "AlreadyShardedError: This LlamaForCausalLM is sharded already, and shard= was given",
     "sharded bf16": "ConfigError: This LlamaForCausalLM was sharded to compute in bf16, but .* mixed precision 'no'",
     "trainer": "UnsupportedError: Odd has no _build_accelerator_args, .* of its own to override",
+    "version": "UnsupportedError: transformers 5.22.2 saves a model on one rank alone, .* needs 5.23 or newer",
     "optim": "UnsupportedError: TrainingArguments.optim='adafactor' computes with whole parameters",
     "unsaveable": r"ConfigError: Checkpoints of this run would fail\. The optimizer's state 'scales' of .* has "
     r"shape .*save_only_model=True\), none with save_strategy='no'",
