@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import Distribution, MetadataPathFinder
 from pathlib import Path
@@ -21,6 +23,33 @@ settings.load_profile("no clock")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["watchdog"]
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_thin_out_products(items: list[pytest.Item]) -> None:
+    """Of the product of several ``parametrize`` a part is enough for `make test`; `make test-nightly` runs the others.
+
+    Every value is in that part, beside others as often as all are; with three decorators every pair of values is.
+    """
+    products: defaultdict[object, list[tuple[pytest.Item, list[int]]]] = defaultdict(list)
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        if spec is None or item.get_closest_marker("nightly") or item.get_closest_marker("gpu"):
+            continue
+        given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        axes = [each.replace(" ", "").split(",") if isinstance(each, str) else list(each) for each in given]
+        fixtures = [pair for pair in spec.indices.items() if not any(pair[0] in axis for axis in axes)]
+        where = [spec.indices[axis[0]] for axis in axes]
+        products[item.parent, getattr(item, "originalname", ""), *fixtures].append((item, where))
+    for cases in products.values():
+        axes_used = [sorted(set(values)) for values in zip(*(where for _, where in cases), strict=True)]
+        sizes = [len(values) for values in axes_used if len(values) > 1]
+        if len(sizes) < 2 or len(cases) < math.prod(sizes):
+            continue
+        for item, where in cases:
+            places = [values.index(place) for values, place in zip(axes_used, where, strict=True)]
+            if sum(places) % min(sizes):
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(trylast=True)

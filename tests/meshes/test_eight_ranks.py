@@ -73,7 +73,8 @@ def test_replicas_of_experts_and_of_all_else(plan: Plan) -> None:
     assert_trains(plan)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.nightly), "muon"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_experts_that_are_tensor_parallel_beside_replicas(optimizer: str) -> None:
     """Dense units have two replicas of two shards; experts, cut over ``ep`` and ``tp``, two replicas of one."""
     assert_trains(
