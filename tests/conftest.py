@@ -31,24 +31,24 @@ def pytest_thin_out_products(items: list[pytest.Item]) -> None:
 
     Every value is in that part, beside others as often as all are; with three decorators every pair of values is.
     """
-    products: defaultdict[object, list[tuple[pytest.Item, list[int]]]] = defaultdict(list)
+    products: defaultdict[object, list[tuple[pytest.Item, list[object]]]] = defaultdict(list)
     for item in items:
         spec = getattr(item, "callspec", None)
         if spec is None or item.get_closest_marker("nightly") or item.get_closest_marker("gpu"):
             continue
         given = [mark.args[0] for mark in item.iter_markers("parametrize")]
         axes = [each.replace(" ", "").split(",") if isinstance(each, str) else list(each) for each in given]
-        fixtures = [pair for pair in spec.indices.items() if not any(pair[0] in axis for axis in axes)]
-        where = [spec.indices[axis[0]] for axis in axes]
-        products[item.parent, getattr(item, "originalname", ""), *fixtures].append((item, where))
+        # All cases of a product share the objects of a decorator's list.
+        values = {name: id(value) for name, value in spec.params.items()}
+        where = [tuple(values.pop(name) for name in axis) for axis in axes]
+        products[item.parent, getattr(item, "originalname", ""), *values.items()].append((item, where))
     for cases in products.values():
-        axes_used = [sorted(set(values)) for values in zip(*(where for _, where in cases), strict=True)]
-        sizes = [len(values) for values in axes_used if len(values) > 1]
-        if len(sizes) < 2 or len(cases) < math.prod(sizes):
+        places = [dict.fromkeys(axis) for axis in zip(*(where for _, where in cases), strict=True)]
+        sizes = [len(axis) for axis in places if len(axis) > 1]
+        if len(sizes) < 2 or len(cases) != math.prod(sizes):
             continue
         for item, where in cases:
-            places = [values.index(place) for values, place in zip(axes_used, where, strict=True)]
-            if sum(places) % min(sizes):
+            if sum(list(axis).index(value) for axis, value in zip(places, where, strict=True)) % min(sizes):
                 item.add_marker(pytest.mark.nightly)
 
 
