@@ -110,10 +110,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_plugins: No
 def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
     """Of pages that start programs, or compute for long."""
     if re.search(r"^\$ (torchrun|python) ", page.read_text(encoding="utf-8"), re.MULTILINE) is None:
-        long = ("plan.md", "huggingface.md", "streaming.md", "checkpoints.md")
-        return (pytest.mark.slow,) if page.name in long else ()
-    # They take longest, and tests/examples/test_acme.py and tests/integrations try the same.
-    rare = page.name in ("plugins.md", "lightning.md", "transformers.md")
+        if page.name == "plan.md":
+            # Of 16,384 ranks; tests/tools tries the same.
+            return (pytest.mark.nightly,)
+        return (pytest.mark.slow,) if page.name in ("huggingface.md", "streaming.md", "checkpoints.md") else ()
+    # They take longest, and tests/examples/test_acme.py, tests/meshes and tests/integrations try the same.
+    rare = page.name in ("plugins.md", "lightning.md", "transformers.md", "parallel.md")
     return (pytest.mark.nightly if rare else pytest.mark.slow, pytest.mark.timeout(140))
 
 
