@@ -310,6 +310,7 @@ def test_flops_are_those_that_torch_counts_in_a_forward_and_its_backward(experts
     assert counted.get_total_flops() == part("metrics").flops_per_token(net.config, 8) * 3 * 8
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_less_the_more_it_computes_again_and_changes_no_gradient() -> None:
     activations, settings = part("activations"), settings_of(*TINY, "model.num_hidden_layers=4")
     inputs = torch.randint(300, (3, 8), generator=torch.Generator().manual_seed(0))

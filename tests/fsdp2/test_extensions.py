@@ -321,7 +321,7 @@ def rows_without_padding(rank: int) -> None:
             assert torch.equal(layer(torch.eye(IN, dtype=torch.float64)).T, weight)
 
 
-@pytest.mark.parametrize("number", [1, 3, 5])
+@pytest.mark.parametrize("number", [1, 3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_rows_are_padded_for_those_that_do_not(ranks: KeptRanks, number: int) -> None:
     ranks.run(number, rows_without_padding)
 

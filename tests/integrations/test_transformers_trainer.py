@@ -90,13 +90,13 @@ def require_alike(
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.nightly),
         ("qwen", {"gradient_accumulation_steps": 2}),
         ("mixtral", {"activation_checkpointing": True}),
         pytest.param("gpt2", {"own_optimizer": True}, marks=pytest.mark.nightly),
         # T5 computes a mean that Trainer takes for a share of all ranks' tokens.
         ("t5", {"average_tokens_across_devices": False, "predict_with_generate": True, "generation_max_length": 7}),
-        ("vit", {"max_grad_norm": 0.0}),
+        pytest.param("vit", {"max_grad_norm": 0.0}, marks=pytest.mark.nightly),
     ],
     ids=lambda given: given if isinstance(given, str) else "-".join(given),
 )
@@ -276,7 +276,13 @@ def preempt_among_evaluations(rank: int, folder: str, told: int, settings: dict[
     ("told", "settings", "ends", "evaluated"),
     [
         # Inside of an epoch, behind which there would be an evaluation and a checkpoint.
-        (8, {**_BY_EPOCH, "save_strategy": "epoch", "load_best_model_at_end": True}, 9, [6]),
+        pytest.param(
+            8,
+            {**_BY_EPOCH, "save_strategy": "epoch", "load_best_model_at_end": True},
+            9,
+            [6],
+            marks=pytest.mark.nightly,
+        ),
         # Behind the last step of an epoch: the evaluation comes first.
         pytest.param(11, {**_BY_EPOCH, "save_strategy": "epoch"}, 12, [6, 12], marks=pytest.mark.nightly),
         # It alone would decide on the checkpoint.

@@ -83,7 +83,14 @@ def assert_third_step(everyone: list[dict[str, torch.Tensor]]) -> None:
             torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("plan", [SAVED, Plan("ZBVZeroBubble", each=2), Plan("GPipe", sizes=(4, 2))], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("ZBVZeroBubble", each=2),
+        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in (SAVED, Plan("GPipe", sizes=(4, 2)))),
+    ],
+    ids=str,
+)
 def test_any_number_of_stages_goes_on_with_it(plan: Plan, tmp_path: Path) -> None:
     directory = RANKS.run(4, trained_and_saved, SAVED, tmp_path)[0]
     assert_third_step(RANKS.run(torch.Size(plan.sizes).numel(), resumed, plan, directory))

@@ -45,14 +45,14 @@ def assert_parity(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan("GPipe"),
-        Plan("1F1B", gathers="microbatch"),
+        pytest.param(Plan("GPipe"), marks=pytest.mark.nightly),
+        pytest.param(Plan("1F1B", gathers="microbatch"), marks=pytest.mark.nightly),
         Plan("1F1B", gathers="microbatch", settings={"strategy": "shard_grad_op"}),
         Plan("Interleaved1F1B", each=2),
-        Plan("ZBVZeroBubble", each=2),
         Plan("ZBVZeroBubble", each=2, gathers="microbatch"),
+        pytest.param(Plan("ZBVZeroBubble", each=2), marks=pytest.mark.nightly),
         Plan("GPipe", faced=True),
-        Plan("ZBVZeroBubble", each=2, faced=True),
+        pytest.param(Plan("ZBVZeroBubble", each=2, faced=True), marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -85,9 +85,15 @@ HYBRID = {"strategy": "hybrid_shard", "shard": "dp", "replicate": "replicate"}
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan("1F1B", sizes=(2, 2, 2), names=("pp", "replicate", "dp"), settings=HYBRID),
+        Plan("1F1B", sizes=(2, 2, 1), names=("pp", "replicate", "dp"), settings=HYBRID),
         Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), gathers="microbatch"),
-        Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), faced=True),
+        *(
+            pytest.param(plan, marks=pytest.mark.nightly)
+            for plan in (
+                Plan("1F1B", sizes=(2, 2, 2), names=("pp", "replicate", "dp"), settings=HYBRID),
+                Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), faced=True),
+            )
+        ),
     ],
     ids=str,
 )

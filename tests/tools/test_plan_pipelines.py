@@ -150,6 +150,7 @@ def test_as_much_is_sent_in_the_order_of_a_schedule_as_stages_ask_for(
         assert list(pipeline.steps(rank)) == actions
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_the_microbatches_in_flight() -> None:
     # fp32 of a microbatch: what lies between the blocks, the stage's output, and the wide one of either block.
     microbatch = 4 * ROWS * (2 * WIDTH + 2 * 4 * WIDTH)
@@ -163,6 +164,7 @@ def test_activations_are_those_of_the_microbatches_in_flight() -> None:
         assert (row.over, row.launches, row.received_nbytes) == ("pp", 16, 16 * 4 * ROWS * WIDTH)
 
 
+@pytest.mark.slow
 def test_whole_gradients_wait_in_the_dtype_of_reductions() -> None:
     # Both blocks, gathered in bf16 once a schedule, and the gradients of both in fp32.
     few = planned(Pipeline(Order.ONE_F_ONE_B, 4, 8), precision={"name": "bf16", "reduce": "fp32"})[1].plan
@@ -214,6 +216,7 @@ def test_the_bubble_is_that_of_a_run_in_which_all_takes_as_long(pipeline: Pipeli
     assert pipeline.bubble == pytest.approx(idle_share(pipeline))
 
 
+@pytest.mark.slow
 def test_sixteen_thousand_ranks() -> None:
     pipeline = Pipeline(Order.ONE_F_ONE_B, 64, 64)
     config = config_of(mesh=WorldMesh.pretended({"pp": 1, "dp": 256}), shard="dp")
