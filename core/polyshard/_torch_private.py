@@ -315,8 +315,8 @@ def exchange_split(kind: type, function: Callable[[object, Sequence[Any], int, S
 
     It gets the schedule, its stages, how many microbatches there must be, and the arguments of each that there is.
 
-    Where a schedule divides a batch is the one place that all ranks pass before they communicate, and that knows whether
-    the batch can be divided. Nothing public is there: a stage sees one microbatch after another.
+    All ranks pass where a schedule divides a batch before they communicate, and nowhere else it is known whether it can
+    be divided: a stage sees one microbatch after another. Nothing public is there.
     """
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from model import Config, Model, Stage
+from model import Config, Stage
 from polyshard.pipelining import PipelineStage, TiedParameter, clip_grad_norm_
 from settings import Settings
 from sharding import build_sharded

@@ -309,11 +309,6 @@ class Settings:
                 f"parallel.pp {parallel.pp} times parallel.pp_stages {parallel.pp_stages} are {stages} stages, of "
                 f"{model.num_hidden_layers} model.num_hidden_layers. Give each stage one block or more."
             )
-        if self.checkpoint.asynchronous:
-            raise ConfigError(
-                f"parallel.pp is {parallel.pp} and checkpoint.asynchronous true: checkpoints of several stages are "
-                "written before training goes on. Set it to false."
-            )
         if self.output.export:
             raise ConfigError(
                 f"parallel.pp is {parallel.pp} and output.export true: no rank has all of the model. Set it to false; "

@@ -10,7 +10,6 @@ import pipelines
 import polyshard
 import pytest
 import torch
-import torch.distributed as dist
 from parity import Block, units_of
 from pipelines import ROWS, Model, Plan, Trainer, batch, loss_of, part_of
 from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
