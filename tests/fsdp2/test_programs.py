@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import titan
 import torch
 import torch.distributed as dist
-from fsdp2_models import unedited
+from fsdp2_models import alike, unedited, without_trainers
 from processes import KeptRanks
 from safetensors.torch import load_file
 
@@ -109,3 +110,44 @@ def test_transformers_own_plan(
     pytest.importorskip("transformers")
     _hub_models(tmp_path)
     ranks.run(world_size, unedited, _by_plan, str(tmp_path), tmp_path, sizes)
+
+
+def _experts_of_each(rank: int, folder: Path) -> None:
+    """Of two ranks each has experts that no other rank shares: their gradients are divided, and not reduced."""
+    import polyshard_fsdp2
+
+    warnings.simplefilter("ignore")
+    random = torch.Generator().manual_seed(0)
+    batches = torch.randint(0, 32, (2, 2, 2, 6), generator=random)
+    with without_trainers(), polyshard_fsdp2.install():
+        from transformers import AutoModelForCausalLM, MixtralForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        plain = MixtralForCausalLM.from_pretrained(folder / "mixtral", experts_implementation="eager").train()
+        model = AutoModelForCausalLM.from_pretrained(
+            f"{folder}/mixtral",
+            distributed_config=DistributedConfig(fsdp_size=2, ep_size=2),
+            experts_implementation="eager",
+        ).train()
+        for one in (model, plain):
+            optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+            for step in batches:
+                # One process takes the mean over both ranks' batches.
+                for words in step[rank : rank + 1] if one is model else step:
+                    (one(words, labels=words).loss / (1 if one is model else 2)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        model.save_pretrained(folder / "trained")
+        plain.save_pretrained(folder / "plain")
+    dist.barrier()
+    found, wanted = (load_file(folder / name / "model.safetensors") for name in ("trained", "plain"))
+    before = load_file(folder / "mixtral" / "model.safetensors")
+    assert any((found[name] - value).abs().max() > 1e-3 for name, value in before.items() if "experts" in name)
+    alike(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_experts_that_no_other_rank_shares(ranks: KeptRanks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    _hub_models(tmp_path)
+    # Torch 2.13 itself divides gradients in fp64 on one rank twice.
+    ranks.run(2, _experts_of_each, tmp_path)
