@@ -244,12 +244,13 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
         ``GradScaler`` asks for the first of this rank's optimizers: all of them step, or none.
         """
-        if self._finding is None:
+        finding = self._finding
+        if finding is None:
             norm, _ = _norm_of_stages(self._together, math.inf, math.inf, ())
             finding = norm.isfinite().logical_not().float()
             for stage in self._together:
                 stage._finding = finding
-        return self._finding
+        return finding
 
 
 class TiedParameter:

@@ -116,8 +116,7 @@ def async_save(
     with sharded.meeting("save of a checkpoint", (sharded.collectives,)), ExitStack() as stack:
         taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
         task = prepare(collectives, (sharded,), root, step, keep, stack, taking)
-        pending = write_later(task, collectives, sharded, stack, partial(sharded.tell_saved, model, task.named))
-    return cast(PendingSave[AnyPlace], pending)
+        return write_later(task, collectives, sharded, stack, partial(sharded.tell_saved, model, task.named))
 
 
 @dataclass(frozen=True)
@@ -276,7 +275,7 @@ def write(task: Task, collectives: Collectives) -> None:
 
 def write_later(
     task: Task, collectives: Collectives, first: ShardedModel, stack: ExitStack, notify: Callable[[], None]
-) -> PendingSave[Place]:
+) -> PendingSave[Any]:
     """Copy what ``prepare`` made, and begin to write it in the background.
 
     Args:
@@ -291,7 +290,7 @@ def write_later(
         writing = writing.detached()
     ranks = collectives.world_size if speaks(collectives) else 1
     notes = Notes(task.path, collectives.rank, ranks, first.timeout_s)
-    pending = PendingSave(
+    pending: PendingSave[Any] = PendingSave(
         task.named,
         collectives.rank,
         partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all()),

@@ -122,7 +122,7 @@ def async_save_stages(
             for part in parts:
                 part.sharded.tell_saved(part.module, task.named)
 
-        return cast("PendingSave[AnyPlace]", write_later(task, everyone, models[0], stack, notify))
+        return write_later(task, everyone, models[0], stack, notify)
 
 
 def load_stages(
