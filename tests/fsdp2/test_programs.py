@@ -11,9 +11,12 @@ import pytest
 import titan
 import torch
 import torch.distributed as dist
-from fsdp2_models import alike, unedited, without_trainers
+from fsdp2_models import TENSOR_PARALLEL, Mlps, alike, unedited, wholes, without_trainers
 from processes import KeptRanks
 from safetensors.torch import load_file
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.data import DataLoader
+from torchrun import launched
 
 
 @pytest.mark.parametrize(
@@ -151,3 +154,71 @@ def test_experts_that_no_other_rank_shares(ranks: KeptRanks, tmp_path: Path) -> 
     _hub_models(tmp_path)
     # Torch 2.13 itself divides gradients in fp64 on one rank twice.
     ranks.run(2, _experts_of_each, tmp_path)
+
+
+def _with_lightning(rank: int, folder: Path, sizes: tuple[int, int]) -> None:
+    variables = {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    with launched(rank, dist.get_world_size(), **variables):
+        unedited(rank, _by_strategy, folder, sizes)
+
+
+def _by_strategy(folder: Path, sizes: tuple[int, int]) -> Any:
+    """Lightning makes the mesh, clips, and saves; ``configure_model`` shards."""
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    class Regression(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Mlps().double()
+            self.told: list[Any] = []
+
+        def configure_model(self) -> None:
+            if isinstance(self.net, FSDPModule):
+                return
+            mesh = self.device_mesh
+            assert mesh is not None
+            if mesh["tensor_parallel"].size() > 1:
+                parallelize_module(self.net, mesh["tensor_parallel"], TENSOR_PARALLEL)
+            for module in (*(each for each in self.net.modules() if type(each).__name__ == "Mlp"), self.net):
+                fully_shard(module, mesh=mesh["data_parallel"])
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = self.net(batch).square().mean()
+            self.told.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    random = torch.Generator().manual_seed(dist.get_rank() // sizes[1])
+    rows: Any = [torch.randn(3, 12, generator=random, dtype=torch.float64) for _ in range(3)]
+    loader = DataLoader(rows, batch_size=None)
+    told = []
+    for checkpoint in (None, f"{folder}/saved"):
+        module = Regression()
+        trainer = lightning.Trainer(
+            strategy=ModelParallelStrategy(*sizes),
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            max_epochs=2 if checkpoint else 1,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(module, loader, ckpt_path=checkpoint)
+        assert isinstance(module.net, FSDPModule)
+        if checkpoint is None:
+            trainer.save_checkpoint(f"{folder}/saved")
+        told += [module.told, wholes(module)]
+    return told
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 2), marks=pytest.mark.nightly)], ids=str)
+def test_lightnings_model_parallel_strategy(ranks: KeptRanks, tmp_path: Path, sizes: tuple[int, int]) -> None:
+    pytest.importorskip("lightning")
+    ranks.run(sizes[0] * sizes[1], _with_lightning, tmp_path, sizes)
