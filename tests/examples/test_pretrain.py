@@ -101,7 +101,7 @@ def data_of(**changes: Any) -> Any:
         ("parallel.pp_schedule=zbv", "There are: gpipe, 1f1b, interleaved_1f1b"),
         ("parallel.pp_stages=2", "parallel.pp_stages is 2, parallel.pp 1 and parallel.pp_schedule '1f1b'"),
         ("parallel.pp=8", "are 8 stages, of 4 model.num_hidden_layers"),
-        ("parallel.pp=2", "parallel.pp is 2 and checkpoint.asynchronous true"),
+        ("parallel.pp=2", "parallel.pp is 2 and output.export true"),
     ],
 )
 def test_a_wrong_setting_is_named(override: str, words: str) -> None:

@@ -619,8 +619,11 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
     import polyshard
     import polyshard_fsdp2
     import transformers
+    from accelerate.parallelism_config import ParallelismConfig
     from polyshard_transformers import PolyshardMixin, PreemptionCallback
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     told: dict[str, str] = {}
 
@@ -664,6 +667,11 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         told_by("device", lambda: train(make_model("llama"), shard=shard_config(device="meta")))
         told_by("ddp", lambda: train(nn.parallel.DistributedDataParallel(make_model("llama"))))
         told_by("arguments", lambda: train(make_model("llama"), fsdp=True))
+        told_by("parallelism", lambda: train(make_model("llama"), parallelism_config=ParallelismConfig(tp_size=2)))
+        divided = make_model("llama")
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(divided.model.layers[0].mlp, mesh, {"up_proj": ColwiseParallel()})
+        told_by("tensor parallel", lambda: train(divided))
         os.environ["ACCELERATE_USE_FSDP"] = "true"
         told_by("environment", lambda: train(make_model("llama")))
         del os.environ["ACCELERATE_USE_FSDP"]
@@ -707,6 +715,8 @@ REFUSED = {
     "fsdp2": r"AlreadyShardedError: '\(root\)' of FSDPLlamaForCausalLM is wrapped already, by torch's fully_shard",
     "ddp": r"AlreadyShardedError: '\(root\)' .* is wrapped already, by DistributedDataParallel",
     "arguments": "ConfigError: TrainingArguments.fsdp is set, and PolyshardTrainer shards the model itself",
+    "parallelism": "ConfigError: TrainingArguments.parallelism_config is set, and PolyshardTrainer shards the model",
+    "tensor parallel": r"AlreadyShardedError: 'model.layers.0.mlp.up_proj.weight' .* is a DTensor .* and tp_plan=",
     "environment": r"ConfigError: The environment asks Accelerate for FSDP \(ACCELERATE_USE_FSDP=true\)",
     "precision": "ConfigError: The ShardConfig's precision='fp32' computes in fp32, but .* have bf16=True",
     "no precision": "ConfigError: The ShardConfig's precision='fp16' computes in fp16, but .* neither bf16 nor fp16",

@@ -187,9 +187,7 @@ def plan(
     step = traced.step(batch(samples))
     time = None
     if device is not None:
-        if links is None:
-            one_host = world_size <= find_links(device.links).ranks_per_host
-            links = find_links(device.links if one_host else device.links_between)
+        links = links or links_for(device, world_size)
         time = timed(step.issued, device, links)
     most = None
     if largest and memory_nbytes is not None:
@@ -209,6 +207,12 @@ def plan(
         notes=tuple(traced.notes),
         **of_step(step),
     )
+
+
+def links_for(device: Device, world_size: int) -> LinkModel:
+    """Those of ``device`` for a job of so many ranks."""
+    one_host = world_size <= find_links(device.links).ranks_per_host
+    return find_links(device.links if one_host else device.links_between)
 
 
 def of_step(step: TracedStep) -> dict[str, Any]:
