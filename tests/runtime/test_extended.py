@@ -23,6 +23,7 @@ from polyshard.errors import (
 from polyshard.optim import AveragedWeights
 from polyshard.state import StateOptions, get_model_state_dict
 from polyshard_backends.threaded import ThreadedWorld
+from polyshard_tools.forecast import ShapedBatches, plan
 from torch import nn
 
 
@@ -312,3 +313,14 @@ def test_what_needs_a_flat_buffer_names_the_parameter() -> None:
         assert "down.weight" in polyshard.local_state_dict(mine)
 
     on_ranks(2, on_rank)
+
+
+def test_plans_count_what_rows_are_made_of() -> None:
+    with torch.device("meta"):
+        model = Net()
+    config = polyshard.ShardConfig(policy=units_of(Layer))
+    (group,) = plan(config, model, 2, batch=ShapedBatches.parse(f"float64[2,{IN}]")).groups
+    # On rank 0: half of what is plain around the layer, its own rows of int8 and fp16, and what is trained.
+    plain, pair, rounded, bias = 25 * 8, 4 * IN * 3, 4 * OUT * 8, 4 * 8
+    assert group.parameters_nbytes == plain + pair + rounded + bias
+    assert group.gradients_nbytes == plain + rounded + bias

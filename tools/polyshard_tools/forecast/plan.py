@@ -358,8 +358,8 @@ def groups_of(traced: TracedModel, over: Mapping[str, tuple[str, ...]]) -> tuple
         UnitGroup(
             *group,
             units=len(units),
-            parameters_nbytes=sum(each.nbytes for unit in units for each in (unit.master, *unit.attribute_tensors)),
-            gradients_nbytes=sum(unit.master.numel() * unit.grad_dtype.itemsize for unit in units if unit.trained),
+            parameters_nbytes=sum(each.nbytes for unit in units for each in (*unit.values, *unit.attribute_tensors)),
+            gradients_nbytes=sum(unit.layout.shard_numel * unit.grad_dtype.itemsize for unit in units if unit.trained),
             optimizer_nbytes=sum(traced.state_nbytes(unit) for unit in units),
             gathered_nbytes=sum(unit.gathered_nbytes for unit in units),
         )
