@@ -64,7 +64,9 @@ def _cell(figures: Mapping[str, Any] | None, peers: Mapping[str, Mapping[str, An
 
 def memory(runs: Mapping[str, Mapping[str, Any]]) -> str:
     """A line for each workload: peak and reserved GiB of FSDP2 and polyshard, ratios, and MFU."""
-    lines = ["| | peak GiB, FSDP2 | polyshard | ratio | reserved | polyshard | ratio | MFU, FSDP2 | polyshard | bound |"]
+    lines = [
+        "| | peak GiB, FSDP2 | polyshard | ratio | reserved | polyshard | ratio | MFU, FSDP2 | polyshard | bound |"
+    ]
     lines.append("|---" * 10 + "|")
     for report in runs.values():
         for workload, peers in report["summary"].items():

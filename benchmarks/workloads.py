@@ -32,7 +32,7 @@ class Workload:
     expected_step_s: float
     """Seconds of a slow peer's step on an H200, for estimates of how long a run takes."""
     selective: bool = False
-    """Whether blocks recompute all but products and attention, and the loss is compiled: large models are trained so."""
+    """Whether blocks recompute all but products and attention, and the loss is compiled, as is usual for large ones."""
 
     @property
     def head_dim(self) -> int:

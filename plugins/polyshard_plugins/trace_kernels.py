@@ -68,7 +68,7 @@ _ADVICE = {
     KernelKind.NORM: "Norms: torch.compile each block.",
     KernelKind.POINTWISE: "Pointwise operations: torch.compile each block.",
     KernelKind.OPTIMIZER: "The optimizer: polyshard.flat_parameters, and fused=True.",
-    KernelKind.COMMUNICATION: "Exposed communication: the listener trace shows of which units; try collectives='symmetric'.",
+    KernelKind.COMMUNICATION: "Exposed communication: the listener trace says of which units. Try 'symmetric'.",
     KernelKind.ATTENTION: "Attention: see which kernel serves it (torch.nn.attention.sdpa_kernel).",
 }
 
@@ -78,7 +78,7 @@ class KernelTable:
     """The time of a device from the first kernel to the end of the last, divided among kinds."""
 
     ms: dict[KernelKind, float]
-    """Milliseconds of each kind; they add up to the whole. Where kernels of several kinds run, the first kind counts."""
+    """Milliseconds of each kind, which add up to the whole. Where several kinds run, the first counts."""
     launches: dict[KernelKind, int]
     """Kernels of each kind."""
     longest: dict[KernelKind, str]

@@ -11,11 +11,19 @@ import pytest
 import torch
 from parity import Step, assert_parity, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
 from polyshard.interfaces import PluginContext, Work
+from polyshard.nested import iter_tensors
 from polyshard.planning import thresholds
+from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+    set_checkpoint_early_stop,
+)
 
 WIDE = 64
 
@@ -25,23 +33,32 @@ def small_weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "DIRECT_NUMEL", WIDE * WIDE)
 
 
+def keeping_products() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
 class Large(nn.Module):
     """Two layers over the threshold around a small one."""
 
-    def __init__(self, tied: bool = False, recomputes: bool = False, bias: bool = True) -> None:
+    def __init__(
+        self, tied: bool = False, recomputes: bool = False, bias: bool = True, keeps_products: bool = False
+    ) -> None:
         super().__init__()
         self.up = nn.Linear(WIDE, WIDE, bias=bias)
         self.scale = nn.LayerNorm(WIDE)
         self.down = nn.Linear(WIDE, WIDE, bias=bias)
         if tied:
             self.down.weight = self.up.weight
-        self.recomputes = recomputes
+        self.recomputes = recomputes or keeps_products
+        self.contexts = keeping_products if keeps_products else noop_context_fn
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.scale(self.up(x))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
+        if not self.recomputes:
+            return self.body(x)
+        return checkpoint(self.body, x, use_reentrant=False, context_fn=self.contexts)
 
 
 class Deep(nn.Module):
@@ -103,7 +120,15 @@ def reference(model: nn.Module, turns: int, microbatches: int = 1) -> dict[str, 
 
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"bias": False}, {"tied": True}, {"recomputes": True}, {"times": 2}, {"times": 2, "recomputes": True}],
+    [
+        {},
+        {"bias": False},
+        {"tied": True},
+        {"recomputes": True},
+        {"keeps_products": True},
+        {"times": 2},
+        {"times": 2, "recomputes": True},
+    ],
     ids=str,
 )
 def test_training_equals_the_unsharded_model(kind: dict[str, int]) -> None:
@@ -222,31 +247,71 @@ def test_other_forwards_of_a_linear_layer_are_left_alone() -> None:
     torch.testing.assert_close(trained(model, 2), reference(model, 2), rtol=1e-5, atol=1e-6)
 
 
-def graphs_of(blocks: int) -> int:
-    """Graphs that the compiler makes of as many equal blocks, each compiled by itself, in two steps."""
+class Noted(FakeCollectives):
+    """Notes the addresses of what is reduced."""
+
+    addresses: list[int]
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, **options: Any) -> Work:
+        self.addresses.append(full.untyped_storage().data_ptr())
+        return super().reduce_scatter(out, full, **options)
+
+
+class Produced(TorchDispatchMode):
+    """The addresses of weight gradients that graphs compute, and how many tensors as large as a weight are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to: list[int] = []
+        self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.polyshard.weight_gradient:
+            self.to.append(output.untyped_storage().data_ptr())
+        elif any(name in str(func) for name in ("copy", "clone", "cat")):
+            self.copies += any(tensor.numel() == WIDE * WIDE for tensor in iter_tensors(output))
+        return output
+
+
+def compiled_steps(blocks: int) -> tuple[int, int, int, int]:
+    """Graphs of as many equal blocks, each compiled by itself; weight gradients, those of them in place, and copies.
+
+    Over three steps, the last of which has other sizes.
+    """
     torch.compiler.reset()
     graphs: list[torch.fx.GraphModule] = []
 
     def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
-        return graph.forward
+        made: Callable[..., Any] = lookup_backend("aot_eager")(graph, inputs)
+        return made
 
-    model = nn.Sequential(*(Large() for _ in range(blocks)))
+    model = nn.Sequential(*(Large(bias=False) for _ in range(blocks)))
     for block in model:
-        block.compile(backend=note)
-    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 4}, policy=units_of(Large))
-    polyshard.shard(model, config)
-    for _ in range(2):
-        model(torch.ones(2, WIDE)).sum().backward()
-    return len(graphs)
+        block.compile(backend=note, fullgraph=True, dynamic=True)
+    collectives = Noted(PluginContext("fake", torch.device("cpu")), world_size=4)
+    collectives.addresses = []
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(Large), batch_nbytes=0))
+    written: list[int] = []
+    copies = 0
+    for rows in (2, 2, 3):
+        output = model(torch.ones(rows, WIDE, requires_grad=True))
+        with Produced() as produced:
+            output.sum().backward()
+        written += produced.to
+        copies += produced.copies
+    return len(graphs), len(written), sum(each in collectives.addresses for each in written), copies
 
 
 @pytest.mark.slow
 # The compiler looks at .grad of the tensors that a frame takes in, and does not silence this in every version.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_blocks_share_their_graphs() -> None:
+# The compiler does that itself with any autograd function that it meets.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_blocks_share_their_graphs_and_write_weight_gradients_in_place() -> None:
     # More blocks than the compiler makes versions of one function before it gives up on it.
-    assert graphs_of(12) == graphs_of(2)
+    assert compiled_steps(10) == (1, 3 * 10 * 2, 3 * 10 * 2, 0)
 
 
 class BrokenError(RuntimeError):

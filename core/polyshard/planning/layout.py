@@ -206,7 +206,9 @@ def laid_out(unit: UnitGeometry, arrangements: Sequence[Arrangement]) -> tuple[t
     order = tuple(index for each in arrangements for index in each.order)
     if unit.shards == 1 or (len(segments) == 1 and not arrangements[0].dim):
         # Nothing is cut, or all alike.
-        segments, slots = [], [replace(slot, segment=0) for slot in slots]
+        segments = []
+        if len(arrangements) > 1:
+            slots = [replace(slot, segment=0) for slot in slots]
     return order, FlatLayout(tuple(slots), slots[-1].end, cursor, unit.shards, tuple(segments))
 
 

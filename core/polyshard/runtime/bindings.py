@@ -55,6 +55,9 @@ class Shown(enum.Enum):
     GUARDS = "guards"
     """Stand-ins while another unit's forward runs: they refuse to compute or, of a split module, gather."""
 
+    # Several look-ups a unit in each step; that of ``Enum`` is in Python.
+    __hash__ = object.__hash__
+
 
 class ShardedParameter(torch.Tensor):
     """A sharded parameter inside another unit's forward: reading its shape is fine, computing with it raises.
@@ -70,7 +73,11 @@ class ShardedParameter(torch.Tensor):
         """The stand-in of ``parameter``."""
         original = parameter.original
         with _torch_private.without_torch_function():
-            guard = original.detach().as_subclass(cls)
+            shown = original.detach()
+            if parameter.extended:
+                # What is of a class of its own becomes no other.
+                shown = torch.empty((), dtype=original.dtype, device=original.device).expand(original.shape)
+            guard = shown.as_subclass(cls)
             guard.requires_grad_(original.requires_grad)
         guard._parameter = parameter
         return guard
@@ -151,7 +158,9 @@ class Bindings:
 
     def hide(self, computing: bool) -> None:
         """Let modules see the originals or, while a forward is ``computing``, the stand-ins."""
-        self.show(self._elsewhere if computing else Shown.ORIGINALS)
+        shown = self._elsewhere if computing else Shown.ORIGINALS
+        if self.shown is not shown:
+            self.show(shown)
 
     def show(self, shown: Shown) -> None:
         """Let modules see ``shown``. Views must be attached by then."""

@@ -6,6 +6,7 @@ A module's ``forward`` stands in its ``__dict__`` for that. In compiled code the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -52,7 +53,7 @@ def write_directly(
 def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """The forward of a linear layer: direct where autograd records it, and no autocast or transform is active."""
     weight, bias = module.weight, module.bias
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         if not (torch.is_grad_enabled() and weight.requires_grad) or torch.is_autocast_enabled(input.device.type):
             return functional.linear(input, weight, bias)
         compiled: torch.Tensor = CompiledLinear.apply(input, weight, bias, getattr(module, _KEY))  # type: ignore[no-untyped-call]
@@ -156,9 +157,9 @@ class CompiledLinear(torch.autograd.Function):
 @cache
 def _define_operation() -> torch.library.Library:
     """``polyshard::weight_gradient``: defined with the first layer that may need it, for the life of the process."""
-    library = torch.library.Library("polyshard", "FRAGMENT")
-    library.define("weight_gradient(Tensor gradient, Tensor input, Tensor key) -> Tensor")
-    library.impl("weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
+    library = torch.library.Library("polyshard", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("weight_gradient(Tensor gradient, Tensor input, Tensor key) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("weight_gradient", _weight_gradient, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake("polyshard::weight_gradient", _shape_of_weight_gradient, lib=library)
     return library
 
@@ -192,10 +193,13 @@ class Direct:
 
     def key(self) -> torch.Tensor:
         """A tensor by which ``torch.ops.polyshard.weight_gradient`` finds this one, for as long as it lives."""
-        _define_operation()
+        with _DEFINING:
+            _define_operation()
         _COMPILED[id(self)] = self
         return torch.tensor(id(self), device="cpu")
 
 
+# Ranks may be threads.
+_DEFINING = threading.Lock()
 #: What compiled code finds by a module's key.
 _COMPILED: WeakValueDictionary[int, Direct] = WeakValueDictionary()

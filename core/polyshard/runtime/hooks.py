@@ -27,12 +27,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_, methodcaller
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import StateError, UnshardedUseError
+from ..errors import ParameterMovedError, StateError, UnshardedUseError
 from ..nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from .activation_checkpoint import Checkpointed, Region, may_have_backward, running
 from .module_state import ModuleState, StateKind, show_whole, unshard_ahead
@@ -79,14 +80,14 @@ class ForwardHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the parameters, and let the module see them whole."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _hidden_pre_forward(self, args, kwargs)
         return self._pre_forward(args, kwargs)
 
     @_torch_private.uncompiled
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Release the parameters, and watch for a backward where there can be one."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _hidden_post_forward(self, output)
         return self._post_forward(output)
 
@@ -280,18 +281,20 @@ class ForwardHooks:
         for unit in module_state.units:
             for observer in unit.observers:
                 observer.computed(unit.spec, False)
-            if unit.permanent or not unit.releases(turns):
-                unit.hide()
-                continue
+            stays = unit.permanent or not unit.releases(turns)
             try:
-                refuse_escape((unit,), output, module_state.name)
-            except UnshardedUseError:
+                unit.refuse_moved_views()
+                if not stays:
+                    refuse_escape((unit,), output, module_state.name)
+            except (ParameterMovedError, UnshardedUseError):
                 unit.hide()
                 if outermost:
                     # No hook of an outer module will see this error and clean up.
                     root_of(module_state).abandon()
                 raise
-            if unit.reshard_policy is Reshard.PARTLY and may_have_backward():
+            if stays:
+                unit.hide()
+            elif unit.reshard_policy is Reshard.PARTLY and may_have_backward():
                 unit.reshard_post_forward()
             else:
                 unit.reshard()
@@ -404,6 +407,8 @@ def input_hook(module_state: ModuleState) -> Callable[[], None]:
     if module_state.forward_record is not None:
         return partial(post_backward, module_state, module_state.forward_record, module_state.post_backward_at)
     call = Recomputation()
+    if module_state.recomputations is None:
+        module_state.recomputations = WeakSet()
     module_state.recomputations.add(call)
     return partial(_recomputation_done, module_state, call)
 
@@ -455,7 +460,8 @@ def post_backward(
 def _recomputation_done(module_state: ModuleState, call: Recomputation) -> None:
     if not module_state.in_backward:
         module_state.refuse_unseen_backward()
-    module_state.recomputations.discard(call)
+    if module_state.recomputations is not None:
+        module_state.recomputations.discard(call)
     if not module_state.recomputations:
         module_state.post_backward()
 

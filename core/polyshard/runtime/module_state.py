@@ -118,7 +118,7 @@ class ModuleState:
         #: Whether a checkpoint entered it in the forward that the backward goes back through.
         self.recomputed = False
         #: Its recomputed forwards whose backward is still to come. Weak: a graph that is dropped takes its own along.
-        self.recomputations: WeakSet[object] = WeakSet()
+        self.recomputations: WeakSet[object] | None = None
         #: Whether an output may bring a backward; until its gradients were taken.
         self.awaits_backward = False
         self.backward_state = BackwardState.NOT_REACHED
@@ -275,7 +275,7 @@ class ModuleState:
         """Take the gradients, release the parameters, start the reductions."""
         step = self.step
         assert step is not None
-        self.recomputations.clear()
+        self.recomputations = None
         # Not reached here, but a recomputation for another module state may still come through.
         keeps, self.recomputed = self.recomputed and self.backward_state is not BackwardState.PRE_BACKWARD, False
         if self.backward_state is BackwardState.PRE_BACKWARD:
@@ -355,14 +355,17 @@ class ModuleState:
         if self.backward_state is BackwardState.PRE_BACKWARD:
             return True
         reduces = step.synchronises and self._synchronises and step.accumulates
-        if not self.all_reduces:
-            return any((reduces and self._waits(unit)) or (unit.trainable and unit.pending) for unit in self.units)
-        return any((reduces and unit.gradients.unreduced) or (unit.trainable and unit.pending) for unit in self.units)
+        for unit in self.units:
+            if unit.trainable and unit.pending:
+                return True
+            if reduces and (unit.gradients.unreduced if self.all_reduces else self._waits(unit)):
+                return True
+        return False
 
     def reset(self) -> None:
         """Back to the state between steps."""
         self.entered = 0
-        self.recomputations.clear()
+        self.recomputations = None
         self.backward_state = BackwardState.NOT_REACHED
         self.awaits_backward = False
         self.joins_reduction = self.recomputed = False
@@ -463,13 +466,15 @@ def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept:
 def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
     """Issue the gathers of ``batches``, each as one communication."""
     for batch in batches:
+        # Most batches are on their way already.
         first = batch[0]
+        units = first.units
         if len(batch) == 1:
-            first.unshard()
-        elif any(unit.due for unit in first.units):
+            unshard_due(units)
+        elif units[0].due if len(units) == 1 else any(unit.due for unit in units):
             # A module state may come up twice in a batch.
-            units = dict.fromkeys(unit for module_state in batch for unit in module_state.units)
-            unshard_together([unit for unit in units if unit.due])
+            all_units = dict.fromkeys(unit for module_state in batch for unit in module_state.units)
+            unshard_together([unit for unit in all_units if unit.due])
 
 
 def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:

@@ -30,7 +30,7 @@ from ..planning.groups import group_of
 from ..planning.layout import NamedLayout
 from ..planning.meshes import WorldMesh, refuse_absent_mesh, world_mesh
 from ..planning.parts import is_dtensor
-from ..planning.plan import parameters_to_shard
+from ..planning.plan import modules_in, parameters_to_shard
 from .agree import Agreement
 from .build import Request
 
@@ -47,7 +47,7 @@ def compute_device(config: ShardConfig, module: nn.Module, ignored_modules: Coll
         ignored = {inner for outer in ignored_modules for inner in outer.modules()}
         places = {
             parameter.device
-            for inner in module.modules()
+            for inner in modules_in(module)
             if inner not in ignored
             for parameter in inner._parameters.values()
             if parameter is not None and not parameter.is_meta

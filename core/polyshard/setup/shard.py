@@ -35,8 +35,8 @@ from ..planning.plan import (
 )
 from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units
 from ..planning.values import buffers_to_compare, values_to_compare
+from ..runtime.extended import unit_of
 from ..runtime.root import Root
-from ..runtime.unit import Unit
 from .agree import Agreement, Report
 from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
 from .differences import kind_of, rows_of
@@ -159,7 +159,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     if not request.composes or any(MODULE_STATE_ATTRIBUTE in each.__dict__ for each in modules_called(module)):
         refuse_sharded(module, rank)
     _refuse_pieces(module, parameters_to_shard(module, **ignored), rank)
-    refuse_unshardable(module, rank=rank, extends=request.extends, **ignored)
+    refuse_unshardable(module, rank=rank, extends=True, **ignored)
     refuse_unable(plugins.caster, rank)
     context = PolicyContext(
         request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, partial(_warn_once, rank)
@@ -175,8 +175,10 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
         chosen = {**chosen, **alone}
     # Where nothing is gathered, one unit around the others costs nothing.
     divides = request.config.split_root and shards > 1
-    owners = plan_modules(module, chosen, rank=rank, divides=divides, **ignored)
+    owners = plan_modules(module, chosen, names=names, rank=rank, divides=divides, **ignored)
     own = {inner for owner in owners for inner in owner.modules}
+    if plugins.context.device.type != "meta":
+        _refuse_packed_meta(owners, rank)
     if not request.stays_on_meta:
         inside = {inner: names[inner] for inner in names if inner in own}
         refuse_uninitializable(owners, inside, request.initializer, rank)
@@ -235,8 +237,19 @@ def _plan_units(
     modules = decide_parking(planned, rank)
     for each in modules:
         _refuse_unextended(each, plugins.collectives)
-        _refuse_unformed(each, plugins.collectives, request.make_unit is Unit)
+        _refuse_unformed(each, plugins.collectives, request.make_unit is unit_of)
     return modules
+
+
+def _refuse_packed_meta(owners: Sequence[ModuleParameters], rank: int) -> None:
+    for each in (each for owner in owners for group in owner.groups for each in group):
+        beside = [] if each.packed is None else each.packed.tensors
+        if each.packed is not None and any(tensor.is_meta for tensor in (each.original, *beside)):
+            raise ParameterError(
+                f"The parameter '{each.names[0]}' (rank {rank}), a {each.packed.cls.__name__}, has no values on the "
+                "meta device, and nor has what its bytes mean. Build and quantize it on another device before it is "
+                "sharded."
+            )
 
 
 def _refuse_unextended(module: PlannedModule, collectives: Collectives) -> None:
@@ -367,12 +380,11 @@ def _warn_once(rank: int, text: str) -> bool:
 
 def _refuse_pieces(module: nn.Module, named: Mapping[nn.Parameter, str], rank: int) -> None:
     """Raise if a module that is not inside of this one has cut a parameter already: its piece would be cut again."""
-    inside = set(module.modules())
     for name, found in zip(named.values(), live_roots.find(list(named)), strict=True):
         if found is None or found.slot is None:
             continue
         holder = found.root.module_states[0].modules[0]
-        if holder in inside:
+        if any(inner is holder for inner in module.modules()):
             # ``plan_modules`` refuses it.
             continue
         there = f"'{found.unit.parameters[found.slot].names[0]}' of {type(holder).__name__}"

@@ -1,4 +1,4 @@
-"""The command ``polyshard``, and two of its commands that other packages do the work of: ``doctor`` and ``new``."""
+"""The command ``polyshard``, and those of its commands that other packages do the work of: doctor, trace and new."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from polyshard import registry
 from polyshard._version import __version__
 from polyshard.errors import PolyshardError
 from polyshard.interfaces import Group
+from polyshard_plugins.trace_kernels import kernel_table, read_kernels
 
 from .. import doctor
 from ..scaffold import Kind, write_plugin
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"polyshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_plugins, add_config, add_explain, add_plan, add_bench_links, _add_doctor, _add_new):
+    for add in (add_plugins, add_config, add_explain, add_plan, add_bench_links, _add_doctor, _add_trace, _add_new):
         add(commands)
     arguments = parser.parse_args(argv)
     try:
@@ -97,6 +98,29 @@ def _doctor(arguments: argparse.Namespace) -> int:
     report = doctor.Report(tuple(sections))
     print(json.dumps(report.as_json(), indent=2) if arguments.json else "\n".join(report.lines()))
     return 1 if report.level is doctor.Level.PROBLEM else 0
+
+
+def _add_trace(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "trace",
+        help="say what a device's time in a profiled step goes to, and what to change first",
+        description="Reads a file of torch.profiler's export_chrome_trace(), of one step with ProfilerActivity.CUDA, "
+        "and prints the time of its kernels by what they compute. Times add up: where several kernels run, the first "
+        "kind counts.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the trace, .json or .json.gz")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=_trace)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    found = kernel_table(read_kernels(arguments.file))
+    if arguments.json:
+        ms = {kind.value: round(time, 3) for kind, time in found.ms.items()}
+        print(json.dumps({"ms": ms, "kernels": {kind.value: number for kind, number in found.launches.items()}}))
+    else:
+        print("\n".join(found.lines()))
+    return 0
 
 
 def _add_new(commands: Commands) -> None:

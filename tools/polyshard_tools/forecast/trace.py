@@ -98,7 +98,7 @@ class TracedModel:
         self._workspace_nbytes = workspace_nbytes
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._warm = False
-        masters = [unit.master for unit in self.sharded.units]
+        masters = [each for unit in self.sharded.units for each in (*unit.values, *unit.attribute_tensors)]
         self.ledger.see([*masters, *self.model.parameters()], Kind.PARAMETERS)
         self.ledger.see(self.model.buffers(), Kind.BUFFERS)
 
