@@ -27,7 +27,7 @@ _TILE = 2048
 _SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def fp8_codes(quotients):  # type: ignore[no-untyped-def]
     """The codes of e4m3, int32, of finite ``quotients`` up to about 448, fp32."""
     bits = quotients.to(tl.int32, bitcast=True)

@@ -49,11 +49,24 @@ def test_kernels_compute_what_the_emulation_does(scale: float) -> None:
             form.weight_gradient(gradient.to(device), x.to(device)),
         ]
         codes = tensors[0].view(torch.uint8)
-        answers.append([codes.cpu(), *(each.float().cpu() for each in here)])
+        answers.append([codes.cpu(), tensors[1].cpu(), *(each.float().cpu() for each in here)])
     assert torch.equal(answers[0][0], answers[1][0])
-    for wanted, found in zip(answers[0][1:], answers[1][1:], strict=True):
+    assert torch.equal(answers[0][1], answers[1][1])
+    for wanted, found in zip(answers[0][2:], answers[1][2:], strict=True):
         # The sum of fast accumulation is short by some bits.
         assert (found - wanted).abs().max() <= 0.01 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_rows_have_the_bits_of_the_plain_operations(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(64, 2816, generator=generator) * torch.exp(4 * torch.randn(64, 2816, generator=generator))
+    rows[1], rows[2, 3], rows[4, -1] = 0.0, float("inf"), float("nan")
+    rows = rows.to(dtype)
+    (_, plain), (_, kernel) = bound(torch.device("cpu"), rows), bound(CUDA, rows)
+    assert torch.equal(plain[0].view(torch.uint8), kernel[0].view(torch.uint8).cpu())
+    torch.testing.assert_close(plain[1], kernel[1].cpu(), rtol=0.0, atol=0.0, equal_nan=True)
+    assert plain[1].isnan().flatten().nonzero().flatten().tolist() == [2, 4]
 
 
 class Feed(nn.Module):

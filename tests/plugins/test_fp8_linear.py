@@ -142,13 +142,18 @@ def trained(model: nn.Module, rank: int, turns: int = 3) -> list[float]:
         (2, {"weight_gradient": "fp8"}, {"offload": "cpu"}),
         (3, {}, {"recomputes": True}),
         (3, {"weight_gradient": "fp8"}, {"strategy": "shard_grad_op"}),
+        (2, {}, {"freezes": True}),
     ],
     ids=str,
 )
 def test_training_follows_the_formula(ranks: int, options: dict[str, Any], settings: dict[str, Any]) -> None:
+    settings = dict(settings)
     model = model_of(recomputes=settings.pop("recomputes", False))
+    if settings.pop("freezes", False):
+        for block in model.blocks:
+            block.up.weight.requires_grad_(False)
     reference = reference_of(model, in_fp8="weight_gradient" in options)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1)
     expected = []
     for turn in range(3):
         losses = [loss_of(reference, turn, rank) for rank in range(ranks)]
@@ -336,3 +341,17 @@ def test_losses_are_near_those_of_bf16() -> None:
     )
     assert plain[-1] < 0.7 * plain[0]
     torch.testing.assert_close(fp8[-5:].mean(), plain[-5:].mean(), rtol=0.02, atol=0.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
+def test_compiled_blocks_compute_as_eager_ones_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyshard.planning.thresholds.DIRECT_NUMEL", 1024)
+    losses = []
+    for compiles in (False, True):
+        model = model_of()
+        for block in model.blocks if compiles else ():
+            block.compile(fullgraph=True)
+        pretended(model, caster(), ranks=2)
+        losses.append(trained(model, 0, 4))
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

@@ -49,7 +49,8 @@ def loss_of(model: nn.Module, turn: int, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "recipe", "layout"), [(2, "rowwise", "flat"), (3, "tensorwise", "flat"), (3, "rowwise_with_gw_hp", "rows")]
+    ("ranks", "recipe", "layout"),
+    [(2, "rowwise", "flat"), (3, "tensorwise", "flat"), (3, "rowwise_with_gw_hp", "rows")],
 )
 def test_it_trains_as_the_unsharded_model_does(float8: Any, ranks: int, recipe: str, layout: str) -> None:
     model = converted(float8, recipe)

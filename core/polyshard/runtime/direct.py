@@ -23,7 +23,7 @@ from ..planning import thresholds
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 
-#: Attributes of a module: under which ``_Direct`` stands, and a tensor that tells compiled code which one that is.
+#: Attributes of a module: under which ``Direct`` stands, and a tensor that tells compiled code which one that is.
 _DIRECT, _KEY = "_polyshard_direct", "_polyshard_direct_key"
 
 
@@ -44,12 +44,8 @@ def write_directly(
             continue
         module, attribute = parameter.sites[0]
         if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:
-            direct = _Direct(partial(claim, index))
-            key = id(direct)
-            _COMPILED[key] = direct
-            module.__dict__.update({_DIRECT: direct, _KEY: torch.tensor(key, device="cpu")})
-            with _DEFINING:
-                _define_operation()
+            direct = Direct(partial(claim, index))
+            module.__dict__.update({_DIRECT: direct, _KEY: direct.key()})
             # One function for all: torch.compile compiles anew wherever it meets another object.
             module.__dict__["forward"] = MethodType(_forward, module)
 
@@ -70,7 +66,7 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         or _torch_private.in_transform()
     ):
         return functional.linear(input, weight, bias)
-    direct: _Direct = module.__dict__[_DIRECT]
+    direct: Direct = module.__dict__[_DIRECT]
     recomputes = _torch_private.in_backward()
     # Selective checkpoints hand out the product that they kept, and allow no other operation in its place.
     unfilled = recomputes and direct.ends_recomputation and not _torch_private.in_dispatch_mode()
@@ -99,7 +95,7 @@ class DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, direct: _Direct, unfilled: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, direct: Direct, unfilled: bool
     ) -> torch.Tensor:
         """``x``: ``[*, in]``; ``weight``: ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``.
 
@@ -183,7 +179,7 @@ def _shape_of_weight_gradient(gradient: torch.Tensor, input: torch.Tensor, key: 
 
 
 @dataclass(slots=True, weakref_slot=True)
-class _Direct:
+class Direct:
     """The state of one linear layer's direct forward."""
 
     claim: Callable[[], torch.Tensor | None]
@@ -195,8 +191,15 @@ class _Direct:
     # output is held until the exception has been caught.
     output: torch.Tensor | None = None
 
+    def key(self) -> torch.Tensor:
+        """A tensor by which ``torch.ops.polyshard.weight_gradient`` finds this one, for as long as it lives."""
+        with _DEFINING:
+            _define_operation()
+        _COMPILED[id(self)] = self
+        return torch.tensor(id(self), device="cpu")
+
 
 # Ranks may be threads.
 _DEFINING = threading.Lock()
 #: What compiled code finds by a module's key.
-_COMPILED: WeakValueDictionary[int, _Direct] = WeakValueDictionary()
+_COMPILED: WeakValueDictionary[int, Direct] = WeakValueDictionary()

@@ -26,6 +26,7 @@ from ..planning.answers import plugin_name
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Shown, Swap
+from .direct import Direct
 from .gather import EncodedBuffer, Stage, slices_of
 
 #: Attribute of a linear layer under which its ``FormedWeight`` stands while it computes, and None otherwise.
@@ -134,8 +135,10 @@ class FormedWeight:
 
     form: LinearForm
     tensors: tuple[torch.Tensor, ...]
-    claim: Callable[[], torch.Tensor | None] | None
-    """Returns where the weight's gradient may be written; None for memory of its own, always or in one backward."""
+    direct: Direct | None
+    """Knows where the weight's gradient may be written; None where it has memory of its own."""
+    key: torch.Tensor | None
+    """By which compiled code finds ``direct``."""
 
 
 def compute_with_forms(
@@ -162,8 +165,9 @@ def compute_with_forms(
             module.__dict__["forward"] = MethodType(_forward, module)
         module.__dict__[_FORMED] = None
         large = buffer.layout.slots[index].numel >= thresholds.DIRECT_NUMEL
-        own_claim = partial(claim, index) if claim is not None and large else None
-        there = FormedWeight(buffer.form_of(index), buffer.tensors[index], own_claim)
+        direct = Direct(partial(claim, index)) if claim is not None and large else None
+        key = None if direct is None else direct.key()
+        there = FormedWeight(buffer.form_of(index), buffer.tensors[index], direct, key)
         swaps.append(
             Swap(module.__dict__, {shown: {_FORMED: there if shown is Shown.VIEWS else None} for shown in Shown})
         )
@@ -176,9 +180,10 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if formed is None:
         # A whole weight, or a stand-in that refuses to compute.
         return functional.linear(input, weight, bias)
-    claim = None if torch.compiler.is_compiling() else formed.claim
+    compiles = torch.compiler.is_compiling()
+    direct, key = (None, formed.key) if compiles else (formed.direct, None)
     output: torch.Tensor = FormedLinear.apply(  # type: ignore[no-untyped-call]
-        input, weight, bias, formed.form, claim, *formed.tensors
+        input, weight, bias, formed.form, direct, key, *formed.tensors
     )
     return output
 
@@ -193,14 +198,15 @@ class FormedLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         form: LinearForm,
-        claim: Callable[[], torch.Tensor | None] | None,
+        direct: Direct | None,
+        key: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         """``x``: ``[*, in]``; ``weight``: a leaf, ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``."""
         # The values of the leaf mean nothing: it is an argument for its gradient alone.
         x = x.to(weight.dtype)
-        ctx.save_for_backward(x, *tensors)
-        ctx.form, ctx.claim = form, claim
+        ctx.save_for_backward(x, key, *tensors)
+        ctx.form, ctx.direct = form, direct
         output = form.product(x.reshape(-1, x.shape[-1]), tensors)
         if bias is not None:
             output = output + bias
@@ -209,7 +215,7 @@ class FormedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of ``x``, ``weight`` and ``bias``, where they need one."""
-        x, *tensors = ctx.saved_tensors
+        x, key, *tensors = ctx.saved_tensors
         of_x = of_weight = of_bias = None
         rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[0]:
@@ -217,11 +223,13 @@ class FormedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             inputs = x.reshape(-1, x.shape[-1])
             of_weight = ctx.form.weight_gradient(rows, inputs)
-            place = None if ctx.claim is None else ctx.claim()
+            if key is not None and of_weight is None:
+                of_weight = torch.ops.polyshard.weight_gradient(rows, inputs, key)
+            place = None if ctx.direct is None else ctx.direct.claim()
             if place is not None:
                 of_weight = torch.mm(rows.t(), inputs, out=place) if of_weight is None else place.copy_(of_weight)
             elif of_weight is None:
                 of_weight = rows.t().mm(inputs)
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None, None, *([None] * len(tensors))
+        return of_x, of_weight, of_bias, None, None, None, *([None] * len(tensors))
