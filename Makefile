@@ -10,6 +10,9 @@ PY := $(VENV)/bin/python
 READY := $(STAMP)
 endif
 
+# Another torch than that of constraints.txt, for a new .venv: TORCH="torch==2.11.*", or "torch" for the newest.
+TORCH ?=
+
 # Two ranks share a small machine; more threads than cores slow each other down.
 export OMP_NUM_THREADS ?= 1
 
@@ -60,6 +63,7 @@ static: $(READY)  ## run ruff, mypy and import-linter
 	MYPYPATH=benchmarks $(PY) -m mypy benchmarks/*.py
 	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
 	MYPYPATH=examples/pretrain $(PY) -m mypy examples/pretrain/*.py
+	MYPYPATH=examples/recipes:examples/pretrain $(PY) -m mypy examples/recipes/*.py
 	MYPYPATH=examples/rollout $(PY) -m mypy examples/rollout/*.py
 	MYPYPATH=examples/acme/src $(PY) -m mypy examples/acme/src/acme/*.py examples/acme/tests/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
@@ -99,5 +103,7 @@ $(STAMP): pyproject.toml constraints.txt core/polyshard/_version.py
 	$(PYTHON) -c 'import sys; sys.exit("polyshard needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); torch is large, so the first time takes minutes."
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,test,dev,docs]'
+	grep -v '^$(if $(TORCH),torch,none)==' constraints.txt > $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt \
+	    -e '.[train,test,dev,docs]' $(if $(TORCH),'$(TORCH)')
 	touch $@

@@ -309,8 +309,8 @@ def _fsdp2(
     """Blocks and root.
 
     ``keep``: nothing is released after forward. ``tuned``: more units, and prefetch by hand. ``hybrid``: sharded over
-    half of the ranks, replicated over the halves. ``drop_in``: polyshard's FSDP2. ``fp8``: torchao's recipe by which the
-    linear layers of blocks compute; weights are gathered in fp8 where it is ``"tensorwise"``.
+    half of the ranks, replicated over the halves. ``drop_in``: polyshard's FSDP2. ``fp8``: torchao's recipe by which
+    the linear layers of blocks compute; weights are gathered in fp8 where it is ``"tensorwise"``.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -459,4 +459,5 @@ _PEERS: dict[str, Callable[[Site], Step]] = {
     "fsdp2-fp8-rowwise-gw-hp": partial(_fsdp2, fp8="rowwise_with_gw_hp"),
     "drop-in": partial(_fsdp2, drop_in=True),
     "drop-in-local": _drop_in_local,
+    "drop-in-fp8-tensorwise": partial(_fsdp2, drop_in=True, fp8="tensorwise"),
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import Distribution, MetadataPathFinder
 from pathlib import Path
@@ -21,6 +23,49 @@ settings.load_profile("no clock")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["watchdog"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Of what is imported and collected here nothing is garbage: a tenth of the time went into looking for it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Pytest looks for garbage ten times behind the last test: once is enough."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_thin_out_products(items: list[pytest.Item]) -> None:
+    """Of the product of several ``parametrize`` a part is enough for `make test`; `make test-nightly` runs the others.
+
+    Every value is in that part, beside others as often as all are; with three decorators every pair of values is.
+    """
+    products: defaultdict[object, list[tuple[pytest.Item, list[object]]]] = defaultdict(list)
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        if spec is None or item.get_closest_marker("nightly") or item.get_closest_marker("gpu"):
+            continue
+        given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        axes = [each.replace(" ", "").split(",") if isinstance(each, str) else list(each) for each in given]
+        # All cases of a product share the objects of a decorator's list.
+        values = {name: id(value) for name, value in spec.params.items()}
+        where = [tuple(values.pop(name) for name in axis) for axis in axes]
+        products[item.parent, getattr(item, "originalname", ""), *values.items()].append((item, where))
+    for cases in products.values():
+        places = [dict.fromkeys(axis) for axis in zip(*(where for _, where in cases), strict=True)]
+        sizes = [len(axis) for axis in places if len(axis) > 1]
+        if len(sizes) < 2 or len(cases) != math.prod(sizes):
+            continue
+        for item, where in cases:
+            if sum(list(axis).index(value) for axis, value in zip(places, where, strict=True)) % min(sizes):
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(trylast=True)

@@ -318,6 +318,32 @@ def exchange_unscale(
     return before
 
 
+def exchange_split(kind: type, function: Callable[[object, Sequence[Any], int, Sequence[Any]], None]) -> None:
+    """Let schedules with stages of ``kind`` call ``function`` in each step.
+
+    It gets the schedule, its stages, how many microbatches there must be, and the arguments of each that there is.
+
+    All ranks pass where a schedule divides a batch before they communicate, and nowhere else it is known whether it can
+    be divided: a stage sees one microbatch after another. Nothing public is there.
+    """
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    before: Any = _PipelineSchedule._split_inputs
+    if _name_of(before) in _restores:
+        return
+
+    @wraps(before)
+    def split(self: Any, args: Any, kwargs: Any = None) -> Any:
+        found = before(self, args, kwargs)
+        stages = self._stages if hasattr(self, "_stages") else [self._stage]
+        if all(isinstance(stage, kind) for stage in stages):
+            function(self, stages, self._n_microbatches, list(zip(*found, strict=True)))
+        return found
+
+    _restores[_name_of(before)] = partial(setattr, _PipelineSchedule, "_split_inputs", before)
+    _PipelineSchedule._split_inputs = split  # type: ignore[method-assign]
+
+
 def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
     """Let ``public``, torch's wrapper around a function of its own, call ``function``; returns its own.
 

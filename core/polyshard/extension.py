@@ -18,13 +18,13 @@ from .functions.torch_functions import follow
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from .planning.answers import dtypes_of
-from .planning.extensions import ExtensionArguments, gathers_itself, own_rows
+from .planning.extensions import ExtensionArguments, gathers_itself
 from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
 from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, refuse_unshardable
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
-from .runtime.extended import ExtendedUnit
+from .runtime.extended import ExtendedUnit, cut
 from .runtime.gather import FlatBuffer, view_of
 from .runtime.gradients import Gradients
 from .runtime.hooks import ForwardHooks, output_hook, pass_through_in
@@ -77,6 +77,7 @@ __all__ = [
     "become",
     "clip_grad_norm",
     "contiguous_stride",
+    "cut",
     "dense_stride",
     "distinct_tensors",
     "dtypes_of",
@@ -94,7 +95,6 @@ __all__ = [
     "on_gradient",
     "output_hook",
     "own_part",
-    "own_rows",
     "part_of_master",
     "pass_through_in",
     "plain_parameter",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -32,13 +32,22 @@ from .functions.lookup import live_roots
 from .functions.optimizers import NOT_BY_ELEMENT
 from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.torch_functions import replacing_values
-from .functions.whole import ToSome, WholeGather, gather_whole, state_dicts_of_pieces, whole_on_this_rank
-from .planning.layout import FlatLayout, Piece, Slot
+from .functions.whole import (
+    ToSome,
+    WholeGather,
+    gather_inner,
+    gather_whole,
+    state_dicts_of_pieces,
+    whole_on_this_rank,
+)
+from .planning.extensions import InnerTensor, Insides, inner_tensors
+from .planning.layout import FlatLayout, Piece, Slot, contiguous_stride, product
 from .planning.parts import TensorPart, is_dtensor, local_of, whole_tensors
 from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
 from .runtime import graph
+from .runtime.extended import ExtendedUnit
 from .runtime.gather import view_of
 from .runtime.grouped import GroupedState
 from .runtime.module_state import ModuleState
@@ -61,6 +70,7 @@ __all__ = [
     "EndsWithModel",
     "FlatLayout",
     "Initializer",
+    "Insides",
     "LocatedParameter",
     "Phase",
     "Piece",
@@ -79,6 +89,7 @@ __all__ = [
     "find",
     "gathers_to",
     "idle_model",
+    "inner_tensors",
     "is_dtensor",
     "is_inside",
     "is_sharded",
@@ -122,6 +133,8 @@ class ShardedParameter:
     """Whether this rank is of the first group of ranks that holds the parameter, where others hold copies of it."""
     cut_alike: bool = True
     """Whether all of these groups cut it at the same places."""
+    inner: InnerTensor | None = None
+    """Which tensor of a parameter that gathers itself it is, by ``ShardedUnit.stored``; None for a parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -189,6 +202,67 @@ class ShardedUnit:
             )
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )
+
+    @property
+    def stored(self) -> tuple[ShardedParameter, ...]:
+        """What has the values of its parameters: these themselves, or what those that gather themselves are made of.
+
+        An inner tensor is named behind its parameter (``weight.scales``), and a plain tensor of this rank's memory.
+
+        Raises:
+            UnsupportedError: what a parameter is made of cannot be told.
+        """
+        unit, parameters = self._unit, self.parameters
+        if not isinstance(unit, ExtendedUnit):
+            return parameters
+        unit.require_insides("A state dict, checkpoint or stream")
+        return tuple(
+            _stored(parameter, index, inner, own)
+            for index, parameter in enumerate(parameters)
+            for inner, own in unit.inner_of(index)
+        )
+
+    @property
+    def insides(self) -> Mapping[str, Insides]:
+        """By name of a parameter that gathers itself, and has no plain tensor of its name, what it is made of."""
+        parameters = self._unit.parameters
+        return {each.names[0]: each.insides for each in parameters if each.insides and not each.insides.is_plain}
+
+    @property
+    def extended(self) -> bool:
+        """Whether its parameters gather themselves."""
+        return self._unit.extended
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The plain tensors with this rank's values of all parameters."""
+        unit = self._unit
+        if not isinstance(unit, ExtendedUnit):
+            return (unit.master,)
+        return tuple(inner for own in unit.own_tensors for inner in inner_tensors(own))
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros of the shape of this rank's shard (``[shard_numel]``), where its values are."""
+        unit = self._unit
+        device = unit.spec.device if unit.extended else unit.master.device
+        return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device)
+
+    def refuse_added(self, call: str) -> None:
+        """Raise where a parameter that gathers itself has tensors that it had not when it was sharded.
+
+        Raises:
+            UnsupportedError: naming it; they would be of the values of before.
+        """
+        unit = self._unit
+        for index, own in enumerate(unit.own_tensors if isinstance(unit, ExtendedUnit) else ()):
+            names: Sequence[str] = own.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+            added = sorted(set(names) - {each.attribute for each, _ in unit.inner_of(index)})  # type: ignore[attr-defined]
+            if added:
+                raise UnsupportedError(
+                    f"{call}: '{unit.parameters[index].names[0]}', a {type(own).__name__}, has {', '.join(added)} now, "
+                    f"and had not when it was sharded (rank {unit.ranks.world.rank}): that would be of the values "
+                    "before. Load before the first step, or set it to None."
+                )
 
     @property
     def tensors(self) -> Sequence[nn.Parameter]:
@@ -267,6 +341,16 @@ class ShardedUnit:
         return self._unit.gradients.unreduced
 
     @property
+    def packed(self) -> bool:
+        """Whether its parameters are frozen and of packed classes: bytes whose meaning stands in their attributes."""
+        return bool(self._unit.packed)
+
+    @property
+    def attribute_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors in these attributes, whole on every rank."""
+        return tuple(tensor for each in self._unit.packed for tensor in each.tensors)
+
+    @property
     def parked(self) -> bool:
         """Whether its offload manager keeps the master and the gradient."""
         return self._unit.parks
@@ -341,6 +425,24 @@ class ShardedUnit:
         is there already.
         """
         return gather_whole(self._unit, own)
+
+
+def _stored(parameter: ShardedParameter, index: int, inner: InnerTensor, own: torch.Tensor) -> ShardedParameter:
+    """``inner`` of ``parameter``, the unit's number ``index``, of which this rank has ``own``."""
+    names = tuple(f"{name}.{inner.name}" if inner.name else name for name in parameter.names)
+    shape, row, (start, stop) = inner.shape, product(inner.shape[1:]), inner.rows
+    slot = Slot(0, product(shape), shape, contiguous_stride(shape), by_rows=inner.is_cut, segment=index)
+    piece = Piece(0, start * row, stop * row, 0) if start < stop else None
+    tensor: Any = own
+    return replace(
+        parameter,
+        tensor=tensor,
+        names=names,
+        slot=slot,
+        piece=piece,
+        sharded=parameter.sharded and inner.is_cut,
+        inner=inner,
+    )
 
 
 class ShardedModel:
@@ -581,6 +683,16 @@ class ShardedModel:
         with self.meeting(f"gather of whole {names}", dict.fromkeys(among for *_, among in units)):
             return WholeGather([(unit._unit, unit.master, dtype, among) for unit, dtype, among in units])
 
+    def gather_stored(self, unit: ShardedUnit, wanted: Sequence[ShardedParameter]) -> list[torch.Tensor]:
+        """Whole tensors of ``wanted``, some of what ``unit.stored`` has, where its parameters gather themselves.
+
+        Every rank of the unit calls it. What arrives is memory of its own.
+        """
+        inner = unit._unit
+        assert isinstance(inner, ExtendedUnit)
+        with self.meeting(f"gather of whole '{unit.name}'", (unit.shard,)):
+            return [gather_inner(inner, each.slot.segment, each.inner) for each in wanted if each.inner is not None]
+
     def copy_into_masters(self, values: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         """Copy ``values`` into ``places``, masters or parameters, behind everything that still reads these."""
         root = self._root
@@ -776,7 +888,7 @@ def refuse_unshardable(model: nn.Module, rank: int) -> None:
         ParameterError: a parameter cannot be sharded.
     """
     refuse_sharded(model, rank)
-    refuse_unshardable_parameters(model, ignored_modules=(), ignored_parameters=(), rank=rank)
+    refuse_unshardable_parameters(model, ignored_modules=(), ignored_parameters=(), rank=rank, extends=True)
 
 
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:

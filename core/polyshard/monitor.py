@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, RankMismatchError, StateError
-from .inspect import ShardedModel, ShardedUnit, WaitingTimes, idle_model, is_dtensor, local_of
+from .inspect import ShardedModel, ShardedUnit, WaitingTimes, idle_model, inner_tensors, is_dtensor, local_of
 from .interfaces import Collectives, ReduceOp
 from .state.exchange import Round, gathering, speaks
 
@@ -101,7 +101,8 @@ def _checksums(compared: _Compared, device: torch.device) -> torch.Tensor:
     """One for each parameter, int64: of this rank's piece."""
     with torch.no_grad():
         # As many on each rank, whether or not it holds a piece.
-        found = [_checksum(_local(unit.tensors[slot])).to(device) for unit, slot in compared]
+        parts = [list(inner_tensors(_local(unit.tensors[slot]))) for unit, slot in compared]
+        found = [torch.stack([_checksum(part).to(device) for part in each]).sum() for each in parts]
     return torch.stack(found)
 
 

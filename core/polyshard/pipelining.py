@@ -24,6 +24,8 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,13 +122,18 @@ class PipelineStage(torch_pipelining.PipelineStage):
         if not self.is_first:
             # What torch finds shapes by, before the first step, has no values. The first stage compares the batch.
             root.same_batch = None
+        root.find_infinities = partial(_infinities_of, weakref.ref(self))
+        _torch_private.exchange_split(PipelineStage, _refuse_uneven)
         reduced = {held for unit in root.units if not unit.resident for held in _held(unit)}
         # Parameters into whose ``.grad`` autograd itself accumulates.
         self._accumulating = [parameter for parameter in module.parameters() if parameter not in reduced]
         self._before: list[torch.Tensor | None] = []
         self._policies: list[Reshard] = []
-        self._sizes: list[torch.Size] | None = None
         self._runs = False
+        #: This rank's stages of the schedule that ran last.
+        self._together: Sequence[PipelineStage] = (self,)
+        # Whether a gradient of some stage is infinite, since gradients were reduced.
+        self._finding: torch.Tensor | None = None
 
     def clear_runtime_states(self) -> None:
         """A schedule begins. Gives up one that raised, and all gradients that wait to be reduced.
@@ -135,7 +142,6 @@ class PipelineStage(torch_pipelining.PipelineStage):
             StateError: the schedule runs no backward, but forwards would be recorded for one.
         """
         super().clear_runtime_states()
-        self._sizes = None
         if self._runs:
             self._leave()
             self._root.start_over()
@@ -152,13 +158,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def forward_one_chunk(  # type: ignore[override]
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **others: Any
     ) -> Any:
-        """The forward of one microbatch.
-
-        Raises:
-            ConfigError: the microbatch has another size than the first one.
-        """
-        if self.is_first:
-            self._refuse_uneven(args)
+        """The forward of one microbatch."""
         if self.has_backward and not self._runs:
             self._enter()
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **others)
@@ -194,7 +194,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         """
         if not self._runs:
             return
-        root = self._root
+        root, self._finding = self._root, None
         root.leave_failed_backward()
         self._leave()
         if root.synchronises:
@@ -239,17 +239,18 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._before = []
 
-    def _refuse_uneven(self, args: tuple[Any, ...]) -> None:
-        sizes = [each.shape for each in args if isinstance(each, torch.Tensor)]
-        if self._sizes is None:
-            self._sizes = sizes
-        elif sizes != self._sizes:
-            raise ConfigError(
-                f"A microbatch of stage {self.stage_index} (rank {self._root.rank}) has the shapes "
-                f"{[tuple(each) for each in sizes]}, the first one {[tuple(each) for each in self._sizes]}: stages "
-                f"receive one size. Give the schedule a batch that its {self.chunks or 'number of'} microbatches "
-                "divide, on every rank."
-            )
+    def _find_infinities(self) -> torch.Tensor:
+        """1 where a gradient of any stage is no finite number, else 0; once a schedule, on every rank of the pipeline.
+
+        ``GradScaler`` asks for the first of this rank's optimizers: all of them step, or none.
+        """
+        finding = self._finding
+        if finding is None:
+            norm, _ = _norm_of_stages(self._together, math.inf, math.inf, ())
+            finding = norm.isfinite().logical_not().float()
+            for stage in self._together:
+                stage._finding = finding
+        return finding
 
 
 class TiedParameter:
@@ -360,6 +361,16 @@ def clip_grad_norm_(
     """
     stages = _in_order(stages)
     check_norm_type(norm_type, "pipelining.clip_grad_norm_", stages[0]._root.rank)
+    total, gradients = _norm_of_stages(stages, norm_type, max_norm, tied)
+    for each in gradients:
+        each.clip(max_norm, total)
+    return total
+
+
+def _norm_of_stages(
+    stages: Sequence[PipelineStage], norm_type: float, max_norm: float, tied: Collection[TiedParameter]
+) -> tuple[torch.Tensor, list[ModelGradients]]:
+    """The norm over all stages, and the gradients of this rank's."""
     uncounted = [found for each in tied for found in each.uncounted]
     powers, gradients = [], []
     for stage in stages:
@@ -375,9 +386,70 @@ def clip_grad_norm_(
     dist.all_gather(answers, own, group=stages[0].group)
     everyone = torch.stack(answers)
     total = everyone.amax() if math.isinf(norm_type) else everyone.sum() ** (1.0 / norm_type)
-    for each in gradients:
-        each.clip(max_norm, total)
-    return total
+    return total, gradients
+
+
+def _infinities_of(stage: weakref.ref[PipelineStage]) -> torch.Tensor:
+    """What ``GradScaler`` must know of the other stages, as long as there are any."""
+    living = stage()
+    return torch.zeros(()) if living is None else living._find_infinities()
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What a schedule's buffers are made for, on this rank."""
+
+    trains: bool
+    sizes: list[torch.Size]
+    """Of the tensors that a microbatch consists of."""
+
+
+_AGREED: weakref.WeakKeyDictionary[object, _Agreed] = weakref.WeakKeyDictionary()
+
+
+def _refuse_uneven(
+    schedule: object,
+    stages: Sequence[object],
+    number: int,
+    microbatches: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+) -> None:
+    """Raise if the microbatches that a schedule divided a batch into differ in size, before it sends any of them.
+
+    Torch makes buffers for one size in the first step, and where training follows evaluation or the other way round.
+    Ranks of all stages raise in these steps, and in others those alone that have the batch.
+
+    Raises:
+        ConfigError: sizes differ, or are others than the buffers are made for.
+    """
+    own = _in_order([stage for stage in stages if isinstance(stage, PipelineStage)])
+    for stage in own:
+        stage._together = own
+    first, known = own[0], _AGREED.get(schedule)
+    trains, rank = bool(first.has_backward), first._root.rank
+    sizes = [
+        [each.shape for each in (*args, *named.values()) if isinstance(each, torch.Tensor)]
+        for args, named in microbatches
+    ]
+    is_new = known is None or known.trains != trains
+    wanted = sizes[0] if known is None or is_new else known.sizes
+    # Torch makes fewer of a batch that is too small.
+    other = next((each for each in sizes if each != wanted), [] if len(sizes) < number else None)
+    text = None
+    if other is not None:
+        text = (
+            f"A microbatch has the shapes {list(map(tuple, other))}, and not {list(map(tuple, wanted))} (stage "
+            f"{first.stage_index}, rank {rank}): stages receive one size. Give the schedule a batch that its {number} "
+            "microbatches divide, of the same size in each step."
+        )
+    if is_new:
+        sharing = first._root.collectives.process_group
+        for group in (first.group, *([] if sharing is None else [sharing])):
+            told: list[str | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(told, text, group=group)
+            text = next(filter(None, told), None)
+    if text is not None:
+        raise ConfigError(text)
+    _AGREED[schedule] = _Agreed(trains, wanted)
 
 
 def _nothing_apart() -> Callable[[], None]:

@@ -85,7 +85,12 @@ class Checkpoints:
         where = self._folder, progress.step
         if progress.settings["parallel.pp"] > 1:
             tied = {"lm_head.weight": "model.embed_tokens.weight"} if progress.settings[_TIED] else None
-            polyshard.checkpoint.save_stages(*where, models, optimizers, tied=tied, extra=extra, keep=keep)
+            if self._settings.asynchronous:
+                self._pending = polyshard.checkpoint.async_save_stages(
+                    *where, models, optimizers, tied=tied, extra=extra, keep=keep
+                )
+            else:
+                polyshard.checkpoint.save_stages(*where, models, optimizers, tied=tied, extra=extra, keep=keep)
         elif self._settings.asynchronous:
             self._pending = polyshard.checkpoint.async_save(*where, models[0], optimizers[0], extra=extra, keep=keep)
         else:

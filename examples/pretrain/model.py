@@ -69,6 +69,8 @@ class Stage(nn.Module):
         """Take the parts of stage ``number`` out of ``whole``, which is of no use afterwards."""
         super().__init__()
         self.config = whole.config
+        #: Of the tokens, ``[1, context]``, where they are parts of sequences.
+        self.positions: torch.Tensor | None = None
         self.model = whole.model
         blocks = self.model.layers
         self.model.layers = nn.ModuleList()
@@ -93,7 +95,8 @@ class Stage(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """``given``: int64 ``[sequences, context]`` for the first stage, what the one before returned for others."""
         name = "inputs_embeds" if self.model.embed_tokens is None else "input_ids"
-        hidden: torch.Tensor = self.model(**{name: given}, use_cache=False).last_hidden_state
+        made = self.model(**{name: given}, position_ids=self.positions, use_cache=False)
+        hidden: torch.Tensor = made.last_hidden_state
         return hidden if self.lm_head is None else self.lm_head(hidden)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from model import Config, Model, Stage
+from model import Config, Stage
 from polyshard.pipelining import PipelineStage, TiedParameter, clip_grad_norm_
 from settings import Settings
 from sharding import build_sharded
@@ -36,16 +36,22 @@ class Pipeline:
         mesh: DeviceMesh,
         microbatches: int,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        positions: torch.Tensor | None,
     ) -> None:
-        """``loss``: of logits and targets, summed over tokens, of which a microbatch's mean is trained on."""
+        """``loss``: of logits and targets, summed over tokens, of which a microbatch's mean is trained on.
+
+        ``positions``: of this rank's tokens, ``[1, context]``, where they are parts of sequences.
+        """
         parallel = settings.parallel
         stages = parallel.pp * parallel.pp_stages
         self._ranks = parallel.pp
         self._sequences = microbatches * settings.training.microbatch
         numbers = range(mesh["pp"].get_local_rank(), stages, parallel.pp)
-        self.models: list[Model | Stage] = [
+        self.models: list[Stage] = [
             build_sharded(settings, config, device, mesh, stage=(number, stages)) for number in numbers
         ]
+        for model in self.models:
+            model.positions = positions
         self._stages = [
             PipelineStage(model, number, stages, device, group=mesh["pp"].get_group())
             for model, number in zip(self.models, numbers, strict=True)

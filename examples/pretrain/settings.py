@@ -304,20 +304,10 @@ class Settings:
                 f"parallel.pp is {parallel.pp} and model.num_local_experts {model.num_local_experts}: the "
                 "load-balancing loss is one of all blocks, which no stage has. Change one of them."
             )
-        if parallel.cp > 1:
-            raise ConfigError(
-                f"parallel.pp is {parallel.pp} and parallel.cp {parallel.cp}: stages take sequences whole. Set one of "
-                "them to 1."
-            )
         if stages > model.num_hidden_layers:
             raise ConfigError(
                 f"parallel.pp {parallel.pp} times parallel.pp_stages {parallel.pp_stages} are {stages} stages, of "
                 f"{model.num_hidden_layers} model.num_hidden_layers. Give each stage one block or more."
-            )
-        if self.checkpoint.asynchronous:
-            raise ConfigError(
-                f"parallel.pp is {parallel.pp} and checkpoint.asynchronous true: checkpoints of several stages are "
-                "written before training goes on. Set it to false."
             )
         if self.output.export:
             raise ConfigError(

@@ -61,7 +61,9 @@ class Training:
         )
         self._pipeline: Pipeline | None = None
         if settings.parallel.pp > 1:
-            self._pipeline = Pipeline(settings, self.config, ranks.device, mesh, self._accumulation, self._loss)
+            self._pipeline = Pipeline(
+                settings, self.config, ranks.device, mesh, self._accumulation, self._loss, self._positions
+            )
             self.models = self._pipeline.models
         else:
             self.models = [build_sharded(settings, self.config, ranks.device, mesh)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from polyshard.extension import ExtendedUnit, ExtensionArguments, GradientTarget, MasterViews, is_dtensor, own_rows
+from polyshard.extension import ExtendedUnit, ExtensionArguments, GradientTarget, MasterViews, cut, is_dtensor
 from torch import nn
 
 from . import _torch_private
@@ -63,10 +63,7 @@ class ExtendedParameters(PlacedParameters):
         if is_dtensor(original):
             own: torch.Tensor = _torch_private.local_tensor(original)
             return own
-        whole = original.detach()
-        if not whole.is_meta and whole.device != unit.spec.device:
-            whole = whole.to(unit.spec.device)
-        return own_rows(whole, unit.ranks.shard_rank, unit.layout.world_size)
+        return cut(unit.parameters[index], unit.ranks.shard_rank, unit.layout.world_size, unit.spec.device)
 
     def expose(self) -> None:
         before, self._views = self._views, [self._part(index) for index in range(len(self.tensors))]

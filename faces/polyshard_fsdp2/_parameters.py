@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter, is_
@@ -234,6 +234,12 @@ class PlacedUnit(Unit):
                 f"polyshard.flat_parameters, which are over what was there before (rank {self.ranks.world.rank}). Move "
                 "or cast the model first."
             )
+        if self.packed and master.dtype != self.master.dtype:
+            raise ParameterChangedError(
+                f"'{self.parameters[0].names[0]}' is a {self.packed[0].cls.__name__} of bytes with a meaning, and was "
+                f"cast from {self.master.dtype} to {master.dtype} (rank {self.ranks.world.rank}). Cast the model "
+                "before it is quantized, or its other parameters alone."
+            )
         if self.gradients.unreduced:
             raise StateError(
                 f"The parameters of '{self.name}' cannot become {master.dtype} on {master.device} while gradients wait "
@@ -241,7 +247,7 @@ class PlacedUnit(Unit):
                 "them, or after zero_grad()."
             )
         self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
-        self.dtypes = dtypes_of(self.caster, self.spec, self.ranks.world.rank)
+        self.dtypes = dtypes_of(self.caster, self.spec, self.ranks.world.rank, packed=bool(self.packed))
         self._use_master(self.offload.place(self.spec, master) if self.parks else master)
         self._be_found()
 
@@ -280,14 +286,9 @@ class PlacedParameters(MasterViews):
         spec = unit.placed.spec_of(parameter, whole)
         placed = nn.Parameter(_torch_private.dtensor_over(view, spec), requires_grad=before.requires_grad)
         if parameter.part is None:
-            placed.__dict__.update(
-                {
-                    key: value
-                    for key, value in vars(before).items()
-                    # What a parameter of a class of its own is made of would stay whole.
-                    if not (key.startswith("_") or (parameter.extended and isinstance(value, torch.Tensor)))
-                }
-            )
+            # What a parameter that gathers itself is made of would stay whole.
+            whole_ones = [key for key, value in vars(before).items() if isinstance(value, torch.Tensor)]
+            _keep_attributes(placed, vars(before), whole_ones if parameter.extended else ())
             named = [(before, parameter.names[0])]
             replaced_parameters.add(named, "a DTensor of this rank's part", f"rank {unit.ranks.world.rank}")
         parameter.original = placed
@@ -367,6 +368,10 @@ class PlacedParameters(MasterViews):
         """
         unit = self._unit
         replaced = [index for index, each in enumerate(unit.parameters) if self._take_replacement(index, each)]
+        for parameter in unit.parameters:
+            if parameter.packed is not None:
+                # Moving a module takes them from its parameters.
+                _keep_attributes(parameter.original, parameter.packed.attributes)
         if replaced:
             self.tensors = [parameter.original for parameter in unit.parameters]
             self._find_sites()
@@ -467,6 +472,12 @@ class PlacedParameters(MasterViews):
             f"Parameters cannot be changed between forward and backward: '{self._unit.parameters[first].names[0]}' was "
             f"replaced on rank {self._unit.ranks.world.rank}. Replace it before the forward or after the backward."
         )
+
+
+def _keep_attributes(placed: nn.Parameter, attributes: Mapping[str, Any], without: Collection[str] = ()) -> None:
+    vars(placed).update(
+        {key: value for key, value in attributes.items() if not (key.startswith("_") or key in without)}
+    )
 
 
 class PlacedGradients(Gradients):

@@ -11,7 +11,7 @@ from weakref import WeakMethod
 
 import torch
 from polyshard.config import ShardConfig
-from polyshard.errors import DeviceError, StateError, UnsupportedError
+from polyshard.errors import DeviceError, StateError
 from polyshard.extension import (
     MODULE_STATE_ATTRIBUTE,
     GroupedModules,
@@ -102,7 +102,6 @@ class State(TorchState):
                     composes=True,
                     make_unit=partial(placed_unit, self.asked.placed),
                     stays_on_meta=True,
-                    extends=True,
                 )
             )
             if root.idle_guard is not None:
@@ -126,11 +125,6 @@ class State(TorchState):
                 unit.reshard_policy = Reshard.ALWAYS if self.reshard else Reshard.NEVER
             if self.factor is not None:
                 ranks = unit.ranks.number
-                if unit.permanent and unit.ranks.alone and self.factor != ranks:
-                    raise UnsupportedError(
-                        f"set_gradient_divide_factor({self.factor}) on one rank: nothing reduces the gradients of "
-                        f"'{unit.name}', which autograd leaves as they are. Divide the loss instead."
-                    )
                 unit.gradients.scale = None if self.factor == ranks else ranks / self.factor
 
     def hint(self) -> None:

@@ -146,17 +146,12 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             ConfigError: ``factor`` is not positive.
-            UnsupportedError: on one rank without casts, nothing reduces gradients that could be divided.
         """
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor got {factor!r}. Give a number above 0.")
         state = _state(self)
-        before, state.factor = state.factor, float(factor)
-        try:
-            state.apply()
-        except UnsupportedError:
-            state.factor = before
-            raise
+        state.factor = float(factor)
+        state.apply()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""

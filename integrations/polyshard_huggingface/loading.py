@@ -128,6 +128,13 @@ def load_through(
             files.open(dict.fromkeys(each.file for each in saved.tensors.values()))
             different = _different_ties(found, saved, files, whole=ranks == "first")
             kept = {each.names[0] for each in found.kept}
+            packed = (each for each in held if each.unit is not None and each.unit.packed)
+            quantized = next((each for each in packed if each.names[0] in found.recipes), None)
+            if quantized is not None:
+                raise ConfigError(
+                    f"'{quantized.names[0]}' is quantized, and {path} cannot be read into it once it is sharded (rank "
+                    f"{sharded.rank}). Let from_pretrained read and quantize it, and shard the model then."
+                )
     if ranks == "first":
         kept = from_first(collectives, kept)
     _refuse_together(sharded, path, _unset(held, kept), different)

@@ -178,6 +178,12 @@ def _refuse_settings(sharded: ShardedModel, folder: Path, ranks: Ranks, dtype: t
         dtype.is_floating_point and SAFETENSORS_NAMES.get(dtype) and castable(torch.float32, dtype)
     ):
         raise ConfigError(f"dtype must be float64, float32, float16 or bfloat16, not {dtype}.")
+    packed = next((unit for unit in sharded.units if unit.packed), None)
+    if dtype is not None and packed is not None:
+        raise ConfigError(
+            f"save() would cast '{packed.parameters[0].name}' to {dtype} (rank {sharded.rank}), whose bytes are not "
+            "numbers. Leave dtype out."
+        )
     if sharded.collectives.world_size > 1 and not speaks(sharded.collectives):
         raise UnsupportedError(
             f"One rank of a pretended world of {sharded.collectives.world_size} has only its own elements (rank "

@@ -10,6 +10,7 @@ import torch
 from polyshard.errors import ConfigError
 from polyshard.inspect import ShardedModel, ShardedUnit, state_dicts_of_pieces
 from polyshard.io.boxes import Box, Chunk
+from polyshard.state.contents import packed_entries
 from polyshard.state.sharded import of_piece
 
 
@@ -40,7 +41,7 @@ class ModelTensor:
 
 
 def tensors_of(sharded: ShardedModel) -> list[ModelTensor]:
-    """Every parameter and persistent buffer, those of units first, in their order.
+    """Every parameter and persistent buffer, those of units first, in their order; last what packed ones have beside.
 
     Raises ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
@@ -110,6 +111,7 @@ def _outside(sharded: ShardedModel) -> Iterator[ModelTensor]:
         if id(tensor) not in managed and name in persistent:
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
-    for key, tensor in tensors.items():
+    beside = [((name,), tensor) for name, tensor in packed_entries(sharded).items()]
+    for each, tensor in (*((tuple(names[key]), tensor) for key, tensor in tensors.items()), *beside):
         chunk = Chunk(Box.whole(tensor.shape), tensor.detach())
-        yield ModelTensor(tuple(names[key]), tuple(tensor.shape), tensor.dtype, (chunk,) if tensor.numel() else ())
+        yield ModelTensor(each, tuple(tensor.shape), tensor.dtype, (chunk,) if tensor.numel() else ())

@@ -99,9 +99,14 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
 
 
 def refuse_other_trainers(trainer: TrainerHooks) -> None:
-    """Raise ``UnsupportedError``, naming them, where the class behind ``TrainerHooks`` has not all of the methods: its
-    own would wrap the model unseen.
+    """Raise ``UnsupportedError`` where the version is too old, or the class behind ``TrainerHooks`` has not all of the
+    methods: its own would wrap the model unseen.
     """
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} saves a model on one rank alone, and the others would wait: "
+            f"{type(trainer).__name__} needs 5.23 or newer."
+        )
     order = type(trainer).__mro__
     behind = order[order.index(TrainerHooks) + 1 :]
     missing = [name for name in OVERRIDDEN if not any(name in vars(each) for each in behind)]

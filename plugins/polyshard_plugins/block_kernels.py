@@ -28,6 +28,18 @@ _SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def fp8_codes(quotients):  # type: ignore[no-untyped-def]
+    """The codes of e4m3, int32, of finite ``quotients`` up to about 448, fp32."""
+    bits = quotients.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Rounded to 3 bits of mantissa, with the exponent's offset taken from fp32's to that of fp8.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+    # Below 2**-6 codes are multiples of 2**-9, the last bit beside 2**14.
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _encode(  # type: ignore[no-untyped-def]
     wires,
     shards,
@@ -58,17 +70,11 @@ def _encode(  # type: ignore[no-untyped-def]
     finite = largest < 0x7F800000
     scale = tl.maximum(tl.where(finite, largest, 0).to(tl.float32, bitcast=True) * reciprocal, _SMALLEST)
     quotients = tl.div_rn(values, tl.broadcast_to(scale[:, None], (blocks, block)))
-    bits = quotients.to(tl.int32, bitcast=True)
     if int8:
         # Beside 1.5 * 2**23 the last bit of a sum is one: adding rounds to even, and leaves the integer in the bits.
         codes = (quotients + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     else:
-        magnitude = bits & 0x7FFFFFFF
-        # Rounded to 3 bits of mantissa, with the exponent's offset taken from fp32's to that of fp8.
-        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-        # Below 2**-6 codes are multiples of 2**-9, the last bit beside 2**14.
-        subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        codes = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+        codes = fp8_codes(quotients)
     codes = tl.where(finite[:, None], codes, 0)
     start = (numel + 15) // 16 * 16
     tl.store(wire + offsets, codes.to(tl.uint8), mask=offsets < start)

@@ -12,14 +12,15 @@ The weight's scales are along the dimension that the second product sums over. S
 gets codes, and no second quantisation of the weight is needed. The kernel takes the second operand column by column:
 backward copies ``q_w`` transposed, one byte an element.
 
-Scales are fp32, and at least 2**-126: a row of zeros has codes of 0. A row with an infinity or a NaN has codes and a
-scale that make its output NaN. Without CUDA the same codes are multiplied in fp32.
+Scales are fp32, and at least 2**-126: a row of zeros has codes of 0. A row with an infinity or a NaN has the scale NaN,
+and so is its output. Without CUDA the same codes are multiplied in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -166,13 +167,15 @@ class RowwiseFp8(LinearForm):
         return self._weights.shard_numel, _rounded(self._most_rows) * torch.float32.itemsize
 
     def encode(self, shard: torch.Tensor, lanes: Sequence[torch.Tensor], rank: int) -> None:
-        codes, scales = lanes[0].view(_CODE), lanes[1].view(torch.float32)
-        row = 0
+        codes, scales = lanes[0], lanes[1].view(torch.float32)
+        kernels, row = _kernels(shard), 0
         for offset, rows, columns in self._spans[rank]:
-            values = shard.narrow(0, offset, rows * columns).view(rows, columns).float()
-            scale = _scale_of(torch.linalg.vector_norm(values, torch.inf, 1))
-            codes.narrow(0, offset, rows * columns).view(rows, columns).copy_(values / scale.unsqueeze(1))
-            scales.narrow(0, row, rows).copy_(scale)
+            values = shard.narrow(0, offset, rows * columns).view(rows, columns)
+            places = codes.narrow(0, offset, rows * columns).view(rows, columns), scales.narrow(0, row, rows)
+            if kernels is None:
+                _encode(values.float(), *places)
+            else:
+                kernels.encode(values, *places, _RECIPROCAL)
             row += rows
 
     def bind(self, lanes: Sequence[torch.Tensor]) -> Sequence[Sequence[torch.Tensor]]:
@@ -220,9 +223,7 @@ class RowwiseFp8(LinearForm):
         codes, scale = quantized(gradient.t())
         inputs, input_scale = quantized(input.t())
         fast = self._multiplication.fast_gradients
-        return self._multiply(
-            codes, inputs.t(), scale, input_scale.t(), gradient.dtype, fast=fast
-        )
+        return self._multiply(codes, inputs.t(), scale, input_scale.t(), gradient.dtype, fast=fast)
 
     def _multiply(
         self,
@@ -243,6 +244,27 @@ def quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``values`` (``[n, m]``) as e4m3 codes, and the scale of each row (``[n, 1]``, fp32)."""
     scale = _scale_of(values.abs().amax(1, keepdim=True).float())
     return (values.float() / scale).to(_CODE).contiguous(), scale
+
+
+def _encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the codes (``[n, m]``, uint8) and scales (``[n]``) of ``values`` (``[n, m]``, fp32)."""
+    largest = torch.linalg.vector_norm(values, torch.inf, 1)
+    finite, scale = largest < torch.inf, _scale_of(largest)
+    # A NaN as a code is whatever the device makes of it: the scale says it.
+    quotients = (values / scale.unsqueeze(1)).masked_fill_(~finite.unsqueeze(1), 0.0)
+    codes.view(_CODE).copy_(quotients)
+    scales.copy_(torch.where(finite, scale, torch.nan))
+
+
+def _kernels(tensor: torch.Tensor) -> ModuleType | None:
+    """The kernel, where ``tensor`` is on CUDA and this build of torch comes with Triton."""
+    if not tensor.is_cuda:
+        return None
+    try:
+        from . import rowwise_kernels
+    except ImportError:
+        return None
+    return rowwise_kernels
 
 
 def _scale_of(largest: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from polyshard.interfaces import (
     Collectives,
+    FormedWeights,
     Group,
+    LinearForm,
     PrecisionCapabilities,
     PrecisionCaster,
     UnitDtypes,
@@ -31,6 +33,9 @@ _SHARDS = (32, 17, 1)
 #: That of a unit of 128 KiB in a 16-bit dtype.
 _LARGE_SHARD = 1 << 15
 _WIRE_ALIGNMENT = 16
+#: ``(out, in)`` of weights that lie in one buffer, and by number of ranks the elements of a shard, which cuts no row.
+_WEIGHTS = ((48, 64), (64, 32))
+_FORMED_SHARDS = {1: 5120, 2: 2560, 3: 1728}
 
 
 class PrecisionSuite(LocalPluginSuite):
@@ -44,6 +49,9 @@ class PrecisionSuite(LocalPluginSuite):
 
     wire_tolerance: float = 0.1
     """Largest difference that encoding and decoding may make, as a share of the largest value."""
+    form_tolerance: float = 0.1
+    """Largest difference that the output and the gradients of a layer that computes with bytes (``forms``) may have
+    from those of its weight, as a share of the largest."""
     training_tolerance: float = 0.1
     """Largest difference that computing in the caster's dtypes may make of parameters after three steps, as a share of
     the largest change, and of a forward's output, as a share of the largest. Where it computes in fp32, 1e-5 holds."""
@@ -254,6 +262,34 @@ class PrecisionSuite(LocalPluginSuite):
                     self._decoded(caster, unit, wires), shards, f"over bytes of {leftover}, {_about(unit)}"
                 )
 
+    @pytest.mark.parametrize("ranks", [1, 2, 3])
+    def test_formed_layers_compute_as_their_weights(self, ranks: int) -> None:
+        for gather in self._formed(ranks):
+            gather.fill(self._shard_of_weights(ranks))
+            gather.check(self.form_tolerance)
+
+    def test_formed_weights_follow_each_gather(self) -> None:
+        for gather in self._formed(2):
+            for seed in range(2):
+                gather.fill(self._shard_of_weights(2, seed))
+                gather.check(self.form_tolerance)
+
+    def test_forming_leaves_the_shard_as_it_was(self) -> None:
+        for gather in self._formed(2):
+            shards = self._shard_of_weights(2)
+            before = shards.clone()
+            gather.fill(shards)
+            assert torch.equal(shards, before), "encode changed the master"
+
+    def test_forms_write_all_that_layers_read(self) -> None:
+        # The engine takes memory for each gather, with whatever was there.
+        for leftover in (0, 255):
+            for gather in self._formed(2):
+                for lane in gather.lanes:
+                    lane.fill_(leftover)
+                gather.fill(self._shard_of_weights(2))
+                gather.check(self.form_tolerance)
+
     def test_state_survives_a_checkpoint(self) -> None:
         caster, restored = self._prepared(2), self.make()
         for unit, spec in self._wires(caster):
@@ -291,6 +327,18 @@ class PrecisionSuite(LocalPluginSuite):
         ]
         alone = [caster.leaves_alone(module) for module in (torch.nn.LayerNorm(4), torch.nn.Linear(2, 2))]
         return [*alone, *(answers[::-1] if backwards else answers)]
+
+    def _formed(self, ranks: int) -> Iterator[_FormedGather]:
+        """The weights of a buffer, of a caster that lets linear layers compute with bytes."""
+        caster, unit = self.make(), self._unit("layers.0", torch.nn.Linear, torch.float32, _FORMED_SHARDS[ranks])
+        layers = [torch.nn.Linear(columns, rows, device=self.device) for rows, columns in _WEIGHTS]
+        if all(caster.forms(unit, layer, f"layers.0.{index}") for index, layer in enumerate(layers)):
+            yield _FormedGather(caster, caster.dtypes(unit).compute, ranks, self.device)
+
+    def _shard_of_weights(self, ranks: int, seed: int = 0) -> torch.Tensor:
+        """``[ranks, shard_numel]``: rows of ``_WEIGHTS``, and what the last rank has behind them."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(ranks, _FORMED_SHARDS[ranks], generator=generator).to(self.device)
 
     def _values(self, dtype: torch.dtype) -> torch.Tensor:
         """Values that no dtype rounds."""
@@ -345,6 +393,53 @@ class PrecisionSuite(LocalPluginSuite):
         largest = shards.abs().max().item()
         # A NaN is not near.
         assert (out.double() - shards.double()).abs().max() <= self.wire_tolerance * largest, about
+
+
+class _FormedGather:
+    """The lanes of ``_WEIGHTS`` over some ranks, and what layers compute with."""
+
+    def __init__(self, caster: PrecisionCaster, compute: torch.dtype, ranks: int, device: torch.device) -> None:
+        offsets = (0, _WEIGHTS[0][0] * _WEIGHTS[0][1])
+        names = ("layers.0.0.weight", "layers.0.1.weight")
+        weights = FormedWeights("layers.0", names, _WEIGHTS, offsets, ranks, _FORMED_SHARDS[ranks], compute, device)
+        self._weights, self._compute = weights, compute
+        self.form = caster.form(weights)
+        assert isinstance(self.form, LinearForm), f"form() answered {self.form!r}"
+        for nbytes in self.form.lanes:
+            assert type(nbytes) is int, f"a lane of {nbytes!r} bytes"
+            assert nbytes > 0, f"a lane of {nbytes} bytes"
+        self.lanes = [torch.zeros(ranks, nbytes, dtype=torch.uint8, device=device) for nbytes in self.form.lanes]
+        # As in the engine: the tensors are made before anything was gathered.
+        self.tensors = [tuple(each) for each in self.form.bind(self.lanes)]
+        assert len(self.tensors) == len(_WEIGHTS), f"bind() answered tensors of {len(self.tensors)} weights"
+
+    def fill(self, shards: torch.Tensor) -> None:
+        """Gather ``shards`` (``[ranks, shard_numel]``)."""
+        for rank, shard in enumerate(shards):
+            self.form.encode(shard, [lane[rank] for lane in self.lanes], rank)
+        self.form.arrived()
+        self._whole = shards.flatten()
+
+    def check(self, tolerance: float) -> None:
+        """Compare the products of every weight with those of its values."""
+        for (rows, columns), offset, tensors in zip(_WEIGHTS, self._weights.offsets, self.tensors, strict=True):
+            weight = self._whole.narrow(0, offset, rows * columns).view(rows, columns).double()
+            generator = torch.Generator().manual_seed(1)
+            input = torch.randn(32, columns, generator=generator).to(weight.device, self._compute)
+            gradient = torch.randn(32, rows, generator=generator).to(weight.device, self._compute)
+            found = {
+                "product": (self.form.product(input, tensors), input.double() @ weight.t()),
+                "input_gradient": (self.form.input_gradient(gradient, tensors), gradient.double() @ weight),
+            }
+            of_weight = self.form.weight_gradient(gradient, input)
+            if of_weight is not None:
+                found["weight_gradient"] = of_weight, gradient.double().t() @ input.double()
+            for name, (answer, wanted) in found.items():
+                assert answer.dtype is self._compute, f"{name}() answered {answer.dtype}"
+                assert answer.shape == wanted.shape, f"{name}() answered a tensor {tuple(answer.shape)}"
+                difference = (answer.double() - wanted).abs().max()
+                # A NaN is not near.
+                assert difference <= tolerance * wanted.abs().max(), f"{name}() is {difference:.3g} off"
 
 
 @functools.cache

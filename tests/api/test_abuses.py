@@ -250,6 +250,7 @@ def test_on_both_ranks(outcomes: list[dict[tuple[str, str], Outcome]], name: str
         assert_kept(outcome, TIMEOUT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ABUSES, "half way"])
 def test_on_one_rank(outcomes: list[dict[tuple[str, str], Outcome]], name: str) -> None:
     abuse = ABUSES.get(name, LATE)

@@ -73,7 +73,7 @@ class Quantized(nn.Parameter):
 
 
 def with_scales() -> nn.Module:
-    odd = Quantized(torch.ones(3), requires_grad=False)
+    odd = Quantized(torch.ones(3))
     odd.scales = torch.full((1,), 0.5)
     return Tower(Holder(odd))
 

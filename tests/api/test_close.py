@@ -140,6 +140,7 @@ class RaisesBehind:
             raise ValueError("no values")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before the cut", "behind it"])
 def test_a_model_that_could_not_be_sharded_leaves_no_group(moment: str) -> None:
     assert RANKS.run(WORLD, fails_to_shard, moment) == [0] * WORLD
@@ -198,6 +199,7 @@ def equal_parts(rank: int) -> tuple[bool, bool, float]:
     return same, differs, tensor.item()
 
 
+@pytest.mark.slow
 def test_equal_parts_of_one_group_share_their_connections() -> None:
     assert RANKS.run(WORLD, equal_parts) == [(True, True, 2.0)] * WORLD
 
@@ -337,6 +339,7 @@ def keys_of_agreements(rank: int) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_the_store_does_not_fill_with_former_agreements() -> None:
     counts = run_processes(1, keys_of_agreements)[0]
     assert counts[1:] == [counts[1]] * 4

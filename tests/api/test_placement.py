@@ -138,6 +138,7 @@ def as_dtensors(rank: int) -> list[Any]:
     return [tuple(given.shape), tuple(given.to_local().shape), same, shared, doubled, refused]
 
 
+@pytest.mark.slow
 def test_rows_as_shard_0_gives_them_are_a_dtensor_without_a_copy() -> None:
     for rank, (shape, local, same, shared, doubled, refused) in enumerate(run_processes(2, as_dtensors)):
         assert (shape, local) == ((8, 4), (4, 4))

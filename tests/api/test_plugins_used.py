@@ -210,6 +210,7 @@ def shard_from(rank: int, folder: str) -> tuple[str, bool]:
     return "sharded", False
 
 
+@pytest.mark.slow
 def test_ranks_compare_the_code_of_plugins(tmp_path: Path) -> None:
     # One version on both ranks, as in editable installs of which one was not brought up to date.
     for rank, source in enumerate((SOURCE, SOURCE + "\n\nNEWER = True\n")):

@@ -21,6 +21,8 @@ from processes import KeptRanks, run_processes
 
 T = TypeVar("T")
 
+pytestmark = pytest.mark.slow
+
 #: Started once for each world size, for all of the conformance tests.
 RANKS = KeptRanks()
 #: Older versions of torch number the ranks of a group in ascending order only.

@@ -262,6 +262,7 @@ def gather_without_symmetric_memory(rank: int) -> tuple[list[float], list[str]]:
     return out.tolist(), [str(warning.message) for warning in said]
 
 
+@pytest.mark.slow
 def test_without_symmetric_memory_gathers_are_nccls_and_one_rank_says_so_once() -> None:
     answers = run_processes(2, gather_without_symmetric_memory, timeout=60.0)
     assert [out for out, _ in answers] == [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2
@@ -301,6 +302,7 @@ def reduce_many(rank: int) -> list[list[float]]:
     return results
 
 
+@pytest.mark.slow
 def test_many_reductions_are_those_of_each() -> None:
     def sums(numel: int) -> list[float]:
         return [3.0 * value for value in range(numel)]

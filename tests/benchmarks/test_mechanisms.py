@@ -67,6 +67,7 @@ class Seen:
         model.blocks[0].up.register_forward_pre_hook(look)
 
 
+@pytest.mark.slow
 def test_nothing_switched_off_is_the_engine_with_every_mechanism() -> None:
     whole = Seen("none")
     assert whole.units == 14
@@ -176,7 +177,7 @@ def test_ratios_are_taken_within_a_round_and_a_heat() -> None:
     assert "split root: out of memory" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_measure_and_agree(tmp_path: Path) -> None:
     out = tmp_path / "mechanisms.json"
     measured = ["--device", "cpu", "--work", "tiny", "--rounds", "1", "--turns", "2", "--out", str(out)]

@@ -38,6 +38,7 @@ def test_padding_is_a_few_per_cent(padding: ModuleType, layout: str) -> None:
             assert 0 <= spare <= (0.2 if (name, ranks) == ("host", 1024) else most) * total, (name, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["flat", "rows", "blocks"])
 def test_a_sharded_model_reports_it(padding: ModuleType, layout: str) -> None:
     from workloads import WORKLOADS, Block, LanguageModel

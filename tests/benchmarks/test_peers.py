@@ -126,6 +126,7 @@ def test_peers_are_named_by_what_they_are(tmp_path: Path) -> None:
             contender(wrong)
 
 
+@pytest.mark.slow
 def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
     from figures import BEGIN, END, OLD, main
 
@@ -165,7 +166,7 @@ def output_on_ranks(ranks: int, script: str, *arguments: str) -> str:
     return done.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peers_train_alike_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     peers = "local,fsdp1,fsdp2,polyshard,polyshard-keep,polyshard:strategi=x"
@@ -226,6 +227,6 @@ def test_bandwidth_is_what_each_rank_receives_in_a_second(tmp_path: Path) -> Non
         assert row["gb_s"] == pytest.approx(received / row["ms"]["median"] / 1e6, abs=0.006)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gathers_are_compared_with_what_the_ranks_sent() -> None:
     assert "gathers of gloo are right with (2, 3) ranks" in output_on_ranks(3, "gathers.py", "--check")

@@ -442,6 +442,7 @@ def test_a_slow_store_is_waited_for(store: type[ObjectStore], plains: dict[int, 
     assert all(same(found, plains[2]) for found in on_ranks(3, load))
 
 
+@pytest.mark.slow
 def test_a_rank_that_sends_for_long_is_waited_for_as_long_as_it_sends(
     store: type[ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:

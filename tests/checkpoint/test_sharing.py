@@ -137,6 +137,7 @@ def test_what_ranks_hold_alike_is_written_once_and_shared_out(run: dict[str, Any
     assert max(sizes) < 0.3 * total
 
 
+@pytest.mark.slow
 def test_blocks_of_large_files_are_read_by_those_that_need_them(tmp_path: Path) -> None:
     """Files of several blocks, chunks across their borders, and parts of chunks."""
     parts: Parts = [

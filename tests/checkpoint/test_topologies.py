@@ -170,6 +170,7 @@ def goes_through(case: tuple[Shapes, Topology, Topology]) -> None:
         assert torch.equal(got[name], whole)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs())
 def test_any_topology_reads_what_any_other_wrote(case: tuple[Shapes, Topology, Topology]) -> None:

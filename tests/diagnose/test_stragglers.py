@@ -125,6 +125,7 @@ def test_steps_without_a_forward_are_not_judged(caplog: pytest.LogCaptureFixture
     ]
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_bit_and_ends_with_the_block() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model, other = (sharded_copy(seeded(Net), rank, world, **BLOCKS) for _ in range(2))

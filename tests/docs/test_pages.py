@@ -108,12 +108,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_plugins: No
 
 
 def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
-    """Of pages that start programs."""
+    """Of pages that start programs, or compute for long."""
     if re.search(r"^\$ (torchrun|python) ", page.read_text(encoding="utf-8"), re.MULTILINE) is None:
-        return ()
-    # They take longest, and tests/examples/test_acme.py and tests/integrations try the same.
-    how_often = pytest.mark.nightly if page.name in ("plugins.md", "lightning.md") else pytest.mark.slow
-    return (how_often, pytest.mark.timeout(140))
+        if page.name == "plan.md":
+            # Of 16,384 ranks; tests/tools tries the same.
+            return (pytest.mark.nightly,)
+        return (pytest.mark.slow,) if page.name in ("huggingface.md", "streaming.md", "checkpoints.md") else ()
+    # They take longest, and tests/examples/test_acme.py, tests/meshes and tests/integrations try the same.
+    rare = page.name in ("plugins.md", "lightning.md", "transformers.md", "parallel.md")
+    return (pytest.mark.nightly if rare else pytest.mark.slow, pytest.mark.timeout(140))
 
 
 @pytest.mark.parametrize(
@@ -348,6 +351,7 @@ def test_the_readme_says_of_its_chart_what_was_measured() -> None:
     assert numbers == pytest.approx([measured[workload] for workload in ("host", "300m", "1b", "8b")], abs=0.005)
 
 
+@pytest.mark.slow
 def test_the_architecture_page_shows_todays_files_and_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import draw_rooms

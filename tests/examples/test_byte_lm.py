@@ -332,7 +332,15 @@ def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -
 @pytest.mark.slow
 def test_verify_passes_on_three_ranks_and_prints_what_it_measured() -> None:
     done = start(
-        ["--verify", "--dtype", "fp64", "--offload", "cpu", *changes("run.width=16", "run.context=16")], ranks=3
+        [
+            "--verify",
+            "--dtype",
+            "fp64",
+            "--offload",
+            "cpu",
+            *changes("run.width=16", "run.context=16", "run.layers=2", "run.batch=6"),
+        ],
+        ranks=3,
     )
     assert done.returncode == 0, done.stdout
     assert "20 AdamW steps on 3 rank(s), fp64 parameters" in done.stdout

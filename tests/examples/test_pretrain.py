@@ -101,7 +101,7 @@ def data_of(**changes: Any) -> Any:
         ("parallel.pp_schedule=zbv", "There are: gpipe, 1f1b, interleaved_1f1b"),
         ("parallel.pp_stages=2", "parallel.pp_stages is 2, parallel.pp 1 and parallel.pp_schedule '1f1b'"),
         ("parallel.pp=8", "are 8 stages, of 4 model.num_hidden_layers"),
-        ("parallel.pp=2", "parallel.pp is 2 and checkpoint.asynchronous true"),
+        ("parallel.pp=2", "parallel.pp is 2 and output.export true"),
     ],
 )
 def test_a_wrong_setting_is_named(override: str, words: str) -> None:
@@ -310,6 +310,7 @@ def test_flops_are_those_that_torch_counts_in_a_forward_and_its_backward(experts
     assert counted.get_total_flops() == part("metrics").flops_per_token(net.config, 8) * 3 * 8
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_less_the_more_it_computes_again_and_changes_no_gradient() -> None:
     activations, settings = part("activations"), settings_of(*TINY, "model.num_hidden_layers=4")
     inputs = torch.randint(300, (3, 8), generator=torch.Generator().manual_seed(0))

@@ -137,6 +137,7 @@ def limited(joined: Rank, root: Path) -> tuple[str, str]:
     return raised, newest.name
 
 
+@pytest.mark.slow
 def test_a_real_limit_of_the_system(ranks: RankProcesses, tmp_path: Path) -> None:
     found = ranks.run(partial(limited, root=tmp_path))
     assert [newest for _, newest in found] == ["step-00000001"] * RANKS

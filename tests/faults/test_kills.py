@@ -58,10 +58,9 @@ def kill_and_resume(folder: Path, turn: int, expected: object) -> tuple[At, floa
 
 
 @pytest.mark.slow
-def test_two_kills_are_noticed_and_made_up_for(tmp_path: Path) -> None:
-    expected = run_to_end(Job(tmp_path / "whole"))
-    for turn in (1, 4):
-        kill_and_resume(tmp_path, turn, expected)
+@pytest.mark.parametrize("turn", [1, pytest.param(4, marks=pytest.mark.nightly)])
+def test_a_kill_is_noticed_and_made_up_for(tmp_path: Path, turn: int) -> None:
+    kill_and_resume(tmp_path, turn, run_to_end(Job(tmp_path / "whole")))
 
 
 @pytest.mark.faults

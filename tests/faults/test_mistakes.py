@@ -70,7 +70,7 @@ def err_and_resume(folder: Path, turn: int, plan: tuple[Kind, tuple[At, ...], in
     return seconds
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mistake_of_each_consequence_is_named_and_made_up_for(tmp_path: Path) -> None:
     expected = run_to_end(Job(tmp_path / "whole"))
     for plan in {plan[3]: plan for plan in PLANS}.values():

@@ -8,10 +8,14 @@ import pytest
 from fsdp_parity.ranks import Pools
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="module",
+    params=["cpu", pytest.param("cpu-pairs", marks=pytest.mark.nightly), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Pools]:
-    """Runs a body on every rank of a persistent group, once on each kind of device."""
-    pools = Pools(request.param)
+    """Runs a body on every rank of a persistent group: on CPU with every setting, and with pairs of them; on GPUs."""
+    device_type, _, _ = request.param.partition("-")
+    pools = Pools(device_type, paired=request.param != "cpu")
     yield pools
     pools.close()
 

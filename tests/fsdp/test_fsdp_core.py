@@ -20,14 +20,27 @@ PARITY = (
     core.mixture_of_experts,
     core.mixture_of_experts_with_delay_before_free,
 )
-#: Each body with each offload, and with each strategy.
+#: Each body with each offload, and with each strategy, of which one is left to `make test-nightly`.
 CASES = [tuple(case.values()) for case in pairs({"body": PARITY, **core.AXES})]
+
+
+def _marks(body: Callable[..., Any], strategy: Any) -> Any:
+    strategies = core.AXES["strategy"]
+    return pytest.mark.nightly if strategy == strategies[PARITY.index(body) % len(strategies)] else ()
 
 
 @pytest.mark.parametrize(
     ("body", "cpu_offload", "strategy"),
-    CASES,
-    ids=["-".join((body.__name__, str(offload.offload_params), str(strategy))) for body, offload, strategy in CASES],
+    [
+        pytest.param(
+            body,
+            offload,
+            strategy,
+            id=f"{body.__name__}-{offload.offload_params}-{strategy}",
+            marks=_marks(body, strategy),
+        )
+        for body, offload, strategy in CASES
+    ],
 )
 def test_parity_with_ddp(ranks: Pools, body: Callable[..., Any], cpu_offload: Any, strategy: Any) -> None:
     """Losses and parameters after several updates are DDP's."""

@@ -99,6 +99,7 @@ def _assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 class TestUnreducedGradients:
     """What ``.grad`` is between backwards under ``no_sync``, and what a user does to it."""
 
+    @pytest.mark.slow
     def test_on_the_device_while_parameters_are_on_the_host(self) -> None:
         """Fake tensors tell a device that is not here from the host, and autograd refuses the pair as it would."""
         model = FSDP(nn.Linear(3, 3), FakeCollectives(CONTEXT, rank=0, world_size=2), use_orig_params=True)

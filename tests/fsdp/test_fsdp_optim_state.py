@@ -28,7 +28,7 @@ def test_full_state_is_the_unsharded_optimizers(ranks: Pools, world_size: int, u
 @pytest.mark.parametrize(
     ("kind", "rank0_only"),
     [
-        (StateDictType.FULL_STATE_DICT, False),
+        pytest.param(StateDictType.FULL_STATE_DICT, False, marks=pytest.mark.nightly),
         (StateDictType.FULL_STATE_DICT, True),
         (StateDictType.SHARDED_STATE_DICT, False),
         (StateDictType.LOCAL_STATE_DICT, False),
@@ -42,7 +42,7 @@ def test_resumed_training_is_the_uninterrupted_one(
 
 
 @on_cpu
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 1), pytest.param(1, 2, marks=pytest.mark.nightly)])
 def test_resumed_over_other_numbers_of_ranks(ranks: Pools, saved_by: int, loaded_by: int) -> None:
     for saved_as, loaded_as in ((False, True), (True, False)):
         before = Settings(saved_as, FULL_SHARD, "counting", grouped=True)

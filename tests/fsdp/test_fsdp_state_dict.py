@@ -20,12 +20,12 @@ def bodies(*functions: Callable[..., Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("body", functions, ids=lambda function: function.__name__)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_full_state_equals_a_plain_models(ranks: Pools, world_size: int) -> None:
     ranks.run(world_size, state_dict.full_equals_plain)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 @pytest.mark.parametrize("kind", list(StateDictType))
 def test_round_trip(ranks: Pools, world_size: int, kind: StateDictType) -> None:
     ranks.run(world_size, state_dict.round_trip, kind)
@@ -39,7 +39,7 @@ def test_on_one_rank_nothing_is_cut(ranks: Pools) -> None:
 
 
 @orig
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 @bodies(state_dict.sharded_values, state_dict.local_values)
 def test_each_rank_has_its_rows_or_its_part(
     ranks: Pools, body: Callable[..., Any], world_size: int, use_orig_params: bool

@@ -68,7 +68,13 @@ def _accumulates(rank: int, mesh: tuple[int, ...], setters: tuple[str, ...], cho
 
 @pytest.mark.parametrize(
     ("chosen", "releases"),
-    [("all", True), ("all", False), ("outermost", True), ("one_block", False), ("embedding", True)],
+    [
+        ("all", True),
+        pytest.param("all", False, marks=pytest.mark.nightly),
+        ("outermost", True),
+        ("one_block", False),
+        pytest.param("embedding", True, marks=pytest.mark.nightly),
+    ],
 )
 def test_without_reductions(ranks: KeptRanks, chosen: str, releases: bool) -> None:
     setters = ("set_requires_gradient_sync", "set_reshard_after_backward")

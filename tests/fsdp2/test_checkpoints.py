@@ -84,7 +84,7 @@ def loaded(rank: int, cut: str, folder: str, wanted: dict[str, Any]) -> None:
     ("one", "other"),
     [
         pytest.param("columns", "rows", marks=pytest.mark.nightly),
-        ("tensor", "replicas of columns"),
+        pytest.param("tensor", "replicas of columns", marks=pytest.mark.nightly),
         pytest.param("columns, tensor", "rows", marks=pytest.mark.nightly),
         ("rows", "columns, tensor"),
     ],

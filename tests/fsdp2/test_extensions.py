@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import polyshard
+import polyshard.checkpoint
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_models import FACES, OURS, alike, beside_torch, cpu_mesh
+from extended_models import IN, OUT, Layer, Net, Pair, Reference, Rounded
+from fsdp2_models import OURS, alike, beside_torch, cpu_mesh
 from parity import seed_all
-from polyshard.errors import ParameterError, UnsupportedError
+from polyshard.errors import ConfigError, ParameterError, UnsupportedError
+from polyshard.state import StateOptions, get_model_state_dict, set_model_state_dict
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_fsdp2 import CPUOffloadPolicy
 from processes import KeptRanks
@@ -24,166 +27,6 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_map_only
-
-IN, OUT = 6, 7
-
-
-class Pair(torch.Tensor):
-    """A matrix as two of its shape and of other dtypes: ``high / 16 + low``. All that is done to it is done to both.
-
-    What computes gets ``Pair`` again, which ``Layer`` knows to decode.
-    """
-
-    high: torch.Tensor
-    low: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, high: torch.Tensor, low: torch.Tensor) -> Pair:
-        make: Any = torch.Tensor._make_wrapper_subclass
-        pair: Pair = make(cls, high.shape, strides=high.stride(), dtype=torch.float64, device=high.device)
-        pair.high, pair.low = high, low
-        return pair
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> Pair:
-        high = (weight * 16).round().clamp(-128, 127).to(torch.int8)
-        return cls(high, (weight - high / 16).to(torch.float16))
-
-    def decoded(self) -> torch.Tensor:
-        return self.high.double() / 16 + self.low.double()
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["high", "low"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], _: None, size: Any, stride: Any) -> Pair:
-        return Pair(inner["high"], inner["low"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Each keeps its own dtype.
-        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "dtype"}
-
-        def on(name: str) -> Any:
-            args_of, kwargs_of = tree_map_only(Pair, lambda pair: getattr(pair, name), (args, kwargs))
-            return func(*args_of, **kwargs_of)
-
-        high, low = on("high"), on("low")
-        if isinstance(high, (tuple, list)):
-            return [cls(*both) for both in zip(high, low, strict=True)]
-        if func is torch.ops.aten.copy_.default:
-            return args[0]
-        return cls(high, low) if isinstance(high, torch.Tensor) else high
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        assert mesh.ndim == 1
-        assert isinstance(module, Layer)
-        assert isinstance(mp_policy, FACES[0].MixedPrecisionPolicy)
-        assert outer_stride == (outer_size[1], 1)
-        rows = math.ceil(outer_size[0] / mesh.size())
-        padded = [each.new_zeros(rows, each.size(1)) for each in (self.high, self.low)]
-        for place, each in zip(padded, (self.high, self.low), strict=True):
-            place[: each.size(0)].copy_(each)
-        return tuple(padded), ("rows", rows)
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        high, low = outputs
-        assert metadata == ("rows", -(-OUT // (high.size(0) // metadata[1])))
-        assert (high.dtype, low.dtype) == (torch.int8, torch.float16)
-        if out is not None:
-            assert isinstance(out, Pair)
-            assert out.high.data_ptr() == high.data_ptr()
-            return None
-        return Pair(high, low), (high, low)
-
-
-class Rounded(torch.Tensor):
-    """A trained matrix of fp64 that travels in fp32, in the form of one argument."""
-
-    whole: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, whole: torch.Tensor) -> Rounded:
-        make: Any = torch.Tensor._make_wrapper_subclass
-        rounded: Rounded = make(cls, whole.shape, strides=whole.stride(), dtype=whole.dtype, device=whole.device)
-        rounded.whole = whole
-        return rounded
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["whole"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], _: None, size: Any, stride: Any) -> Rounded:
-        return Rounded(inner["whole"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Rounded, lambda rounded: rounded.whole, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        rows = -(-OUT // mesh.size())
-        padded = self.whole.new_zeros(rows, self.whole.size(1), dtype=torch.float32)
-        padded[: self.whole.size(0)].copy_(self.whole)
-        return (padded,), None
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        if out is not None:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-                out.copy_(outputs[0][: out.size(0)])
-            return None
-        whole = outputs[0].to(param_dtype)
-        return whole, (outputs[0], whole)
-
-
-class Layer(nn.Module):
-    """A frozen ``Pair`` beside a plain trained vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(Pair.of(torch.randn(OUT, IN, dtype=torch.float64)), requires_grad=False)
-        self.bias = nn.Parameter(torch.randn(OUT, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight: Any = self.weight
-        return nn.functional.linear(x, weight.decoded().to(x.dtype), self.bias)
-
-
-class Net(nn.Module):
-    """Trained matrices around a frozen one, the last of them ``Rounded``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(IN, IN).double()
-        self.layer = Layer()
-        self.down = nn.Linear(OUT, OUT).double()
-        self.down.weight = nn.Parameter(Rounded(self.down.weight.detach().clone()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.layer(torch.relu(self.up(x)))))
-
-
-class Reference(nn.Module):
-    """The same without sharding: what it trains it rounds as it would travel."""
-
-    def __init__(self, net: Net) -> None:
-        super().__init__()
-        weight: Any = net.layer.weight
-        self.up, self.bias, self.decoded = net.up, net.layer.bias, weight.decoded()
-        rounded: Any = net.down.weight
-        self.weight, self.last = nn.Parameter(rounded.whole.clone()), net.down.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(nn.functional.linear(torch.relu(self.up(x)), self.decoded, self.bias))
-        weight = self.weight + (self.weight.float().double() - self.weight).detach()
-        return nn.functional.linear(hidden, weight, self.last)
 
 
 def sharded(face: ModuleType, model: Net, *shape: int, **settings: Any) -> Net:
@@ -478,7 +321,7 @@ def rows_without_padding(rank: int) -> None:
             assert torch.equal(layer(torch.eye(IN, dtype=torch.float64)).T, weight)
 
 
-@pytest.mark.parametrize("number", [1, 3, 5])
+@pytest.mark.parametrize("number", [1, 3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_rows_are_padded_for_those_that_do_not(ranks: KeptRanks, number: int) -> None:
     ranks.run(number, rows_without_padding)
 
@@ -520,13 +363,57 @@ def memory_and_launches(rank: int) -> None:
     OURS.fully_shard(bare, mesh=cpu_mesh())
     # int8 and fp16.
     assert polyshard.report(bare).master_nbytes == (4, 3)[rank] * IN * 3
-    for call in (lambda: polyshard.flat_parameters(model), lambda: polyshard.unsharded(model).__enter__()):
-        with pytest.raises(UnsupportedError, match=r"'down\.weight' gathers itself"):
-            call()
+    with pytest.raises(UnsupportedError, match=r"'down\.weight' gathers itself"):
+        polyshard.flat_parameters(model)
 
 
 def test_memory_and_launches(ranks: KeptRanks) -> None:
     ranks.run(2, memory_and_launches)
+
+
+def functions_of_polyshard(rank: int, folder: str) -> None:
+    """Checkpoints go to a model that ``polyshard.shard`` sharded, and back; whole tensors have the class."""
+    seed_all(0)
+    source = Net()
+    model, full = sharded(OURS, copy.deepcopy(source)), StateOptions(form="full")
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+
+    def steps(trained: nn.Module, stepping: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for step in range(2):
+            loss = trained(torch.full((1, IN), step + 1.0, dtype=torch.float64)).square().mean()
+            loss.backward()
+            found.append(loss.item())
+            stepping.step()
+            stepping.zero_grad()
+        return found
+
+    steps(model, optimizer)
+    polyshard.checkpoint.save(folder, 1, model, optimizer)
+    state = get_model_state_dict(model, full)
+    assert [type(state[name]) for name in ("layer.weight", "down.weight")] == [Pair, torch.Tensor]
+    with polyshard.unsharded(model):
+        weight: Any = model.layer.weight
+        assert torch.equal(weight.decoded(), state["layer.weight"].decoded())
+        assert torch.equal(model.down.weight.whole, state["down.weight"])  # type: ignore[arg-type]
+    assert isinstance(model.layer.weight, DTensor)
+    names = [name for names, _ in polyshard.stream(model) for name in names]
+    assert sorted(names) == sorted([*(state.keys() - {"layer.weight"}), "layer.weight.high", "layer.weight.low"])
+    seed_all(1)
+    native = polyshard.shard(Net(), polyshard.ShardConfig(policy="always"))
+    other = torch.optim.AdamW([each for each in native.parameters() if each.requires_grad], lr=1e-2)
+    polyshard.checkpoint.load(f"{folder}/step-00000001", native, other)
+    found = steps(native, other)
+    polyshard.checkpoint.save(folder, 2, native, other)
+    torch.testing.assert_close(found, steps(model, optimizer), rtol=1e-12, atol=0.0)
+    polyshard.checkpoint.load(f"{folder}/step-00000002", model, optimizer)
+    torch.testing.assert_close(steps(model, optimizer), steps(native, other), rtol=1e-12, atol=0.0)
+    with pytest.raises(ConfigError, match=r"'layer\.weight' of the state dict is a DTensor of Pair"):
+        set_model_state_dict(native, model.state_dict())
+
+
+def test_functions_of_polyshard(ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(2, functions_of_polyshard, str(tmp_path))
 
 
 def beside_tensor_parallelism(rank: int) -> None:

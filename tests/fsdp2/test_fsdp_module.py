@@ -211,15 +211,21 @@ def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
     same(model(words), expected)
 
 
-def one_rank_has_nothing_to_divide(rank: int) -> None:
+def one_rank_divides(rank: int) -> None:
     model: Any = shard_all(OURS, make())
-    model.set_gradient_divide_factor(1.0)
-    with pytest.raises(NotImplementedError, match="Divide the loss instead"):
-        model.set_gradient_divide_factor(2.0)
-    words = next(batches(1))
-    loss_of(model, words).backward()
     plain = make()
-    loss_of(plain, words).backward()
+    words = next(batches(1))
+    for factor in (2.0, 1.0):
+        for module in model.modules():
+            if isinstance(module, OURS.FSDPModule):
+                module.set_gradient_divide_factor(factor)
+        # The second of two waits for none: both are divided once.
+        model.set_requires_gradient_sync(False)
+        loss_of(model, words).backward()
+        model.set_requires_gradient_sync(True)
+        loss_of(model, words).backward()
+        for _ in range(2):
+            (loss_of(plain, words) / factor).backward()
     same([as_whole(each.grad) for each in model.parameters()], [each.grad for each in plain.parameters()])
 
 
@@ -295,7 +301,7 @@ BODIES: dict[Callable[[int], object], int] = {
     hints_change_no_number: 2,
     hints_say_what_is_gathered_next: 2,
     what_the_engine_decides_and_what_is_refused: 2,
-    one_rank_has_nothing_to_divide: 1,
+    one_rank_divides: 1,
     event_behind_the_optimizer: 1,
     parameters_on_some_ranks: 4,
 }

@@ -119,9 +119,12 @@ def _taken_over(rank: int, source: int, mesh: tuple[int, ...], options: StateDic
     ("source", "mesh", "options"),
     [
         (1, "shard", {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True}),
-        (0, "replicate, tensor", {"full_state_dict": True}),
+        (0, "shard", {}),
         *(pytest.param(source, "tensor", {}, marks=pytest.mark.nightly) for source in (0, 1)),
-        pytest.param(1, "replicate, tensor", {"full_state_dict": True}, marks=pytest.mark.nightly),
+        *(
+            pytest.param(source, "replicate, tensor", {"full_state_dict": True}, marks=pytest.mark.nightly)
+            for source in (0, 1)
+        ),
     ],
 )
 def test_what_one_saved_the_other_goes_on_with(
@@ -147,7 +150,7 @@ def _through_files(rank: int, folder: str, mesh: tuple[int, ...]) -> None:
     same([_goes_on(*each) for each in models], told[::-1])
 
 
-@pytest.mark.parametrize("mesh", ["replicate, tensor"])
+@pytest.mark.parametrize("mesh", ["shard", pytest.param("replicate, tensor", marks=pytest.mark.nightly)])
 def test_through_torch_distributed_checkpoint(ranks: KeptRanks, tmp_path: Path, mesh: str) -> None:
     world_size, shape = MESHES[mesh]
     ranks.run(world_size, _through_files, str(tmp_path), shape)

@@ -38,7 +38,10 @@ def _trains(rank: int, settings: dict[str, Any]) -> None:
     both(run)
 
 
-@pytest.mark.parametrize(("world_size", "releases"), [(1, None), (3, None), (2, True), (2, False), (2, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "releases"),
+    [(1, None), (3, None), (2, True), (2, False), pytest.param(2, 1, marks=pytest.mark.nightly)],
+)
 def test_parity_with_torch(ranks: KeptRanks, world_size: int, releases: bool | int | None) -> None:
     ranks.run(world_size, _trains, {"reshard_after_forward": releases} if releases is not None else {})
 
@@ -139,7 +142,7 @@ def _mixed(rank: int, policy: dict[str, Any], tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("policy", "tolerance"),
     [
-        ({"param_dtype": torch.bfloat16}, 2e-2),
+        pytest.param({"param_dtype": torch.bfloat16}, 2e-2, marks=pytest.mark.nightly),
         ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}, 2e-3),
         ({"reduce_dtype": torch.bfloat16}, 2e-2),
     ],

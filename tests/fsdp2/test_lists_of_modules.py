@@ -54,9 +54,9 @@ def _trains(rank: int, shape: tuple[int, ...], settings: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("shape", "settings"),
     [
-        ((1,), {}),
+        pytest.param((1,), {}, marks=pytest.mark.nightly),
         ((3,), {}),
-        ((2,), {"reshard_after_forward": True}),
+        pytest.param((2,), {"reshard_after_forward": True}, marks=pytest.mark.nightly),
         ((2,), {"reshard_after_forward": False}),
         ((2,), {"offloads": True}),
         ((2, 2), {}),
@@ -252,7 +252,7 @@ def _checkpointed(rank: int, reentrant: bool, number: int) -> None:
     both(run)
 
 
-@pytest.mark.parametrize(("reentrant", "number"), [(False, 1), (False, 2), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("reentrant", "number"), [(False, 1), (True, 2)])
 def test_checkpoints_inside_a_group(ranks: KeptRanks, reentrant: bool, number: int) -> None:
     ranks.run(2, _checkpointed, reentrant, number)
 

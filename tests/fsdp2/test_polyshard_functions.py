@@ -71,9 +71,10 @@ def _local(rank: int, mesh: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "mesh"),
     [
+        (2, (2,)),
         pytest.param(3, (3,), marks=pytest.mark.nightly),
         pytest.param(4, (2, 2), marks=pytest.mark.nightly),
-        (4, (0, 2, 2)),
+        pytest.param(4, (0, 2, 2), marks=pytest.mark.nightly),
     ],
 )
 def test_plain_parameters_train_as_dtensors_do(ranks: KeptRanks, world_size: int, mesh: tuple[int, ...]) -> None:

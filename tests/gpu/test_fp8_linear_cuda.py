@@ -22,7 +22,9 @@ CUDA = torch.device("cuda", 0)
 
 def bound(device: torch.device, weight: torch.Tensor, **options: Any) -> tuple[Any, Sequence[torch.Tensor]]:
     """The form of one whole weight on ``device``, and its tensors."""
-    weights = FormedWeights("layer", ("weight",), (tuple(weight.shape),), (0,), 1, weight.numel(), torch.bfloat16, device)  # type: ignore[arg-type]
+    weights = FormedWeights(
+        "layer", ("weight",), (tuple(weight.shape),), (0,), 1, weight.numel(), torch.bfloat16, device
+    )  # type: ignore[arg-type]
     form = Fp8Linear(PluginContext("fp8_linear", device), **options).form(weights)
     lanes = [torch.full((1, nbytes), 77, dtype=torch.uint8, device=device) for nbytes in form.lanes]
     (tensors,) = form.bind(lanes)
@@ -66,7 +68,9 @@ class Feed(nn.Module):
         return x + fed
 
 
-def losses(model: nn.Module, steps: int, *, compiles: bool = False, captures: bool = False, **settings: Any) -> list[float]:
+def losses(
+    model: nn.Module, steps: int, *, compiles: bool = False, captures: bool = False, **settings: Any
+) -> list[float]:
     mine = copy.deepcopy(model)
     if compiles:
         for block in mine:  # type: ignore[union-attr]

@@ -28,23 +28,44 @@ def train(rank: int, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, {name: value.cpu() for name, value in values.items()}
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan("1F1B"),
+KEPT = {"strategy": "shard_grad_op"}
+HYBRID = {"strategy": "hybrid_shard", "shard": "dp", "replicate": "replicate"}
+#: Over two ranks with a stage or two each, and over four, of which two share each stage.
+PLANS = [
+    replace(plan, sizes=(2, ranks // 2))
+    for ranks in (2, 4)
+    for plan in (
+        Plan("GPipe"),
+        Plan("GPipe", gathers="microbatch", settings=KEPT),
+        Plan("GPipe", faced=True),
+        Plan("1F1B", settings=KEPT),
         Plan("1F1B", gathers="microbatch"),
         Plan("Interleaved1F1B", each=2),
-        Plan("ZBVZeroBubble", each=2),
-        Plan("GPipe", faced=True),
-    ],
-    ids=str,
-)
+        Plan("Interleaved1F1B", each=2, gathers="microbatch", settings=KEPT),
+        Plan("LoopedBFS", each=2, settings=KEPT),
+        Plan("InterleavedZeroBubble", each=2),
+        Plan("ZBVZeroBubble", each=2, settings=KEPT),
+        Plan("ZBVZeroBubble", each=2, faced=True),
+        Plan("DualPipeV", each=2),
+    )
+]
+#: Of three axes, one of them of one rank.
+PLANS += [
+    Plan("1F1B", sizes=(2, 2, 1), names=("pp", "replicate", "dp"), settings=HYBRID),
+    Plan("1F1B", sizes=(2, 1, 2), names=("pp", "dp", "tp"), gathers="microbatch"),
+    Plan("Interleaved1F1B", each=2, sizes=(2, 1, 2), names=("pp", "dp", "tp"), faced=True),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_pipeline_trains_as_the_unsharded_model(plan: Plan) -> None:
-    plan = replace(plan, sizes=(2, WORLD_SIZE // 2))
+    ranks = torch.Size(plan.sizes).numel()
+    if ranks > WORLD_SIZE:
+        pytest.skip(f"{ranks} ranks: POLYSHARD_RANKS_ON_ONE_GPU={ranks}")
     reference, norms = pipelines.expected(plan, 3)
     wanted = dict(reference.named_parameters(remove_duplicate=False))
     seen = set()
-    for found, values in RANKS.run(2 * (WORLD_SIZE // 2), train, plan):
+    for found, values in RANKS.run(ranks, train, plan):
         assert found == pytest.approx(norms, rel=1e-12)
         for name, value in values.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)

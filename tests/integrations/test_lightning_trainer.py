@@ -109,6 +109,7 @@ def test_an_optimizer_of_flat_parameters_trains_alike(tmp_path: Path) -> None:
 # Precision.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "precision"), [(CONFIG, "bf16-mixed"), (ShardConfig(), "bf16-mixed")])
 def test_mixed_steps_equal_within_bf16s_rounding(tmp_path: Path, config: ShardConfig, precision: str) -> None:
     ranks = on_ranks(fit, str(tmp_path), torch.float32, config, {"precision": precision})
@@ -155,6 +156,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_ranks_scale_alike_and_skip_a_step_that_overflowed_on_one(tmp_path: Path) -> None:
     # The second batch changed nothing, on either rank.
     assert on_ranks(overflow, str(tmp_path)) == [([True, False, True], 4.0)] * 2
@@ -253,6 +255,7 @@ def loops(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_trainer_is_used_again_and_ranks_know_the_same(tmp_path: Path) -> None:
     one, other = on_ranks(loops, str(tmp_path))
     for name in ("epochs", "validated", "tested"):
@@ -289,6 +292,7 @@ def fail(rank: int, folder: str) -> tuple[list[float], list[float]]:
     return other.losses, module.losses
 
 
+@pytest.mark.slow
 def test_after_an_exception_other_trainers_work_and_the_module_does(tmp_path: Path) -> None:
     ranks = on_ranks(fail, str(tmp_path))
     assert mean_losses([others for others, _ in ranks]) == pytest.approx(reference(STEPS)[0], rel=1e-10)

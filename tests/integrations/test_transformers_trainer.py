@@ -90,13 +90,13 @@ def require_alike(
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.nightly),
         ("qwen", {"gradient_accumulation_steps": 2}),
         ("mixtral", {"activation_checkpointing": True}),
         pytest.param("gpt2", {"own_optimizer": True}, marks=pytest.mark.nightly),
         # T5 computes a mean that Trainer takes for a share of all ranks' tokens.
         ("t5", {"average_tokens_across_devices": False, "predict_with_generate": True, "generation_max_length": 7}),
-        ("vit", {"max_grad_norm": 0.0}),
+        pytest.param("vit", {"max_grad_norm": 0.0}, marks=pytest.mark.nightly),
     ],
     ids=lambda given: given if isinstance(given, str) else "-".join(given),
 )
@@ -276,7 +276,13 @@ def preempt_among_evaluations(rank: int, folder: str, told: int, settings: dict[
     ("told", "settings", "ends", "evaluated"),
     [
         # Inside of an epoch, behind which there would be an evaluation and a checkpoint.
-        (8, {**_BY_EPOCH, "save_strategy": "epoch", "load_best_model_at_end": True}, 9, [6]),
+        pytest.param(
+            8,
+            {**_BY_EPOCH, "save_strategy": "epoch", "load_best_model_at_end": True},
+            9,
+            [6],
+            marks=pytest.mark.nightly,
+        ),
         # Behind the last step of an epoch: the evaluation comes first.
         pytest.param(11, {**_BY_EPOCH, "save_strategy": "epoch"}, 12, [6, 12], marks=pytest.mark.nightly),
         # It alone would decide on the checkpoint.
@@ -612,8 +618,12 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
     quiet()
     import polyshard
     import polyshard_fsdp2
+    import transformers
+    from accelerate.parallelism_config import ParallelismConfig
     from polyshard_transformers import PolyshardMixin, PreemptionCallback
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     told: dict[str, str] = {}
 
@@ -657,6 +667,11 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         told_by("device", lambda: train(make_model("llama"), shard=shard_config(device="meta")))
         told_by("ddp", lambda: train(nn.parallel.DistributedDataParallel(make_model("llama"))))
         told_by("arguments", lambda: train(make_model("llama"), fsdp=True))
+        told_by("parallelism", lambda: train(make_model("llama"), parallelism_config=ParallelismConfig(tp_size=2)))
+        divided = make_model("llama")
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(divided.model.layers[0].mlp, mesh, {"up_proj": ColwiseParallel()})
+        told_by("tensor parallel", lambda: train(divided))
         os.environ["ACCELERATE_USE_FSDP"] = "true"
         told_by("environment", lambda: train(make_model("llama")))
         del os.environ["ACCELERATE_USE_FSDP"]
@@ -674,6 +689,9 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         odd.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
         told_by("unwritable", lambda: train(odd, save_strategy="steps"))
         told_by("trainer", lambda: type("Odd", (PolyshardMixin,), {})(model=make_model("llama")))
+        transformers.__version__, present = "5.22.2", transformers.__version__
+        told_by("version", lambda: train(make_model("llama")))
+        transformers.__version__ = present
         told_by("compile", lambda: train(make_model("llama"), torch_compile=True))
         dropping = make_model("llama")
         dropping.config.layerdrop = 0.1
@@ -697,12 +715,15 @@ REFUSED = {
     "fsdp2": r"AlreadyShardedError: '\(root\)' of FSDPLlamaForCausalLM is wrapped already, by torch's fully_shard",
     "ddp": r"AlreadyShardedError: '\(root\)' .* is wrapped already, by DistributedDataParallel",
     "arguments": "ConfigError: TrainingArguments.fsdp is set, and PolyshardTrainer shards the model itself",
+    "parallelism": "ConfigError: TrainingArguments.parallelism_config is set, and PolyshardTrainer shards the model",
+    "tensor parallel": r"AlreadyShardedError: 'model.layers.0.mlp.up_proj.weight' .* is a DTensor .* and tp_plan=",
     "environment": r"ConfigError: The environment asks Accelerate for FSDP \(ACCELERATE_USE_FSDP=true\)",
     "precision": "ConfigError: The ShardConfig's precision='fp32' computes in fp32, but .* have bf16=True",
     "no precision": "ConfigError: The ShardConfig's precision='fp16' computes in fp16, but .* neither bf16 nor fp16",
     "sharded": "AlreadyShardedError: This LlamaForCausalLM is sharded already, and shard= was given",
     "sharded bf16": "ConfigError: This LlamaForCausalLM was sharded to compute in bf16, but .* mixed precision 'no'",
     "trainer": "UnsupportedError: Odd has no _build_accelerator_args, .* of its own to override",
+    "version": "UnsupportedError: transformers 5.22.2 saves a model on one rank alone, .* needs 5.23 or newer",
     "optim": "UnsupportedError: TrainingArguments.optim='adafactor' computes with whole parameters",
     "unsaveable": r"ConfigError: Checkpoints of this run would fail\. The optimizer's state 'scales' of .* has "
     r"shape .*save_only_model=True\), none with save_strategy='no'",

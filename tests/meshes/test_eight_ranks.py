@@ -1,4 +1,7 @@
-"""Replicas, shards, tensor parallel parts and experts at once, on eight ranks: as the whole model, to 1e-12 in fp64."""
+"""Replicas, shards, tensor parallel parts and experts at once, on eight ranks: as the whole model, to 1e-12 in fp64.
+
+Two of the three are beside each other on four ranks in test_random_meshes.py and test_experts.py.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,20 @@ pytestmark = pytest.mark.slow
 REPLICAS = ("dp_replicate", "dp_shard", "tp")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "plan",
     [
         Plan((2, 2, 2), REPLICAS, Shape(sequence=True), ("dp_shard",), ("dp_replicate",)),
-        pytest.param(
-            Plan(
-                (2, 2, 2),
-                REPLICAS,
-                Shape(tied=True),
-                ("dp_shard",),
-                ("dp_replicate",),
-                settings=(("strategy", "hybrid_shard_zero2"), ("layout", "rows")),
-                optimizer="muon",
-                microbatches=2,
-            ),
-            marks=pytest.mark.nightly,
+        Plan(
+            (2, 2, 2),
+            REPLICAS,
+            Shape(tied=True),
+            ("dp_shard",),
+            ("dp_replicate",),
+            settings=(("strategy", "hybrid_shard_zero2"), ("layout", "rows")),
+            optimizer="muon",
+            microbatches=2,
         ),
     ],
     ids=str,
@@ -40,13 +41,11 @@ def test_replicas_and_shards_beside_tensor_parallelism(plan: Plan) -> None:
 EXPERTS = ("dp_replicate", "edp", "ep")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(
-            Plan((2, 2, 2), EXPERTS, Shape(experts=4), ("edp", "ep"), ("dp_replicate",), experts=("edp",)),
-            marks=pytest.mark.nightly,
-        ),
+        Plan((2, 2, 2), EXPERTS, Shape(experts=4), ("edp", "ep"), ("dp_replicate",), experts=("edp",)),
         Plan(
             (2, 2, 2),
             EXPERTS,
@@ -73,7 +72,8 @@ def test_replicas_of_experts_and_of_all_else(plan: Plan) -> None:
     assert_trains(plan)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.nightly), "muon"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_experts_that_are_tensor_parallel_beside_replicas(optimizer: str) -> None:
     """Dense units have two replicas of two shards; experts, cut over ``ep`` and ``tp``, two replicas of one."""
     assert_trains(
@@ -89,21 +89,20 @@ def test_experts_that_are_tensor_parallel_beside_replicas(optimizer: str) -> Non
     )
 
 
-STAGE = Plan((2, 2), ("dp", "tp"), Shape(), ("dp",), steps=0)
-
-
-def models_of_stages(rank: int) -> list[float]:
+def models_of_stages(rank: int, parts: int) -> list[float]:
     """How far the norms of two models of one stage, one after the other, are from that of the whole model."""
-    mesh = mesh_of((2, 2, 2), ("pp", "dp", "tp"), "cpu")["dp", "tp"]
+    stage = Plan((2, parts), ("dp", "tp"), Shape(), ("dp",), steps=0)
+    mesh = mesh_of((2, *stage.sizes), ("pp", *stage.names), "cpu")["dp", "tp"]
     offs = []
     for _ in range(2):
-        trainer = Polyshard(STAGE, parallelize(make(STAGE), mesh), mesh)
-        trainer.model(STAGE.batch(0, STAGE.data_rank(coordinate_of(mesh)), 0)).backward()
-        offs.append(abs(trainer.clip(math.inf) - expected(STAGE).norms[0]))
+        trainer = Polyshard(stage, parallelize(make(stage), mesh), mesh)
+        trainer.model(stage.batch(0, stage.data_rank(coordinate_of(mesh)), 0)).backward()
+        offs.append(abs(trainer.clip(math.inf) - expected(stage).norms[0]))
         # Groups that only a part of the job makes are made once: torch cannot make a second one of a name.
         trainer.close()
     return offs
 
 
-def test_the_stages_of_a_pipeline_have_a_mesh_each() -> None:
-    assert max(max(offs) for offs in run(8, models_of_stages)) < 1e-12
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_the_stages_of_a_pipeline_have_a_mesh_each(parts: int) -> None:
+    assert max(max(offs) for offs in run(4 * parts, models_of_stages, parts)) < 1e-12

@@ -61,9 +61,24 @@ def test_groups_of_one_rank(plan: Plan) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "divisor"),
-    [((2, 2), "data"), ((2, 2), "group"), ((2, 2), "sum"), ((2, 2), 3.0), ((1, 4), "group")],
+    [
+        # "data" is the default's.
+        pytest.param((2, 2), "data", marks=pytest.mark.nightly),
+        ((2, 2), "group"),
+        ((2, 2), "sum"),
+        ((2, 2), 3.0),
+        pytest.param((1, 4), "group", marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_gradients_of_experts_are_divided_as_said(sizes: tuple[int, int], divisor: Any) -> None:
     """By 4, by the 2 or 1 ranks that hold an expert, not at all, by 3: each against the sum of a whole model's."""
     assert_trains(Plan(**{**EP, "sizes": sizes}, shape=Shape(experts=4), divisor=divisor, steps=0, microbatches=2))
+
+
+@pytest.mark.slow
+def test_a_policy_may_give_experts_a_mesh() -> None:
+    """Of replicas and shards, which are others than those of all else."""
+    experts: dict[str, Any] = {"shape": Shape(experts=3, kept="dtensor"), "by_mesh": ("dp_replicate", "edp")}
+    names, shard = ("dp_replicate", "edp", "ep"), ("edp", "ep")
+    assert_trains(Plan((2, 1, 2), names, shard=shard, replicate=("dp_replicate",), settings=(ROWS,), **experts))

@@ -54,8 +54,7 @@ def norms_of(rank: int, plan: Plan, flat: bool) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("plan", [PARTS, UNEVEN, SINGLE], ids=str)
+@pytest.mark.parametrize(("plan", "flat"), [(PARTS, False), (UNEVEN, True), (SINGLE, False)], ids=str)
 def test_every_order_is_that_of_the_whole_model_by_each_function(plan: Plan, flat: bool) -> None:
     whole = torch.cat([each.flatten() for each in expected(plan).gradients.values()])
     wanted = [[torch.linalg.vector_norm(whole, order).item()] * 3 for order in ORDERS]

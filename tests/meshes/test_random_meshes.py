@@ -46,12 +46,13 @@ def drawn(seed: int) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [4, 8])
 def test_a_step(seed: int) -> None:
+    """Replicas beside tensor parallelism, and beside experts."""
     assert_trains(drawn(seed))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(5, 50))
+@pytest.mark.parametrize("seed", sorted({*range(50)} - {4, 8}))
 def test_a_step_of_many(seed: int) -> None:
     assert_trains(drawn(seed))

@@ -64,6 +64,7 @@ def test_bf16_trains_as_fp32_within_rounding() -> None:
         shape=Shape(sequence=True),
         settings=(("precision", "bf16"),),
         optimizer="sgd",
+        steps=1,
         dtype=torch.float32,
     )
     # Gradients are as large as 0.3, and bf16 has 8 bits.

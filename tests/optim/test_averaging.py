@@ -79,6 +79,7 @@ def train(model: nn.Module, rank: int, optimizer: torch.optim.Optimizer, turns: 
             each.update()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world_size", "settings"), SETTINGS)
 def test_the_average_is_torchs_of_the_unsharded_model(kind: str, world_size: int, settings: dict[str, Any]) -> None:

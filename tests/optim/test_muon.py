@@ -31,9 +31,10 @@ def _cases() -> list[Any]:
     for (row, strategy), (column, layout), ranks in itertools.product(
         enumerate(STRATEGIES), enumerate(LAYOUTS), SHARD_SIZES
     ):
-        # Every strategy with every layout and number of ranks, every layout with every number.
-        quick = (row + column) % 3 + 2 == ranks
-        found.append(pytest.param(strategy, layout, ranks, marks=() if quick else pytest.mark.nightly))
+        # Every strategy with every layout, and with every number of ranks; of layouts the first alone is quick.
+        usual = (row + column) % 3 + 2 == ranks
+        marks = pytest.mark.nightly if not usual else pytest.mark.slow if column else ()
+        found.append(pytest.param(strategy, layout, ranks, marks=marks))
     return found
 
 
@@ -70,6 +71,7 @@ def muon(kind: type[torch.optim.Optimizer]) -> MakeOptimizer:
     return lambda model: together(model, made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "layout", "ranks"),
     [("full_shard", "flat", 3), ("hybrid_shard", "tiles", 4)],

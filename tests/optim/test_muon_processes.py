@@ -16,6 +16,8 @@ from polyshard.optim import Muon, for_matrices
 from processes import KeptRanks
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 RANKS = KeptRanks()
 TIMEOUT_S = 30.0
 

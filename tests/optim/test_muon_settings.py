@@ -317,6 +317,7 @@ def ten_steps(models: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ran
             model.zero_grad()
 
 
+@pytest.mark.slow
 def test_one_optimizer_of_two_sharded_models_and_one_that_is_not() -> None:
     starts = [seeded(Zoo, seed) for seed in range(3)]
 

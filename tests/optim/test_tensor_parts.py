@@ -141,7 +141,7 @@ def assert_as_whole(plan: Plan, made: Make, decay: float | None = None) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan((2, 2), **TP, shape=Shape(sequence=True)),
+        pytest.param(Plan((2, 2), **TP, shape=Shape(sequence=True)), marks=pytest.mark.nightly),
         pytest.param(Plan((2, 2), **TP, shape=Shape(tied=True), settings=(ROWS, OFFLOAD)), marks=pytest.mark.nightly),
         # Parts of 3, 3, 3 and 1 hidden columns.
         Plan((1, 4), **TP, shape=Shape()),
@@ -163,7 +163,7 @@ def test_muon_of_matrices_that_tensor_parallelism_cuts(plan: Plan) -> None:
             Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor"), settings=(ROWS,)), marks=pytest.mark.nightly
         ),
         # The last rank has none of three experts.
-        Plan((1, 4), **EP, shape=Shape(experts=3, kept="dtensor")),
+        pytest.param(Plan((1, 4), **EP, shape=Shape(experts=3, kept="dtensor")), marks=pytest.mark.nightly),
         Plan((1, 2, 2), **EP_TP, shape=Shape(experts=3, kept="dtensor")),
         pytest.param(Plan((2, 2), **EP, shape=Shape(experts=4, kept="modules")), marks=pytest.mark.nightly),
     ],
@@ -262,7 +262,12 @@ def given_others(rank: int, plan: Plan, other: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan((2, 2), **TP, shape=Shape()), Plan((2, 2), **EP, shape=Shape(experts=4))], ids=str
+    "plan",
+    [
+        Plan((2, 2), **TP, shape=Shape()),
+        pytest.param(Plan((2, 2), **EP, shape=Shape(experts=4)), marks=pytest.mark.nightly),
+    ],
+    ids=str,
 )
 def test_all_ranks_refuse_another_order_on_one(plan: Plan) -> None:
     for message, moved in run(plan.world_size, given_others, plan, 3):

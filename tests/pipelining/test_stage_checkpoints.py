@@ -22,12 +22,12 @@ pytestmark = pytest.mark.slow
 SAVED = Plan("1F1B")
 
 
-def trained_and_saved(rank: int, plan: Plan, folder: Path) -> Path:
+def trained_and_saved(rank: int, plan: Plan, folder: Path, trains_on: bool = False) -> Path:
     """A checkpoint behind two steps."""
     trainer = Trainer(plan)
     for turn in range(2):
         trainer.step(turn)
-    path = trainer.save(folder, 2)
+    path = trainer.save(folder, 2, trains_on=trains_on)
     trainer.close()
     return path
 
@@ -83,14 +83,21 @@ def assert_third_step(everyone: list[dict[str, torch.Tensor]]) -> None:
             torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("plan", [SAVED, Plan("ZBVZeroBubble", each=2), Plan("GPipe", sizes=(4, 2))], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("ZBVZeroBubble", each=2),
+        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in (SAVED, Plan("GPipe", sizes=(4, 2)))),
+    ],
+    ids=str,
+)
 def test_any_number_of_stages_goes_on_with_it(plan: Plan, tmp_path: Path) -> None:
     directory = RANKS.run(4, trained_and_saved, SAVED, tmp_path)[0]
     assert_third_step(RANKS.run(torch.Size(plan.sizes).numel(), resumed, plan, directory))
 
 
 def test_models_without_stages_go_on_with_it(tmp_path: Path) -> None:
-    directory = RANKS.run(4, trained_and_saved, Plan("Interleaved1F1B", each=2), tmp_path)[0]
+    directory = RANKS.run(4, trained_and_saved, Plan("Interleaved1F1B", each=2), tmp_path, True)[0]
     assert_third_step(RANKS.run(2, resumed_whole, directory))
     polyshard.checkpoint.verify(directory)
     state = polyshard.checkpoint.read(directory)

@@ -10,13 +10,13 @@ import pipelines
 import polyshard
 import pytest
 import torch
-import torch.distributed as dist
 from parity import Block, units_of
 from pipelines import ROWS, Model, Plan, Trainer, batch, loss_of, part_of
 from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
 from polyshard.interfaces import PluginContext
 from polyshard.pipelining import PipelineStage, TiedParameter, clip_grad_norm_
 from polyshard.planning import thresholds
+from polyshard.planning.parts import gradient_of
 from polyshard_backends.fake import FakeCollectives
 from polyshard_fsdp2 import fully_shard
 from processes import KeptRanks
@@ -45,14 +45,14 @@ def assert_parity(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan("GPipe"),
-        Plan("1F1B", gathers="microbatch"),
+        pytest.param(Plan("GPipe"), marks=pytest.mark.nightly),
+        pytest.param(Plan("1F1B", gathers="microbatch"), marks=pytest.mark.nightly),
         Plan("1F1B", gathers="microbatch", settings={"strategy": "shard_grad_op"}),
         Plan("Interleaved1F1B", each=2),
-        Plan("ZBVZeroBubble", each=2),
         Plan("ZBVZeroBubble", each=2, gathers="microbatch"),
+        pytest.param(Plan("ZBVZeroBubble", each=2), marks=pytest.mark.nightly),
         Plan("GPipe", faced=True),
-        Plan("ZBVZeroBubble", each=2, faced=True),
+        pytest.param(Plan("ZBVZeroBubble", each=2, faced=True), marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -85,9 +85,15 @@ HYBRID = {"strategy": "hybrid_shard", "shard": "dp", "replicate": "replicate"}
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan("1F1B", sizes=(2, 2, 2), names=("pp", "replicate", "dp"), settings=HYBRID),
+        Plan("1F1B", sizes=(2, 2, 1), names=("pp", "replicate", "dp"), settings=HYBRID),
         Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), gathers="microbatch"),
-        Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), faced=True),
+        *(
+            pytest.param(plan, marks=pytest.mark.nightly)
+            for plan in (
+                Plan("1F1B", sizes=(2, 2, 2), names=("pp", "replicate", "dp"), settings=HYBRID),
+                Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), faced=True),
+            )
+        ),
     ],
     ids=str,
 )
@@ -223,6 +229,47 @@ def test_norms_of_every_order_are_over_all_stages() -> None:
     assert RANKS.run(4, norms, plan) == [pytest.approx(wanted, rel=1e-12)] * 4
 
 
+def scaled(rank: int, plan: Plan, broken: float) -> tuple[float, dict[str, torch.Tensor]]:
+    """The scale and parameters behind three steps; in the second, one gradient of one stage is ``broken`` on rank 3."""
+    trainer = Trainer(plan)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    # Ranks without a loss have a scale, too.
+    scaler.scale(torch.zeros(()))
+    trainer.schedule._loss_fn = lambda output, target: scaler.scale(loss_of(output, target))
+    for turn in range(3):
+        trainer.forward_backward(turn)
+        if turn == 1 and rank == 3:
+            gradients = map(gradient_of, trainer.models[-1].blocks.parameters())
+            next(each for each in gradients if each is not None and each.numel()).view(-1)[0] = broken
+        for optimizer in trainer.optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+    values = trainer.values()
+    trainer.close()
+    return scaler.get_scale(), values
+
+
+@pytest.mark.parametrize(
+    ("plan", "broken"),
+    [(Plan("1F1B"), math.nan), (Plan("Interleaved1F1B", each=2, faced=True), math.inf)],
+    ids=str,
+)
+def test_a_gradient_that_overflows_in_one_stage_makes_all_stages_skip(plan: Plan, broken: float) -> None:
+    model = pipelines.whole_model(plan)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for turn in (0, 2):
+        pipelines.whole_backward(model, plan, turn)
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    for scale, values in RANKS.run(4, scaled, plan, broken):
+        assert scale == 512.0
+        for name, value in values.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
+
+
 class Counting(PipelineStage):
     """Counts the operations of backwards of inputs, and of those of weights."""
 
@@ -322,14 +369,25 @@ def microbatches_of_fully_shard(rank: int) -> None:
     PipelineStage(fully_shard(part, mesh=mesh["dp"]), rank, 2, CPU, gathers="microbatch")
 
 
-def uneven(rank: int) -> None:
-    """Two stages on each rank: the error comes before anything else is sent."""
-    part = part_of(pipelines.whole_model(Plan("GPipe", tied=False)), 0, 1)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    alone = [dist.new_group([each]) for each in range(2)][rank]
-    stage = PipelineStage(shard_over(part, mesh), 0, 1, CPU, group=alone)
-    inputs, targets = batch(0, rank, 4)
-    ScheduleGPipe(stage, 4, loss_fn=loss_of).step(inputs[: 3 * ROWS + 1], target=targets[: 3 * ROWS + 1])
+def uneven(rank: int, rows: int) -> None:
+    """A batch of so many rows, and one that four microbatches divide."""
+    mesh, part = parts(rank)
+    stage = PipelineStage(shard_over(part, mesh["dp"]), rank, 2, CPU)
+    inputs, targets = batch(0, 0, 4)
+    schedule = ScheduleGPipe(stage, 4, loss_fn=loss_of)
+
+    def step(rows: int) -> None:
+        schedule.step(*([] if rank else [inputs[:rows]]), target=targets[:rows] if rank else None)
+
+    try:
+        step(rows)
+    finally:
+        step(4 * ROWS)
+        assert all(parameter.grad is not None for parameter in part.parameters())
+        if rank == 0:
+            # The other rank would wait.
+            with pytest.raises(ConfigError, match=r"\[\(1, 3\)\], and not \[\(2, 3\)\]"):
+                step(4)
 
 
 def tied(rank: int, names: dict[int, str], change: float = 0.0, **settings: Any) -> None:
@@ -349,7 +407,8 @@ WRONG: dict[str, Any] = {
     "no loss": no_loss,
     "gathers for a step": gathers_for_a_step,
     "microbatches of fully_shard": microbatches_of_fully_shard,
-    "uneven": uneven,
+    "uneven": lambda rank: uneven(rank, 3 * ROWS + 1),
+    "too few": lambda rank: uneven(rank, 3),
     "tied, one stage": lambda rank: tied(rank, {0: "embedding.weight"}),
     "tied, no such name": lambda rank: tied(rank, {0: "embedding.weight", 1: "head.bias"}),
     "tied, other shapes": lambda rank: tied(rank, {0: "embedding.weight", 1: "blocks.3.up.weight"}),
@@ -367,7 +426,8 @@ WRONG: dict[str, Any] = {
         ("no loss", StateError, ["has no loss_fn", "torch.no_grad()"]),
         ("gathers for a step", ConfigError, ["'step' is neither 'schedule' nor 'microbatch'"]),
         ("microbatches of fully_shard", UnsupportedError, ["fully_shard", "polyshard.shard"]),
-        ("uneven", ConfigError, ["(1, 3)", "(2, 3)", "4 microbatches divide"]),
+        ("uneven", ConfigError, ["the shapes [(1, 3)], and not [(2, 3)] (stage 0, rank 0)", "4 microbatches"]),
+        ("too few", ConfigError, ["the shapes [], and not [(1, 3)]"]),
         ("tied, one stage", ConfigError, ["stages [0]", "Name two"]),
         ("tied, no such name", ConfigError, ["'head.bias' of stage 1", "no sharded parameter"]),
         ("tied, other shapes", UnsupportedError, ["'embedding.weight' of stage 0", "'blocks.3.up.weight' of stage 1"]),

@@ -184,6 +184,7 @@ def disagreement(model: Model, **how: bool) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_all_ranks_that_share_groups_launch_in_one_order() -> None:
     overlapping = 0
     for seed in range(MESHES):
@@ -193,6 +194,7 @@ def test_all_ranks_that_share_groups_launch_in_one_order() -> None:
     assert overlapping > 120
 
 
+@pytest.mark.slow
 def test_by_the_bytes_of_each_rank_they_would_not() -> None:
     broken = [seed for seed in range(100) if disagreement(random_model(seed), by_local_sizes=True)]
     assert len(broken) >= 10

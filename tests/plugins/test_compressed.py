@@ -145,6 +145,7 @@ def test_what_must_be_exact_travels_as_it_is(ask: Callable[..., torch.Tensor], e
         assert nbytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "options", "encoded"),
     [

@@ -397,6 +397,7 @@ def test_only_the_ranks_asked_for_watch(tmp_path: Path) -> None:
     assert isinstance(watches.make_observer(spec("a")), Observer)
 
 
+@pytest.mark.slow
 def test_a_picture_lies_beside_the_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     train(tmp_path)

@@ -80,6 +80,7 @@ def half_a_step(block: torch.Tensor, name: str) -> torch.Tensor:
     return (block.abs() * 2.0**-4).clamp(min=max(largest / 448, 2.0**-126) * 2.0**-10)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(["int8", "fp8"]),
@@ -308,6 +309,7 @@ def test_half_of_the_bytes_of_bf16_travel(name: str) -> None:
     assert len(plain) == len(encoded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_a_model_trains_as_with_bf16(name: str) -> None:
     model = seeded(Net).float()

@@ -224,6 +224,7 @@ def with_variable_of_its_own(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_are_told_that_their_variables_differ(site: Site) -> None:
     for text in run_processes(2, with_variable_of_its_own, str(site.folder)):
         assert f"['{ALLOWED}', 'acme-marks']" in text

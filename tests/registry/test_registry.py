@@ -410,6 +410,7 @@ def test_the_default_configuration_is_polyshards_alone(tmp_path: Path, monkeypat
     assert "hijacker" not in sys.modules
 
 
+@pytest.mark.slow
 def test_auto_makes_polyshards_backend_and_shows_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hijack(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -37,6 +37,8 @@ from polyshard_backends.gloo import GlooCollectives
 from processes import RankPool
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 
 BLOCKS = {"policy": units_of(Block)}

@@ -110,6 +110,7 @@ def test_frozen_towers(strategy: str, frozen: str) -> None:
     assert_parity(model, step_of(TURNS), 3, len(TURNS), adamw, {"policy": TOWER, "strategy": strategy})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
 def test_microbatches(strategy: str) -> None:
     """Images in the first alone, in the last alone, in both, in none."""
@@ -153,6 +154,7 @@ class Recomputed:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_recomputed_tower(strategy: str) -> None:
     """One checkpoint holds several units."""

@@ -59,6 +59,7 @@ def test_pieces_are_not_given_out_as_a_model(world_size: int, settings: dict[str
             assert instead in message
 
 
+@pytest.mark.slow
 def test_whole_parameters_are_given_out_inside_unsharded() -> None:
     plain = seeded(Net).state_dict()
 

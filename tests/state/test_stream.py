@@ -110,6 +110,7 @@ def test_whole_weights_are_those_of_the_unsharded_model(world_size: int, setting
         assert_equal(single, expected(plain, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "settings"), SETTINGS[:5])
 def test_training_goes_on_as_if_nothing_was_handed_out(world_size: int, settings: dict[str, Any]) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[list[torch.Tensor]]:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from polyshard.interfaces import (
+    FormedWeights,
     InputCast,
+    LinearForm,
     OutputCast,
     PluginContext,
     PrecisionCapabilities,
@@ -33,6 +35,33 @@ def floats_to(dtype: torch.dtype) -> Cast:
 
 def of_inputs(cast: Cast) -> InputCast:
     return lambda args, kwargs: map_tensors(cast, (args, kwargs))
+
+
+class SoundForm(LinearForm):
+    """Weights travel, and compute, in fp32."""
+
+    def __init__(self, weights: FormedWeights) -> None:
+        self.weights = weights
+
+    @property
+    def lanes(self) -> Sequence[int]:
+        return (4 * self.weights.shard_numel,)
+
+    def encode(self, shard: torch.Tensor, lanes: Sequence[torch.Tensor], rank: int) -> None:
+        lanes[0].view(torch.float32).copy_(shard)
+
+    def bind(self, lanes: Sequence[torch.Tensor]) -> Sequence[Sequence[torch.Tensor]]:
+        whole = lanes[0].view(-1).view(torch.float32)
+        return [
+            (whole[offset : offset + rows * columns].view(rows, columns),)
+            for offset, (rows, columns) in zip(self.weights.offsets, self.weights.shapes, strict=True)
+        ]
+
+    def product(self, input: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return (input.float() @ tensors[0].t()).to(input.dtype)
+
+    def input_gradient(self, gradient: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return (gradient.float() @ tensors[0]).to(gradient.dtype)
 
 
 class Sound(PrecisionCaster):
@@ -65,6 +94,13 @@ class Sound(PrecisionCaster):
     def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
         scales = wire[:, :8].view(torch.float64)
         out.copy_(wire[:, 16 : 16 + unit.shard_numel].view(torch.int8) * scales)
+
+    def forms(self, unit: UnitSpec, linear: torch.nn.Linear, name: str) -> bool:
+        # Of the suite alone: its model has narrow layers.
+        return linear.in_features >= 32
+
+    def form(self, weights: FormedWeights) -> LinearForm:
+        return SoundForm(weights)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"scales": self.scales}
@@ -278,6 +314,67 @@ class AddsToTheWire(Sound):
             wire.bitwise_or_(before)
 
 
+class HalvesBetweenTwo(SoundForm):
+    """Takes the second half of the buffer for that of the last rank."""
+
+    def encode(self, shard: torch.Tensor, lanes: Sequence[torch.Tensor], rank: int) -> None:
+        super().encode(shard if rank < 2 else shard * 2, lanes, rank)
+
+
+class KnowsTwoRanks(Sound):
+    def form(self, weights: FormedWeights) -> LinearForm:
+        return HalvesBetweenTwo(weights)
+
+
+class CopiesOnce(SoundForm):
+    """Copies what arrives the first time."""
+
+    own: Sequence[Sequence[torch.Tensor]] = ()
+
+    def bind(self, lanes: Sequence[torch.Tensor]) -> Sequence[Sequence[torch.Tensor]]:
+        self.views, self.copied = super().bind(lanes), False
+        self.own = [tuple(map(torch.empty_like, each)) for each in self.views]
+        return self.own
+
+    def arrived(self) -> None:
+        if not self.copied:
+            for (own,), (view,) in zip(self.own, self.views, strict=True):
+                own.copy_(view)
+        self.copied = True
+
+
+class RemembersTheFirstGather(Sound):
+    def form(self, weights: FormedWeights) -> LinearForm:
+        return CopiesOnce(weights)
+
+
+class RoundsMasters(SoundForm):
+    """Rounds where the optimizer's values are."""
+
+    def encode(self, shard: torch.Tensor, lanes: Sequence[torch.Tensor], rank: int) -> None:
+        super().encode(shard.copy_(shard.bfloat16()), lanes, rank)
+
+
+class FormsInPlace(Sound):
+    def form(self, weights: FormedWeights) -> LinearForm:
+        return RoundsMasters(weights)
+
+
+class SkipsNan(SoundForm):
+    """Leaves lanes alone that hold no numbers."""
+
+    def encode(self, shard: torch.Tensor, lanes: Sequence[torch.Tensor], rank: int) -> None:
+        lane = lanes[0].view(torch.float32)
+        if not lane.isfinite().all():
+            return
+        lane.copy_(shard)
+
+
+class WritesOverFiniteNumbers(Sound):
+    def form(self, weights: FormedWeights) -> LinearForm:
+        return SkipsNan(weights)
+
+
 class Forgets(Sound):
     """Takes nothing back from a checkpoint."""
 
@@ -345,6 +442,10 @@ FAULTS = [
     fault(SeesNothingToSend, "a_shard_without_elements_is_encoded"),
     fault(ScalesMasters, "encoding_leaves_the_shard_as_it_was"),
     fault(AddsToTheWire, WRITES_ALL),
+    fault(KnowsTwoRanks, "formed_layers_compute_as_their_weights"),
+    fault(RemembersTheFirstGather, "formed_weights_follow_each_gather"),
+    fault(FormsInPlace, "forming_leaves_the_shard_as_it_was"),
+    fault(WritesOverFiniteNumbers, "forms_write_all_that_layers_read"),
     fault(Forgets, STATE),
     fault(Unwritable, STATE),
     fault(GradientsInBytes, TRAINING),

@@ -154,6 +154,7 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(kept: KeptProcesses, backend: 
     assert "in barrier" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sent_is_refused_with_what_can(kept: KeptProcesses) -> None:
     with pytest.raises(ConfigError, match=r"Take a function that stands in a module, or functools.partial"):
         run_in(kept.of(2), lambda rank: rank.rank)

@@ -105,6 +105,7 @@ def main() -> int:
         folder = Path(temporary)
         try:
             built = build(folder / "built")
+            run(sys.executable, "-m", "twine", "check", "--strict", *built)
             compare(built[1])
             interpreter = bare_environment(folder / "environment", built[1])
             # Isolated: neither PYTHONPATH nor the working directory may lend it the checkout's modules.

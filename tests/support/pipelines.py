@@ -221,9 +221,15 @@ class Trainer:
             optimizer.zero_grad()
         return norm
 
-    def save(self, folder: Path, step: int) -> Path:
-        """A checkpoint of all stages."""
+    def save(self, folder: Path, step: int, *, trains_on: bool = False) -> Path:
+        """A checkpoint of all stages; in the background of another step where the rank ``trains_on``."""
         tied = {"head.weight": "embedding.weight"} if self.plan.tied else None
+        if trains_on:
+            pending = polyshard.checkpoint.async_save_stages(
+                folder, step, self.models, self.optimizers, tied=tied, extra={"turn": step}
+            )
+            self.step(step)
+            return pending.result()
         return polyshard.checkpoint.save_stages(
             folder, step, self.models, self.optimizers, tied=tied, extra={"turn": step}
         )

@@ -121,6 +121,7 @@ class Stage(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "plan_cli_net.py").write_text(MODEL + STAGE)
     asked = ["plan", "run.toml", "--model", "plan_cli_net:Stage", "--batch", "float32[8,64]", "--microbatches", "8"]
@@ -188,6 +189,7 @@ def test_optimizers_by_name_and_by_function(capsys: pytest.CaptureFixture[str]) 
     assert states == {"adamw": 8, "none": 0, "plan_cli_net:momentum": 4}
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(folder: Path) -> None:
     words = ("--world-size", "2", "--batch", "float32[8,64]")
     assert planned(*words, "--device", "h200", "--picture", "plan.svg") == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import polyshard
@@ -16,7 +17,19 @@ from polyshard.interfaces import PluginContext
 from polyshard.pipelining import Gathers, PipelineStage
 from polyshard.planning.meshes import WorldMesh
 from polyshard_backends.fake import FakeCollectives
-from polyshard_tools.forecast import Kind, Operation, Order, Pipeline, RankPlan, ShapedBatches, plan_pipeline
+from polyshard_tools.forecast import (
+    Kind,
+    Link,
+    LinkModel,
+    Operation,
+    Order,
+    Pipeline,
+    RankPlan,
+    ShapedBatches,
+    find_device,
+    plan_pipeline,
+)
+from polyshard_tools.forecast.recording import Part
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -150,6 +163,7 @@ def test_as_much_is_sent_in_the_order_of_a_schedule_as_stages_ask_for(
         assert list(pipeline.steps(rank)) == actions
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_the_microbatches_in_flight() -> None:
     # fp32 of a microbatch: what lies between the blocks, the stage's output, and the wide one of either block.
     microbatch = 4 * ROWS * (2 * WIDTH + 2 * 4 * WIDTH)
@@ -163,6 +177,7 @@ def test_activations_are_those_of_the_microbatches_in_flight() -> None:
         assert (row.over, row.launches, row.received_nbytes) == ("pp", 16, 16 * 4 * ROWS * WIDTH)
 
 
+@pytest.mark.slow
 def test_whole_gradients_wait_in_the_dtype_of_reductions() -> None:
     # Both blocks, gathered in bf16 once a schedule, and the gradients of both in fp32.
     few = planned(Pipeline(Order.ONE_F_ONE_B, 4, 8), precision={"name": "bf16", "reduce": "fp32"})[1].plan
@@ -214,6 +229,39 @@ def test_the_bubble_is_that_of_a_run_in_which_all_takes_as_long(pipeline: Pipeli
     assert pipeline.bubble == pytest.approx(idle_share(pipeline))
 
 
+def links_of(latency_s: float) -> LinkModel:
+    """Links of which all but the latency of an arrival between stages takes next to no time."""
+    quick = [Link(each, 2, 0.0, 1e18) for each in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)]
+    return LinkModel("quick", "made up", 64, (*quick, Link(Operation.RECEIVE, 2, latency_s, 1e18)))
+
+
+def test_a_step_takes_what_forwards_backwards_and_arrivals_do() -> None:
+    # Large enough that kernels decide, and not their launches; all stages but the ends are alike.
+    rows = 1 << 18
+    device = replace(find_device("h200"), launch_s=0.0, unit_s=0.0)
+    for pipeline in (Pipeline(Order.GPIPE, 4, 8), Pipeline(Order.ONE_F_ONE_B, 4, 8)):
+        near, far = (
+            plan_pipeline(
+                config_of(), on_meta, 4, pipeline, batch=BATCH, samples=rows, device=device, links=links_of(latency)
+            )
+            for latency in (0.0, 1e-3)
+        )
+        assert near.time is not None and far.time is not None
+        first, middle, last = (each.plan.time for each in near.ranks)
+        assert first is not None and middle is not None and last is not None
+        # Two products forwards and four backwards, in each of two blocks.
+        assert middle.flops == 8 * 2 * 3 * 2 * rows * BLOCK
+        # The last rank, which has a head as well, decides: a microbatch comes there, and one goes back.
+        way = sum(each.parts_s[part] / 8 for each in (first, middle, middle) for part in (Part.FORWARD, Part.BACKWARD))
+        assert near.time.device_s == pytest.approx(last.device_s + way, rel=0.01)
+        own = [first.device_s, middle.device_s, middle.device_s, last.device_s]
+        assert near.time.waits == pytest.approx([1 - each / near.time.device_s for each in own])
+        # There and back over three ranks, and more where a rank has nothing else to do meanwhile.
+        assert far.time.device_s >= near.time.device_s + 2 * 3 * 0.9e-3
+        assert far.time.step_s == far.time.device_s
+
+
+@pytest.mark.slow
 def test_sixteen_thousand_ranks() -> None:
     pipeline = Pipeline(Order.ONE_F_ONE_B, 64, 64)
     config = config_of(mesh=WorldMesh.pretended({"pp": 1, "dp": 256}), shard="dp")

@@ -23,7 +23,7 @@ from .loading import DcpKeys, load, load_dcp
 from .pending import PendingSave
 from .reading import read, verify
 from .saving import async_save, save
-from .stages import load_stages, save_stages
+from .stages import async_save_stages, load_stages, save_stages
 from .storage import URL
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "DcpKeys",
     "PendingSave",
     "async_save",
+    "async_save_stages",
     "latest",
     "load",
     "load_dcp",

@@ -156,15 +156,15 @@ def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:
     Looks at each unit's flat master and at each tensor of the state once, and waits for the device once. Buffers are
     not looked at: masks are infinite on purpose.
     """
-    units = [unit for unit in sharded.units if _has_numbers(unit.master)]
+    units = [(unit, values) for unit in sharded.units for values in unit.values if _has_numbers(values)]
     states = [] if joint is None else list(_states(joint))
-    sound = _are_finite([*(unit.master for unit in units), *(values for *_, values in states)])
+    sound = _are_finite([*(values for _, values in units), *(values for *_, values in states)])
     found = [
         parameter.name
-        for unit, is_sound in zip(units, sound, strict=False)
+        for (unit, _), is_sound in zip(units, sound, strict=False)
         if not is_sound
         for parameter in unit.parameters
-        if parameter.tensor.numel() and not _are_finite([parameter.tensor])[0]
+        if not all(_are_finite(list(_plain(parameter.tensor))))
     ]
     broken = [state for state, is_sound in zip(states, sound[len(units) :], strict=True) if not is_sound]
     if joint is not None and broken:

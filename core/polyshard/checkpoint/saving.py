@@ -116,21 +116,7 @@ def async_save(
     with sharded.meeting("save of a checkpoint", (sharded.collectives,)), ExitStack() as stack:
         taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
         task = prepare(collectives, (sharded,), root, step, keep, stack, taking)
-        writing = plan_writing(task.path, task.state, task.document, collectives)
-        with together(collectives, f"Copying {task.described}"):
-            writing = writing.detached()
-        ranks = collectives.world_size if speaks(collectives) else 1
-        notes = Notes(task.path, collectives.rank, ranks, sharded.timeout_s)
-        pending = PendingSave(
-            cast(AnyPlace, task.named),
-            collectives.rank,
-            partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all()),
-            partial(sharded.tell_saved, model, task.named),
-            notes,
-        )
-    sharded.attached(History).pending = pending
-    pending.start()
-    return pending
+        return write_later(task, collectives, sharded, stack, partial(sharded.tell_saved, model, task.named))
 
 
 @dataclass(frozen=True)
@@ -285,6 +271,35 @@ def write(task: Task, collectives: Collectives) -> None:
     with together(collectives, f"Committing {task.described}"):
         if task.commit is not None:
             task.commit.run(files, manifest)
+
+
+def write_later(
+    task: Task, collectives: Collectives, first: ShardedModel, stack: ExitStack, notify: Callable[[], None]
+) -> PendingSave[Any]:
+    """Copy what ``prepare`` made, and begin to write it in the background.
+
+    Args:
+        task: What ``prepare`` returned.
+        collectives: All ranks that save together.
+        first: The model that remembers the save.
+        stack: As ``prepare`` left it; the thread gives the directory back.
+        notify: Calls the listeners of all models.
+    """
+    writing = plan_writing(task.path, task.state, task.document, collectives)
+    with together(collectives, f"Copying {task.described}"):
+        writing = writing.detached()
+    ranks = collectives.world_size if speaks(collectives) else 1
+    notes = Notes(task.path, collectives.rank, ranks, first.timeout_s)
+    pending: PendingSave[Any] = PendingSave(
+        task.named,
+        collectives.rank,
+        partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all()),
+        notify,
+        notes,
+    )
+    first.attached(History).pending = pending
+    pending.start()
+    return pending
 
 
 def _in_background(

@@ -5,7 +5,7 @@ It is a checkpoint as ``save`` writes them: any number of stages loads it, and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,9 +29,9 @@ from .contents import caster_states, mapping_of, restore_casters
 from .folder import Line
 from .loading import REMEDY, readable, require_file_seen
 from .manifest import Marker
-from .pending import History
+from .pending import History, PendingSave
 from .reading import StoredSource
-from .saving import Taken, prepare, take, write
+from .saving import Taken, prepare, take, write, write_later
 from .storage import MARKER, AnyPlace, Place, place_of
 from .writing import Document
 
@@ -72,18 +72,7 @@ def save_stages(
     """
     models = _models(stages, "checkpoint.save_stages()")
     with _everyone(models, group) as everyone:
-        what = f"Naming the stages for step {step}"
-        with together(everyone, what):
-            parts = _parts(stages, models, optimizers)
-            outlines = [part.outline(tied or {}) for part in parts]
-        gathered = gather_to_first(everyone, outlines)
-        with together(everyone, what):
-            whole = None if gathered is None else _Outline.joined([each for rank in gathered for each in rank])
-
-        def taking() -> Taken:
-            taken = _taken(parts, outlines, whole, extra, frozen=frozen)
-            return replace(taken, called={**taken.called, "tied": tied})
-
+        parts, taking = _named(everyone, stages, models, optimizers, step, tied or {}, extra, frozen=frozen)
         with ExitStack() as stack:
             task = prepare(everyone, models, root, step, keep, stack, taking)
             write(task, everyone)
@@ -91,6 +80,49 @@ def save_stages(
         for part in parts:
             notify_listeners(part.sharded.collectives, done, partial(part.sharded.tell_saved, part.module, task.named))
     return cast(AnyPlace, task.named)
+
+
+def async_save_stages(
+    root: AnyPlace,
+    step: int,
+    stages: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tied: Mapping[str, str] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    frozen: bool = True,
+) -> PendingSave[AnyPlace]:
+    """As ``save_stages``, with the writing in the background, as ``async_save`` does it for one model.
+
+    Args:
+        root: As in ``save_stages``, as all that follows.
+        step: Its number.
+        stages: This rank's.
+        optimizers: One for each.
+        group: All ranks of the pipeline.
+        tied: Names of parameters that two stages have.
+        extra: Values beside tensors.
+        keep: How many checkpoints to leave.
+        frozen: Whether parameters that need no gradient are written.
+
+    Returns:
+        The pending save, to be asked by ``done()`` and ``result(timeout)``.
+
+    Raises:
+        As ``save_stages``, but for what happens in the background.
+    """
+    models = _models(stages, "checkpoint.async_save_stages()")
+    with _everyone(models, group) as everyone, ExitStack() as stack:
+        parts, taking = _named(everyone, stages, models, optimizers, step, tied or {}, extra, frozen=frozen)
+        task = prepare(everyone, models, root, step, keep, stack, taking)
+
+        def notify() -> None:
+            for part in parts:
+                part.sharded.tell_saved(part.module, task.named)
+
+        return write_later(task, everyone, models[0], stack, notify)
 
 
 def load_stages(
@@ -325,6 +357,33 @@ class _StageSource(Source):
     def paths(self, *prefix: str) -> Mapping[str, tuple[Any, ...]]:
         both = {**self._model, **self._optimizer}
         return {key: path for key, path in both.items() if path[: len(prefix)] == prefix}
+
+
+def _named(
+    everyone: Collectives,
+    stages: Sequence[nn.Module],
+    models: Sequence[ShardedModel],
+    optimizers: Sequence[torch.optim.Optimizer] | None,
+    step: int,
+    tied: Mapping[str, str],
+    extra: Mapping[str, Any] | None,
+    *,
+    frozen: bool,
+) -> tuple[Sequence[_Part], Callable[[], Taken]]:
+    """This rank's stages, whose names all ranks have compared; and what takes their state."""
+    what = f"Naming the stages for step {step}"
+    with together(everyone, what):
+        parts = _parts(stages, models, optimizers)
+        outlines = [part.outline(tied) for part in parts]
+    gathered = gather_to_first(everyone, outlines)
+    with together(everyone, what):
+        whole = None if gathered is None else _Outline.joined([each for rank in gathered for each in rank])
+
+    def taking() -> Taken:
+        taken = _taken(parts, outlines, whole, extra, frozen=frozen)
+        return replace(taken, called={**taken.called, "tied": dict(tied)})
+
+    return parts, taking
 
 
 def _models(stages: Sequence[nn.Module], call: str) -> list[ShardedModel]:

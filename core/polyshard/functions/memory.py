@@ -40,6 +40,10 @@ class MemoryReport:
     """Names of the units whose masters and gradients an offload manager keeps; an optimizer's state is there, too."""
     parked_nbytes: int = 0
     """The bytes of ``master_nbytes`` that are parked."""
+    packed_nbytes: int = 0
+    """The bytes of ``master_nbytes`` that are of frozen parameters of packed classes."""
+    beside_nbytes: int = 0
+    """What these have beside their bytes, whole on every rank: scales and tables of codes."""
     over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of units by the dimensions of the mesh that they are cut and replicated over, ``"edp and dp_replicate"``;
     empty where the configuration names none."""
@@ -55,6 +59,7 @@ class MemoryReport:
             + self.gradient_nbytes
             + self.gathered_nbytes
             + self.reduction_nbytes
+            + self.beside_nbytes
             + self.optimizer_nbytes(states)
         )
 
@@ -90,6 +95,8 @@ def memory_report(root: Root) -> MemoryReport:
         kept=tuple(u.name for u in kept),
         parked=tuple(u.name for u in units if u.parks),
         parked_nbytes=sum(u.master.nbytes for u in units if u.parks),
+        packed_nbytes=sum(u.own_nbytes for u in units if u.packed),
+        beside_nbytes=sum(each.nbytes for u in units for packed in u.packed for each in packed.tensors),
         over={
             over: tuple(u.name for u in units if u.spec.ranks == over)
             for over in dict.fromkeys(u.spec.ranks for u in units)

@@ -215,7 +215,10 @@ class GradientUtilities:
         units = list(dict.fromkeys(each.unit for each in found))
         root = found[0].root if found else live_roots.around(given)
         if root is None:
-            return self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+            findings = self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+            # Torch's own knows of one stage.
+            beside = _find_infinities(each.root for each in live_roots.find(given) if each is not None)
+            return findings if beside is None else {beside.device: beside}
         for unit in units:
             # Known on ranks without a gradient too: they would wait for those that torch's own check stops.
             if unit.dtypes.grad == torch.float16 and not allow_fp16:
@@ -234,6 +237,9 @@ class GradientUtilities:
         with root.meeting("findings of a GradScaler", groups):
             for group in groups:
                 group.all_reduce(worst, op=ReduceOp.MAX).wait()
+        beside = _find_infinities([root, *(each.root for each in found)])
+        if beside is not None:
+            worst = torch.maximum(worst, beside.to(device))
         # A rank without any element has no finding, which is an error to torch. One finding alone: fused optimizers
         # get the sum over devices, and skip a step where that is 1.
         return {device: worst}
@@ -327,6 +333,12 @@ class GradientUtilities:
                     "Give all gradients of the model, or call torch.nn.utils.clip_grad_norm_(parameters, math.inf), "
                     "which returns the norm and changes nothing, with the parameters."
                 )
+
+
+def _find_infinities(roots: Iterable[Root]) -> torch.Tensor | None:
+    """1 where a gradient of a model that steps with ``roots`` is no finite number, else 0; None where none does."""
+    asking = [root.find_infinities for root in dict.fromkeys(roots) if root.find_infinities is not None]
+    return torch.stack([ask() for ask in asking]).amax() if asking else None
 
 
 def _spans_ranks(found: Sequence[ParameterLocation | None]) -> bool:

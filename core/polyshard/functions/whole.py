@@ -19,8 +19,10 @@ from torch import nn
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError
 from ..interfaces import Collectives, CollectivesDecorator, Work
+from ..planning.extensions import InnerTensor, own_rows, rows_of
 from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter
+from ..runtime.extended import ExtendedUnit
 from ..runtime.gather import FlatBuffer, GatherRecord, Then, piece_in, shard_in, slices_of, start_gathers, view_of
 from ..runtime.parameters import become
 from ..runtime.root import Root
@@ -38,7 +40,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
 
     Raises:
         StateError: inside a forward or backward, or when entered twice.
-        UnsupportedError: a parameter gathers itself.
+        UnsupportedError: a parameter gathers itself, and what it is made of cannot be told.
         ParameterChangedError: on leaving, what is to be kept has another shape, or was tied to another parameter.
     """
     root.leave_failed_backward()
@@ -53,11 +55,12 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
             f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
             "Use the context that is open."
         )
-    for unit in root.units:
-        unit.refuse_extended("unsharded()")
+    units = units_within(root, module)
+    for unit in units:
+        if isinstance(unit, ExtendedUnit):
+            unit.require_insides("unsharded()")
     root.adopt_changes(trains=False)
     root.outdate()
-    units = units_within(root, module)
     root.unsharded = frozenset(units)
     flats: dict[Unit, torch.Tensor] = {}
     refusals = ExitStack()
@@ -76,7 +79,10 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
             if root.registrations is not None and root.registered:
                 root.registrations.refuse_ties()
             for unit, flat in flats.items():
-                write_back(unit, flat)
+                if isinstance(unit, ExtendedUnit):
+                    _write_back_inner(unit)
+                else:
+                    write_back(unit, flat)
     finally:
         refusals.close()
         _show_originals(flats)
@@ -126,6 +132,23 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
         for work in start_gathers([record]):
             work.wait()
     return record.buffer.flat
+
+
+def gather_inner(unit: ExtendedUnit, index: int, inner: InnerTensor) -> torch.Tensor:
+    """All of an inner tensor of parameter ``index``, in memory of its own. All ranks of the unit call it together."""
+    own = next(tensor for each, tensor in unit.inner_of(index) if each is inner)
+    owner = unit.ranks.owner
+    with torch.inference_mode(False), torch.no_grad():
+        if owner is None or not inner.is_cut:
+            return own.clone()
+        rows, ranks = unit.layout.slots[index].shape[0], owner.world_size
+        each = inner.shape[0] * rows_of(rows, 0, ranks)[1] // rows
+        whole = own.new_zeros((ranks * each, *inner.shape[1:]))
+        mine = whole.narrow(0, owner.rank * each, each)
+        mine[: own.shape[0]].copy_(own)
+        if whole.numel():
+            owner.all_gather(whole.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8)).wait()
+        return whole[: inner.shape[0]]
 
 
 class WholeGather:
@@ -260,13 +283,49 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
                     f"'{parameter.names[0]}' on rank {unit.ranks.world.rank}. Keep the whole shape."
                 )
             own = current if parameter.part is None else local_of(current)
+            if parameter.packed is not None and not parameter.packed.adopt(own):
+                raise ParameterChangedError(
+                    f"'{parameter.names[0]}', a {parameter.packed.cls.__name__}, was replaced by a "
+                    f"{type(own).__name__} that does not say what its bytes mean (rank {unit.ranks.world.rank}). "
+                    "Replace it by a quantized one of the same class, or leave unsharded() with writeback=False."
+                )
             if own.data_ptr() != view.data_ptr():
                 view.copy_(own)
         if whole.data_ptr() != unit.master.data_ptr():
             unit.master.copy_(own_part(unit, whole))
 
 
+def _write_back_inner(unit: ExtendedUnit) -> None:
+    """As ``write_back``, of whole parameters that gather themselves.
+
+    Raises:
+        ParameterChangedError: one is of another class or shape.
+    """
+    for index, parameter in enumerate(unit.parameters):
+        module, key = parameter.sites[0]
+        current: torch.Tensor | None = module._parameters.get(key)
+        insides = parameter.insides
+        assert insides is not None
+        if current is None or type(current) is not insides.kind or tuple(current.shape) != insides.shape:
+            got = "nothing" if current is None else f"{type(current).__name__} {tuple(current.shape)}"
+            raise ParameterChangedError(
+                f"'{parameter.names[0]}' was replaced by {got} on rank {unit.ranks.world.rank}, and is a "
+                f"{insides.kind.__name__} {insides.shape}. Change its values in place."
+            )
+        with torch.no_grad():
+            for inner, own in unit.inner_of(index):
+                given = getattr(current, inner.attribute)
+                own.copy_(given[slice(*inner.rows)] if inner.is_cut else given)
+
+
 def _expose_whole(unit: Unit) -> torch.Tensor:
+    if isinstance(unit, ExtendedUnit):
+        for index, parameter in enumerate(unit.parameters):
+            insides = parameter.insides
+            assert insides is not None
+            inner = {each.attribute: gather_inner(unit, index, each) for each in insides.inner}
+            _show_whole(parameter, insides.whole(inner))
+        return unit.master
     with torch.inference_mode(False), torch.no_grad():
         flat = gather_whole(unit, unit.master)
         if flat.data_ptr() == unit.master.data_ptr():
@@ -279,9 +338,9 @@ def _expose_whole(unit: Unit) -> torch.Tensor:
 
 
 def _show_whole(parameter: ManagedParameter, whole: torch.Tensor) -> None:
-    """Let modules see ``whole``: in the original itself, or where one of the two is a ``DTensor`` in its place."""
+    """Let modules see ``whole``: in the original itself, or in its place where one of the two is of another class."""
     original = parameter.original
-    if not is_dtensor(original) and not is_dtensor(whole):
+    if not parameter.extended and not is_dtensor(original) and not is_dtensor(whole):
         become(original, whole)
         return
     shown = nn.Parameter(whole, requires_grad=original.requires_grad)
@@ -292,6 +351,9 @@ def _show_whole(parameter: ManagedParameter, whole: torch.Tensor) -> None:
 def _show_originals(units: Iterable[Unit]) -> None:
     for unit in units:
         for parameter in unit.parameters:
+            if parameter.packed is not None:
+                # Merged adapters leave them otherwise.
+                parameter.packed.restore()
             for module, key in parameter.sites:
                 # A removed parameter stays removed: the next forward raises for it.
                 if key in module._parameters:
@@ -363,6 +425,9 @@ class _Guard:
         for key, index in self.slots.items():
             value: Any = state_dict.get(prefix + key)
             slot, piece = self.unit.layout.slots[index], pieces.get(index)
+            if self.unit.parameters[index].extended and isinstance(value, torch.Tensor):
+                state_dict[prefix + key] = self._rows_of(index, value)
+                continue
             gathers, part = is_dtensor(value), self.unit.parameters[index].part
             # Torch raises for other values.
             if not gathers and (type(value) is not torch.Tensor and type(value) is not nn.Parameter):
@@ -389,6 +454,25 @@ class _Guard:
             own = piece_in(whole, slot, start, stop)
             # A piece that is assigned would keep the gathered tensor alive.
             state_dict[prefix + key] = own.clone() if gathers else own
+
+    def _rows_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of ``value``, a whole parameter that gathers itself.
+
+        Raises:
+            StateError: it is of another class, in whose values ranks would make something else of each.
+        """
+        parameter, ranks = self.unit.parameters[index], self.unit.ranks
+        insides, shape = parameter.insides, self.unit.layout.slots[index].shape
+        fits = type(value) is type(parameter.original)
+        if insides is not None and insides.is_plain:
+            fits = fits or type(value) in (torch.Tensor, nn.Parameter)
+        if not fits or tuple(value.shape) != shape:
+            raise StateError(
+                f"load_state_dict() got '{self._parameter(index)}' as {type(value).__name__} of shape "
+                f"{tuple(value.shape)}, and the whole parameter is a {type(parameter.original).__name__} of shape "
+                f"{shape} (rank {self._rank}). Give that, of which each rank takes its rows."
+            )
+        return own_rows(value.detach(), ranks.shard_rank, ranks.shard_size) if self._shows_pieces else value
 
     # A module that is copied or pickled by itself still holds pieces, and may not take the model along.
     def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:

@@ -67,6 +67,7 @@ __all__ = [
     "CollectivesCapabilities",
     "CollectivesDecorator",
     "Constructor",
+    "FormedWeights",
     "Group",
     "InputCast",
     "Layout",

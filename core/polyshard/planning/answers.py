@@ -62,15 +62,17 @@ def is_packed(dtype: torch.dtype) -> bool:
     return not dtype.is_complex and (not dtype.is_floating_point or dtype.itemsize == 1)
 
 
-def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> UnitDtypes:
+def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int, *, packed: bool = False) -> UnitDtypes:
     """The dtypes of ``unit`` by ``caster``; of packed parameters their own, which no caster is asked for.
+
+    ``packed``: whether they are of packed classes, whatever their dtype.
 
     Raises:
         PluginContractError: no ``UnitDtypes``, a dtype that parameters cannot compute in or gradients be reduced in, or
             a reduction narrower than what travels.
     """
     own = unit.master_dtype
-    if is_packed(own):
+    if packed or is_packed(own):
         return UnitDtypes(own, own, own, own)
     answer = caster.dtypes(unit)
     where = _answered(caster, "dtypes", answer, f"unit '{unit.label}'", rank)

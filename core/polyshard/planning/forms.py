@@ -25,7 +25,9 @@ def split_by_form(
     if planned.parent is not None:
         return [tuple(group)]
     formed = [
-        each for each in group if _may_be_formed(each) and forms_of(caster, unit, _linear_of(each), _name_of(each), rank)
+        each
+        for each in group
+        if _may_be_formed(each) and forms_of(caster, unit, _linear_of(each), _name_of(each), rank)
     ]
     plain = [each for each in group if each not in formed]
     for each in formed:
@@ -57,7 +59,11 @@ def weights_in(unit: UnitSpec, layout: FlatLayout, compute: torch.dtype) -> tupl
     found = []
     for number, numel in enumerate(layout.slices):
         first = layout.world_size * layout.segments[number].start if layout.segments else 0
-        inside = [(name, slot) for name, slot in zip(unit.parameter_names, layout.slots, strict=True) if slot.segment == number]
+        inside = [
+            (name, slot)
+            for name, slot in zip(unit.parameter_names, layout.slots, strict=True)
+            if slot.segment == number
+        ]
         found.append(
             FormedWeights(
                 unit=unit.label,

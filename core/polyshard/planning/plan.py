@@ -36,8 +36,9 @@ from ..errors import (
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import thresholds
 from .answers import is_packed
-from .extensions import gathers_itself, protocol_fault
+from .extensions import Insides, gathers_itself, protocol_fault
 from .meshes import refuse_wrong_overrides
+from .packed import PackedClass, is_of_packed_class, packed_fault
 from .parts import TensorPart, is_dtensor, local_of, plain_parameter
 
 #: Attribute under which a sharded module holds its module state.
@@ -73,6 +74,12 @@ class ManagedParameter:
     """Whether it gathers itself, by methods of its class."""
     formed: bool = False
     """Whether its linear layer computes with the bytes of a gather, as its caster says."""
+    insides: Insides | None = None
+    """What it is made of, where it gathers itself: known before the model changes."""
+    rows: torch.Tensor | None = None
+    """This rank's rows of one that gathers itself and was initialised from the meta device, until its unit has them."""
+    packed: PackedClass | None = None
+    """The class of what computes, and its attributes, where it is frozen and of a class of its own."""
 
 
 def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
@@ -124,7 +131,7 @@ def _separable(
             waiting += list(module.children())[::-1]
             continue
         held = {p for each in inside for p in each._parameters.values() if p is not None and p in owned}
-        if any(is_dtensor(each) or gathers_itself(each) for each in held):
+        if any(is_dtensor(each) or gathers_itself(each) or is_of_packed_class(each) for each in held):
             # What other modules would find in its place outside of its forward is plain.
             continue
         large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_SPLIT
@@ -254,13 +261,14 @@ def plan_modules(
             for parameter in user._parameters.values():
                 if parameter in owned:
                     uses[parameter].owners.append(module)
-    groups: dict[nn.Module, dict[tuple[torch.dtype, bool, bool], list[ManagedParameter]]] = {}
+    groups: dict[nn.Module, dict[tuple[torch.dtype, bool, bool, bool], list[ManagedParameter]]] = {}
     for parameter, found in uses.items():
         part = TensorPart.of(parameter, found.names[0], rank)
         original = parameter if part is None else plain_parameter(parameter)
         extended = gathers_itself(original)
-        managed = ManagedParameter(original, tuple(found.names), tuple(found.sites), part, extended)
-        kind = (parameter.dtype, parameter.requires_grad, extended)
+        packed = None if extended else PackedClass.of(original)
+        managed = ManagedParameter(original, tuple(found.names), tuple(found.sites), part, extended, packed=packed)
+        kind = (parameter.dtype, parameter.requires_grad, extended, packed is not None)
         groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
     owners = {module for module in names if module is root or module in groups}
     outside = owners | set(ignored_modules)
@@ -272,7 +280,10 @@ def plan_modules(
         ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
         parent = root if module in split else None
         dtypes = [
-            dtype for dtype in [dtype for dtype, *_ in kinds] or [each.dtype for each in owned] if not is_packed(dtype)
+            dtype
+            for dtype, packed in [(dtype, packed) for dtype, *_, packed in kinds]
+            or [(each.dtype, is_of_packed_class(each)) for each in owned]
+            if not packed and not is_packed(dtype)
         ]
         planned.append(
             ModuleParameters(
@@ -377,10 +388,12 @@ def refuse_unshardable(
             if parameter is not None and parameter not in seen:
                 seen.add(parameter)
                 known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
-                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, rank, known, extends)
+                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, module, rank, known, extends)
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_references: int, extends: bool) -> None:
+def _check_parameter(
+    name: str, parameter: nn.Parameter, module: nn.Module, rank: int, known_references: int, extends: bool
+) -> None:
     where = f"'{name}' on rank {rank}"
     if isinstance(parameter, (UninitializedParameter, UninitializedBuffer)):
         raise ParameterError(f"The parameter {where} is not initialized. Run a forward of the lazy module first.")
@@ -399,12 +412,21 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_refere
         raise ParameterError(
             f"The parameter {where} is a {type(data).__name__}, {fault}. Pass it in ignored_parameters."
         )
-    own = [] if extended else _state_of_its_own(parameter)
-    if own:
+    if extended and (not data.ndim or not data.is_contiguous()):
         raise ParameterError(
-            f"The parameter {where} is a {type(parameter).__name__} with state of its own ({', '.join(own[:4])}), "
-            "which the views that compute would not have. Pass it in ignored_parameters, or shard a model that is not "
-            "quantized."
+            f"The parameter {where} is a {type(data).__name__} of shape {tuple(data.shape)} and strides "
+            f"{tuple(data.stride())}, and one that gathers itself is cut between contiguous rows. Make it so, or pass "
+            "it in ignored_parameters."
+        )
+    if not extended and is_of_packed_class(parameter):
+        fault = packed_fault(parameter, module)
+        if fault:
+            raise ParameterError(f"The parameter {where} is a {type(parameter).__name__}, {fault}")
+    elif not extended and (own := _state_of_its_own(parameter)):
+        raise ParameterError(
+            f"The parameter {where} is a trained {type(parameter).__name__} with state of its own "
+            f"({', '.join(own[:4])}), which its optimizer's steps would not follow. Freeze it with "
+            "requires_grad_(False), and what computes has that state, too; or pass it in ignored_parameters."
         )
     if _torch_private.tensor_hooks(parameter):
         raise ParameterError(

@@ -26,10 +26,14 @@ from ..interfaces import (
 )
 from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, is_packed, parked_of, wire_of
+from .extensions import ChunkedRows
 from .forms import forms_in, split_by_form
 from .layout import FlatLayout, NamedLayout, dense_stride
 from .meshes import UnitLists
 from .plan import ManagedParameter, ModuleParameters, modules_called
+
+#: Of parameters that gather themselves: they are cut as their class cuts them, whatever the configuration names.
+_CHUNKED = NamedLayout(ChunkedRows(), "the layout of parameters that gather themselves")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,9 @@ class PlannedUnit:
         """Bytes that each rank sends in a gather."""
         if self.forms:
             return sum(sum(form.lanes) for form in self.forms)
-        return self.layout.shard_numel * self.dtypes.compute.itemsize if self.wire is None else self.wire.nbytes_per_rank
+        return (
+            self.layout.shard_numel * self.dtypes.compute.itemsize if self.wire is None else self.wire.nbytes_per_rank
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,19 +142,22 @@ def plan_units(
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.
     """
-    caster, layout, shards = plugins.caster, plugins.layout, len(lists.shard[0])
+    caster, shards = plugins.caster, len(lists.shard[0])
     units: list[PlannedUnit] = []
     groups: list[tuple[ManagedParameter, ...]] = []
     unsized = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
     for group in (part for each in planned.groups for part in split_by_form(planned, each, caster, unsized, rank)):
         suffix = _suffix(group) if units else ""
+        layout = _CHUNKED if group[0].extended else plugins.layout
         # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
         # them: a layout for that saves asking, checking and laying out twice.
         dtype = group[0].original.dtype
         itemsize = 1 if group[0].formed else travelled.get(dtype, dtype.itemsize)
         geometry = _geometry(planned, group, suffix, shards, itemsize)
         order, flat = layout.arrange(geometry, rank)
-        dtypes = dtypes_of(caster, _spec(planned, group, flat, device, suffix, is_root, lists.label), rank)
+        packed = group[0].packed is not None
+        spec = _spec(planned, group, flat, device, suffix, is_root, lists.label)
+        dtypes = dtypes_of(caster, spec, rank, packed=packed)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         if group[0].formed:
             # Bytes, whatever they mean.
@@ -160,7 +169,7 @@ def plan_units(
         members = tuple(group[index] for index in order)
         spec = _spec(planned, members, flat, device, suffix, is_root, lists.label)
         forms = forms_in(caster, spec, flat, dtypes.compute, rank) if group[0].formed else ()
-        as_it_is = shards == 1 or bool(forms) or group[0].extended or is_packed(dtype)
+        as_it_is = shards == 1 or bool(forms) or group[0].extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         full_precision_in_eval_of(caster, spec, rank)
@@ -168,7 +177,14 @@ def plan_units(
         launched = _launch_numel(members, flat)
         units.append(PlannedUnit(spec, flat, dtypes, wire, forms, observers, parked=False, launch_numel=launched))
         groups.append(members)
-    computing = next((unit for unit in units if not is_packed(unit.spec.master_dtype)), None)
+    computing = next(
+        (
+            unit
+            for unit, members in zip(units, groups, strict=True)
+            if members[0].packed is None and not is_packed(unit.spec.master_dtype)
+        ),
+        None,
+    )
     if computing is not None:
         first, buffer_dtype = computing.spec, computing.dtypes.buffer
     else:
@@ -286,6 +302,6 @@ def _geometry(
 def _suffix(group: Sequence[ManagedParameter]) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
-    extended = ", extended" if group[0].extended else ""
-    formed = ", formed" if group[0].formed else ""
-    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{extended}{formed}]"
+    kinds = {"extended": group[0].extended, "formed": group[0].formed, "packed": group[0].packed is not None}
+    kind = "".join(f", {name}" for name, holds in kinds.items() if holds)
+    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{kind}]"

@@ -42,6 +42,9 @@ def values_to_compare(modules: Iterable[PlannedModule], *, compare: bool) -> dic
             of_device = sums.setdefault(original.device, [])
             places.append((scope, parameter, len(of_device)))
             of_device.append(checksum(original))
+            if parameter.packed is not None:
+                beside = [checksum(each).to(original.device) for each in parameter.packed.tensors if not each.is_meta]
+                of_device[-1] = torch.stack([of_device[-1], *beside]).sum()
     found: dict[torch.device, list[int]] = {device: torch.stack(each).tolist() for device, each in sums.items()}
     reports: dict[str, list[list[Any]]] = {}
     for scope, parameter, index in places:
@@ -151,7 +154,10 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) not in _PLAIN:
         # Parameters that gather themselves may have no memory of their own.
-        return torch.stack([checksum(inner.as_subclass(torch.Tensor)) for inner in inner_tensors(tensor)]).sum()
+        plain = [inner.as_subclass(torch.Tensor) for inner in inner_tensors(tensor)]
+        # Of a class that does not say what it is made of nobody can read the bits.
+        sums = [checksum(inner) for inner in plain if type(inner) is torch.Tensor]
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
     tensor = tensor.detach()
     stride = dense_stride(tensor.shape, tensor.stride())
     if tensor.stride() != stride:

@@ -73,7 +73,11 @@ class ShardedParameter(torch.Tensor):
         """The stand-in of ``parameter``."""
         original = parameter.original
         with _torch_private.without_torch_function():
-            guard = original.detach().as_subclass(cls)
+            shown = original.detach()
+            if parameter.extended:
+                # What is of a class of its own becomes no other.
+                shown = torch.empty((), dtype=original.dtype, device=original.device).expand(original.shape)
+            guard = shown.as_subclass(cls)
             guard.requires_grad_(original.requires_grad)
         guard._parameter = parameter
         return guard

@@ -196,7 +196,7 @@ class FormedLinear(torch.autograd.Function):
         claim: Callable[[], torch.Tensor | None] | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """``x``: ``[*, in]``; ``weight``: the leaf, ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``."""
+        """``x``: ``[*, in]``; ``weight``: a leaf, ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``."""
         # The values of the leaf mean nothing: it is an argument for its gradient alone.
         x = x.to(weight.dtype)
         ctx.save_for_backward(x, *tensors)

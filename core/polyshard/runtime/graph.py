@@ -38,6 +38,11 @@ def capture_obstacle(root: Root) -> str | None:
         if not group.capabilities.capturable:
             return f"{type(group).__name__} cannot be recorded in a graph. Choose collectives that can, such as 'nccl'."
     for unit in root.units:
+        if unit.extended:
+            return (
+                f"'{unit.parameters[0].names[0]}' gathers itself, and its class is asked on the host in each gather. "
+                "Train without capture."
+            )
         if unit.parks:
             return (
                 f"{type(unit.offload).__name__} keeps the parameters of '{unit.name}' away from the device, and the "

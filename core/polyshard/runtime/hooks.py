@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import StateError, UnshardedUseError
+from ..errors import ParameterMovedError, StateError, UnshardedUseError
 from ..nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from .activation_checkpoint import Checkpointed, Region, may_have_backward, running
 from .module_state import ModuleState, StateKind, show_whole, unshard_ahead
@@ -281,18 +281,20 @@ class ForwardHooks:
         for unit in module_state.units:
             for observer in unit.observers:
                 observer.computed(unit.spec, False)
-            if unit.permanent or not unit.releases(turns):
-                unit.hide()
-                continue
+            stays = unit.permanent or not unit.releases(turns)
             try:
-                refuse_escape((unit,), output, module_state.name)
-            except UnshardedUseError:
+                unit.refuse_moved_views()
+                if not stays:
+                    refuse_escape((unit,), output, module_state.name)
+            except (ParameterMovedError, UnshardedUseError):
                 unit.hide()
                 if outermost:
                     # No hook of an outer module will see this error and clean up.
                     root_of(module_state).abandon()
                 raise
-            if unit.reshard_policy is Reshard.PARTLY and may_have_backward():
+            if stays:
+                unit.hide()
+            elif unit.reshard_policy is Reshard.PARTLY and may_have_backward():
                 unit.reshard_post_forward()
             else:
                 unit.reshard()

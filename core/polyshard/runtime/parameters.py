@@ -226,6 +226,11 @@ class Originals(MasterViews):
                 f"Cannot writeback when the parameter shape changes\nExpects {shard.shape} but got {value.shape} for "
                 f"{where}. Replace it by a tensor of the shard's shape, or of the whole parameter's."
             )
+        if parameter.packed is not None and not parameter.packed.adopt(source):
+            raise ParameterChangedError(
+                f"The parameter {where}, a {parameter.packed.cls.__name__}, was replaced by a {type(source).__name__} "
+                "that does not say what its bytes mean. Replace it by a quantized one of the same class."
+            )
         shard.copy_(value)
         if source is not original:
             original.requires_grad_(source.requires_grad)

@@ -102,6 +102,8 @@ class Root(Step):
         self.owned_locally: Collection[torch.Tensor] = frozenset()
         #: Ranks that must see the same batch, as those of tensor parallelism, until they compared it; None elsewhere.
         self.same_batch: Collectives | None = None
+        #: 1 where a gradient of some model that steps with this one is no finite number; None where it steps alone.
+        self.find_infinities: Callable[[], torch.Tensor] | None = None
         #: Ranks that compute with other samples each, by the configuration.
         self.data_ranks = collectives.world_size
         #: How often the host still waits to compare ranks' norms of parameters outside of units.

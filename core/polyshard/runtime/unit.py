@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from ..errors import CollectiveError, ParameterError, StateError, UnshardedUseError, UnsupportedError
+from .. import _torch_private
+from ..errors import (
+    CollectiveError,
+    ParameterError,
+    ParameterMovedError,
+    StateError,
+    UnshardedUseError,
+    UnsupportedError,
+)
 from ..interfaces import (
     Collectives,
     LinearForm,
@@ -38,6 +46,7 @@ from .peers import Audit
 from .step import Phase, Step
 
 _gradient_of = attrgetter("grad")
+_address_of = torch.Tensor.data_ptr
 
 
 class UnitState(enum.Enum):
@@ -154,6 +163,10 @@ class Unit:
         self._parts = [(index, each.part) for index, each in enumerate(parameters) if each.part is not None]
         # Their gradients are redistributed by name: uneven ones may lie in another order on other ranks of their mesh.
         self._parts.sort(key=lambda pair: parameters[pair[0]].names)
+        #: The classes of all parameters, or of none.
+        self.packed = [each.packed for each in parameters if each.packed is not None]
+        for packed in self.packed:
+            packed.move(spec.device)
         #: Elements by which launches of communication are planned: the same on all ranks of the world, whichever part
         #: of the unit they hold.
         self.launch_numel = layout.padded_numel
@@ -308,8 +321,8 @@ class Unit:
             parameter = self.parameters[0]
             raise UnsupportedError(
                 f"{call}: '{parameter.names[0]}' gathers itself (fsdp_pre_all_gather), and lies in no flat buffer "
-                f"(rank {self.ranks.world.rank}). Use model.state_dict() with torch.distributed.checkpoint, and give "
-                "model.parameters() to the optimizer."
+                f"(rank {self.ranks.world.rank}). Give model.parameters() to an optimizer of torch; "
+                "polyshard.checkpoint, polyshard.state and polyshard.stream have its values."
             )
 
     @property
@@ -392,6 +405,8 @@ class Unit:
         self.leaves = list[torch.Tensor](self.originals.tensors if self.resident else buffer.views)
         for index, part in self._parts:
             self.leaves[index] = part.as_leaf(buffer.views[index])
+        if self.packed and not self.resident:
+            self.leaves = [packed.over(view) for packed, view in zip(self.packed, buffer.views, strict=True)]
         self._no_gradients = [None] * len(self.leaves)
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
@@ -437,7 +452,7 @@ class Unit:
     @property
     def pending(self) -> bool:
         """Whether a view has a gradient that was not taken yet."""
-        if self.resident:
+        if self.resident or self.packed:
             return False
         # Compared as lists, at C speed: asked of every unit at the end of every backward.
         return list(map(_gradient_of, self.leaves)) != self._no_gradients
@@ -499,10 +514,11 @@ class Unit:
         Raises:
             ParameterError: the unit is packed, and has no gradients.
         """
-        if is_packed(self.spec.master_dtype) and any(self.originals.trained):
+        if (self.packed or is_packed(self.spec.master_dtype)) and any(self.originals.trained):
+            kind = self.packed[0].cls.__name__ if self.packed else str(self.spec.master_dtype)
             raise ParameterError(
-                f"Parameters of {self.name} are {self.spec.master_dtype}, and are to be trained now (rank "
-                f"{self.ranks.world.rank}). Freeze them with requires_grad_(False), or shard them in a wider dtype."
+                f"Parameters of {self.name} are {kind}, and are to be trained now (rank {self.ranks.world.rank}). "
+                "Freeze them with requires_grad_(False), or shard them in a wider dtype."
             )
         if self.flat is not None:
             self.flat.follow_requires_grad()
@@ -713,6 +729,29 @@ class Unit:
         # Autograd asks a leaf whether it wants its gradient when that arrives.
         if self.originals.retrained():
             self.follow_requires_grad()
+
+    def refuse_moved_views(self) -> None:
+        """Raise where a forward gave what computes memory of its own, which later gathers would not reach.
+
+        Raises:
+            ParameterMovedError: naming the parameter, which is as it was before.
+        """
+        if not self.packed or self.resident or not self.buffer.attached:
+            return
+        views = self.buffer.views
+        with _torch_private.without_torch_function():
+            if list(map(_address_of, self.leaves)) == list(map(_address_of, views)):
+                return
+            moved = [index for index, leaf in enumerate(self.leaves) if leaf.data_ptr() != views[index].data_ptr()]
+            for index in moved:
+                self.leaves[index].data = views[index].data
+                self.packed[index].restore()
+        raise ParameterMovedError(
+            f"The forward of a {type(self.parameters[moved[0]].sites[0][0]).__name__} gave "
+            f"'{self.parameters[moved[0]].names[0]}' memory of its own (rank {self.ranks.world.rank}), which would "
+            "stay whole on this rank. Let it compute with the parameter as it is. Linear4bit of bitsandbytes does this "
+            "in eval mode on CPUs with AVX512-BF16: set support_avx512bf16_for_cpu = False on each."
+        )
 
     def give_up_gather(self) -> None:
         """Release the memory of a gather that could not be issued."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from ..functions.memory import memory_report
 from ..functions.optimizers import replaced_parameters
 from ..interfaces import Collectives, OffloadManager, UnitSpec
 from ..planning.answers import refuse_shared_memory
+from ..planning.extensions import insides_of
 from ..planning.groups import FormedGroups, ModelRanks, UnitRanks
 from ..planning.layout import FlatLayout
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, modules_in, names_in
 from ..planning.units import PlannedModule
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
+from ..runtime.extended import cut, unit_of
 from ..runtime.gather import piece_in, view_of
 from ..runtime.grouped import GroupedState, hooks_of
 from ..runtime.guards import IdleCallGuard, RegistrationGuard, refuse_copies
@@ -48,12 +50,10 @@ class Request:
     ignored_parameters: Collection[nn.Parameter]
     composes: bool
     """Whether modules inside may be sharded already, and become part of the new root."""
-    make_unit: Callable[..., Unit] = Unit
-    """Makes each of its units: a face has a class of its own."""
+    make_unit: Callable[..., Unit] = unit_of
+    """Makes each of its units: a face has classes of its own."""
     stays_on_meta: bool = False
     """Whether parameters and buffers on the meta device stay there until somebody gives them memory."""
-    extends: bool = False
-    """Whether parameters may gather themselves: ``make_unit`` then makes units of them."""
 
     @property
     def owned_locally(self) -> frozenset[nn.Parameter]:
@@ -106,6 +106,8 @@ def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[]
     modules, device = plan.modules, plan.device
     undo = remember(modules, device)
     try:
+        for each in modules:
+            _look_inside(each, groups.of(each.lists, each.divisor))
         masters: Masters = {}
         if not plan.request.stays_on_meta:
             masters = materialize(
@@ -126,6 +128,21 @@ def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[]
         undo()
         raise
     return masters, undo
+
+
+def _look_inside(module: PlannedModule, ranks: UnitRanks) -> None:
+    """Find out what parameters that gather themselves are made of.
+
+    Raises:
+        ParameterError: one cannot be cut between the ranks, or be trained.
+    """
+    for parameter in (each for group in module.groups for each in group if each.extended):
+        original = parameter.original
+        where = f"'{parameter.names[0]}' on rank {ranks.world.rank}"
+        rank, number = ranks.shard_rank, ranks.shard_size
+        found = insides_of(original, where, rank, number, trained=original.requires_grad)
+        fault = found.fault if parameter.part is None else "is a part of a larger tensor by tensor parallelism"
+        parameter.insides = replace(found, fault=fault)
 
 
 def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
@@ -335,6 +352,8 @@ def _build_units(
     units = []
     for planned, group in zip(module.units, module.groups, strict=True):
         _replace_dtensors(group, ranks.world.rank)
+        if plan.request.make_unit is unit_of:
+            _replace_extended(group, ranks, plan.device)
         unit = plan.request.make_unit(
             planned.spec,
             planned.layout,
@@ -371,6 +390,28 @@ def _replace_dtensors(group: Sequence[ManagedParameter], rank: int) -> None:
             replaced_parameters.add(named, "a plain parameter over this rank's part", f"rank {rank}")
             for module, key in parameter.sites:
                 module._parameters[key] = parameter.original
+
+
+def _replace_extended(group: Sequence[ManagedParameter], ranks: UnitRanks, device: torch.device) -> None:
+    """Put this rank's rows into the places of parameters that gather themselves, whose optimizers are refused then."""
+    for parameter in group:
+        if not parameter.extended:
+            continue
+        whole, rows, rank = parameter.original, parameter.rows, ranks.world.rank
+        with torch.inference_mode(False):
+            if rows is None:
+                rows = cut(parameter, ranks.shard_rank, ranks.shard_size, device)
+            own = nn.Parameter(rows, requires_grad=whole.requires_grad)
+        # What the user noted on it, and not what it is made of.
+        known = vars(own)
+        known.update({key: value for key, value in vars(whole).items() if key not in known and key[:1] != "_"})
+        for hook in _torch_private.post_accumulate_grad_hooks(whole):
+            own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        named = [(whole, parameter.names[0])]
+        replaced_parameters.add(named, f"a {type(own).__name__} of this rank's rows", f"rank {rank}")
+        parameter.original, parameter.rows = own, None
+        for module, key in parameter.sites:
+            module._parameters[key] = own
 
 
 def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, ranks: UnitRanks, device: torch.device) -> torch.Tensor:

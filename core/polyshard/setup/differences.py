@@ -191,7 +191,11 @@ def _parameter(parameter: ManagedParameter) -> list[Any]:
     original, part = parameter.original, parameter.part
     trained = "trained" if original.requires_grad else "frozen"
     if part is None:
-        return [*parameter.names, list(original.shape), list(original.stride()), str(original.dtype), trained]
+        row = [*parameter.names, list(original.shape), list(original.stride()), str(original.dtype), trained]
+        if parameter.packed is not None:
+            beside = [[list(each.shape), str(each.dtype)] for each in parameter.packed.tensors]
+            row += [parameter.packed.cls.__qualname__, beside]
+        return row
     mesh = list(map(list, zip(dimension_names(part.mesh), part.mesh.mesh.shape, strict=True)))
     placed = ["placed", *map(str, part.placements), "on", *mesh]
     return [*parameter.names, list(part.shape), list(part.stride), str(original.dtype), trained, placed]

@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import ParameterError, PluginContractError
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from ..planning.answers import place, plugin_name
+from ..planning.extensions import inner_tensors, insides_of, own_rows
 from ..planning.groups import UnitRanks
 from ..planning.layout import dense_stride, product, round_up
 from ..planning.parts import is_dtensor, local_of
@@ -143,6 +144,7 @@ def materialize(
                 _fill(owner, flats, scratch, device, initializer, whole_shapes)
                 if from_first:
                     _send_parameters(owner, _values(owner, flats), ranks, device)
+                _cut_extended(owner, ranks)
                 masters[owner.name] = [
                     flat if ranks.owner is None else shard_in(flat, layout, ranks.shard_rank).clone()
                     for layout, flat in zip((unit.layout for unit in owner.units), flats, strict=True)
@@ -168,10 +170,21 @@ def _send_parameters(
     for parameter, value in sorted(zip(parameters, values, strict=True), key=lambda pair: pair[0].names):
         part = parameter.part
         shared = part is None and owner.scope is None
+        beside = () if parameter.packed is None else parameter.packed.tensors
         for among in (ranks.world,) if shared else _own_groups(ranks):
-            send_from_first([value], among, device)
+            send_from_first([*inner_tensors(value), *beside], among, device)
         if part is not None:
             send_over_copies(value, part.mesh, part.placements, device)
+
+
+def _cut_extended(owner: PlannedModule, ranks: UnitRanks) -> None:
+    """Leave of parameters that gather themselves this rank's rows of what ``_fill`` made."""
+    rank, number = ranks.shard_rank, ranks.shard_size
+    for parameter in (each for group in owner.groups for each in group if each.rows is not None):
+        whole, where = parameter.rows, f"'{parameter.names[0]}' on rank {ranks.world.rank}"
+        assert whole is not None
+        parameter.insides = insides_of(whole, where, rank, number, trained=parameter.original.requires_grad)
+        parameter.rows = own_rows(whole, rank, number)
 
 
 def _send_buffers(owner: PlannedModule, ranks: UnitRanks, device: torch.device) -> None:
@@ -191,10 +204,11 @@ def _own_groups(ranks: UnitRanks) -> tuple[Collectives, ...]:
 
 
 def _values(owner: PlannedModule, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The whole parameters: views of ``flats``, or what ``_fill`` made."""
     return [
-        view_of(flat, slot.shape, slot.stride, slot.offset)
-        for unit, flat in zip(owner.units, flats, strict=True)
-        for slot in unit.layout.slots
+        view_of(flat, slot.shape, slot.stride, slot.offset) if parameter.rows is None else parameter.rows
+        for unit, group, flat in zip(owner.units, owner.groups, flats, strict=True)
+        for parameter, slot in zip(group, unit.layout.slots, strict=True)
     ]
 
 
@@ -220,7 +234,8 @@ class _Scratch:
 
 def _scratch_nbytes(owner: PlannedModule, *, flats: bool) -> int:
     """What one module needs, with the memory for its units or without."""
-    taken = [(unit.layout.padded_numel, unit.spec.master_dtype) for unit in owner.units if flats]
+    units = [unit for unit, group in zip(owner.units, owner.groups, strict=True) if not group[0].extended]
+    taken = [(unit.layout.padded_numel, unit.spec.master_dtype) for unit in units if flats]
     for group in owner.groups:
         taken += [(product(each.part.shape), each.original.dtype) for each in group if each.part is not None]
     return sum(_Scratch.nbytes(*each) for each in taken)
@@ -228,8 +243,12 @@ def _scratch_nbytes(owner: PlannedModule, *, flats: bool) -> int:
 
 def _flats(owner: PlannedModule, scratch: _Scratch | None, device: torch.device) -> list[torch.Tensor]:
     flats = []
-    for unit in owner.units:
+    for unit, group in zip(owner.units, owner.groups, strict=True):
         numel, dtype = unit.layout.padded_numel, unit.spec.master_dtype
+        if group[0].extended:
+            # They lie in none: ``_fill`` makes them.
+            flats.append(torch.empty(numel, dtype=dtype, device="meta"))
+            continue
         flat = torch.empty(numel, dtype=dtype, device=device) if scratch is None else scratch.take(numel, dtype)
         for start, gap in unit.layout.gaps():
             flat.narrow(0, start, gap).zero_()
@@ -255,6 +274,8 @@ def _fill(
     try:
         for parameter, value in zip(parameters, _values(owner, flats), strict=True):
             original, part = parameter.original, parameter.part
+            if parameter.extended:
+                value = parameter.rows = torch.empty_like(original.detach(), device=device)
             if not original.is_meta:
                 value.copy_(original)
             if part is None:

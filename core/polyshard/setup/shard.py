@@ -159,7 +159,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     if not request.composes or any(MODULE_STATE_ATTRIBUTE in each.__dict__ for each in modules_called(module)):
         refuse_sharded(module, rank)
     _refuse_pieces(module, parameters_to_shard(module, **ignored), rank)
-    refuse_unshardable(module, rank=rank, extends=request.extends, **ignored)
+    refuse_unshardable(module, rank=rank, extends=True, **ignored)
     refuse_unable(plugins.caster, rank)
     context = PolicyContext(
         request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, partial(_warn_once, rank)
@@ -177,6 +177,8 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     divides = request.config.split_root and shards > 1
     owners = plan_modules(module, chosen, names=names, rank=rank, divides=divides, **ignored)
     own = {inner for owner in owners for inner in owner.modules}
+    if plugins.context.device.type != "meta":
+        _refuse_packed_meta(owners, rank)
     if not request.stays_on_meta:
         inside = {inner: names[inner] for inner in names if inner in own}
         refuse_uninitializable(owners, inside, request.initializer, rank)
@@ -237,6 +239,17 @@ def _plan_units(
         _refuse_unextended(each, plugins.collectives)
         _refuse_unformed(each, plugins.collectives, request.make_unit is Unit)
     return modules
+
+
+def _refuse_packed_meta(owners: Sequence[ModuleParameters], rank: int) -> None:
+    for each in (each for owner in owners for group in owner.groups for each in group):
+        beside = [] if each.packed is None else each.packed.tensors
+        if each.packed is not None and any(tensor.is_meta for tensor in (each.original, *beside)):
+            raise ParameterError(
+                f"The parameter '{each.names[0]}' (rank {rank}), a {each.packed.cls.__name__}, has no values on the "
+                "meta device, and nor has what its bytes mean. Build and quantize it on another device before it is "
+                "sharded."
+            )
 
 
 def _refuse_unextended(module: PlannedModule, collectives: Collectives) -> None:

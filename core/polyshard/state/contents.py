@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
 from ..inspect import (
     Blocks,
+    Insides,
     Role,
     ShardedModel,
     StateTensor,
@@ -24,7 +25,7 @@ from ..inspect import (
     taken_apart,
 )
 from .blocks import entry_of
-from .sharded import Holding, holdings, of_parameter, parameters_of
+from .sharded import Holding, holdings, of_parameter
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 #: The class of an optimizer, or of each of several.
@@ -91,9 +92,14 @@ class Joint:
     def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """What its optimizer has for ``parameter``: of a ``DTensor``, this rank's elements."""
         found: Mapping[str, Any] = self._optimizer_of[parameter].state.get(parameter, {})
-        if not is_dtensor(parameter):
+        local: torch.Tensor = parameter
+        if is_dtensor(parameter):
+            local = local_of(parameter)
+            found = {key: local_of(value) if is_dtensor(value) else value for key, value in found.items()}
+        kind = type(local)
+        if kind in (nn.Parameter, torch.Tensor):
             return found
-        return {key: local_of(value) if is_dtensor(value) else value for key, value in found.items()}
+        return {key: _plain_inside(value) if type(value) is kind else value for key, value in found.items()}
 
     def blocks_of(self, parameter: nn.Parameter) -> Blocks | None:
         """How its optimizer divides ``parameter``; None where it treats all elements alike."""
@@ -141,6 +147,14 @@ def _placed_as(parameter: nn.Parameter, value: Any) -> Any:
     return DTensor.from_local(value, placed.device_mesh, placed.placements, run_check=False, shape=shape, stride=stride)
 
 
+def _plain_inside(value: torch.Tensor) -> torch.Tensor:
+    """The one tensor that ``value`` of a class of its own is made of, of its shape and dtype; or ``value`` itself."""
+    flatten: Any = getattr(value, "__tensor_flatten__", None)
+    names: Sequence[str] = [] if flatten is None else flatten()[0]
+    inner: torch.Tensor = getattr(value, names[0]) if len(names) == 1 else value
+    return inner if inner.shape == value.shape and inner.dtype == value.dtype else value
+
+
 def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
@@ -153,13 +167,15 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     Sharded parameters are ``CheckpointTensor`` of the whole parameter's shape over this rank's memory: saving copies
     one chunk at a time, loading writes the shards in place. Parameters that are not sharded, and buffers, are plain
     tensors. A tensor with several names is there once, under the first of ``named_parameters()`` or
-    ``named_buffers()``.
+    ``named_buffers()``. Of a parameter that gathers itself there are the tensors that it is made of.
 
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
     """
     sharded = savable_model(model, "model_state()")
-    return {each.name: of_parameter(each, each.tensor) for each in parameters_of(sharded)} | outside_units(sharded)
+    sharded.refuse_moved()
+    stored = {each.name: of_parameter(each, each.tensor) for unit in sharded.units for each in unit.stored}
+    return stored | outside_units(sharded)
 
 
 def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
@@ -174,7 +190,41 @@ def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
         # Only a whole state dict tells which are persistent: a millisecond or more.
         persistent = saved_names(module)
         state.update((name, buffer.detach()) for name, buffer in buffers.items() if name in persistent)
-    return state
+    return state | packed_entries(sharded)
+
+
+def packed_entries(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """What the modules' state dicts have of the attributes of packed parameters: scales, tables, settings as bytes.
+
+    Under the name of the parameter and what follows it, as bitsandbytes has them: ``up.weight.absmax``.
+    """
+    names = {name for unit in sharded.units if unit.packed for each in unit.parameters for name in each.names}
+    if not names:
+        return {}
+    with state_dicts_of_pieces():
+        state = sharded.module.state_dict()
+    return {
+        name: value.detach()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and _owner_of(name, names) is not None
+    }
+
+
+def settled_entries(sharded: ShardedModel) -> set[str]:
+    """Those of ``packed_entries`` that no attribute shares memory with, as settings: they are compared, not loaded."""
+    entries = packed_entries(sharded)
+    held = {each.untyped_storage().data_ptr() for unit in sharded.units for each in unit.attribute_tensors}
+    return {name for name, value in entries.items() if value.untyped_storage().data_ptr() not in held}
+
+
+def _owner_of(entry: str, names: Collection[str]) -> str | None:
+    """Which of ``names`` ``entry`` goes on from."""
+    stop = entry.rfind(".")
+    while stop > 0:
+        if entry[:stop] in names:
+            return entry[:stop]
+        stop = entry.rfind(".", 0, stop)
+    return None
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
@@ -221,8 +271,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
 def in_order(module: nn.Module, names: Mapping[str, Sequence[str]], state: dict[str, Any]) -> dict[str, Any]:
     """What ``model_state`` gave, under all of its ``names`` in ``module``, as ``module.state_dict()`` orders them."""
     named = {name: value for first, value in state.items() for name in names[first]}
-    known = [name for name in saved_names(module) if name in named]
-    return {name: named[name] for name in dict.fromkeys((*known, *named))}
+    order = {name: place for place, name in enumerate(saved_names(module))}
+    # Inner tensors stand where their parameter does.
+    places = {name: order.get(name, order.get(name.rpartition(".")[0], len(order))) for name in named}
+    return {name: named[name] for name in sorted(named, key=places.__getitem__)}
 
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -231,8 +283,11 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return names_within(sharded, sharded.module)
 
 
-def names_within(sharded: ShardedModel, module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names in ``module`` of each parameter and buffer there, by the one under which ``model_state`` has it."""
+def names_within(sharded: ShardedModel, module: nn.Module, *, inside: bool = True) -> dict[str, tuple[str, ...]]:
+    """All names in ``module`` of each parameter and buffer there, by the one under which ``model_state`` has it.
+
+    ``inside``: whether of parameters that are told as tensors inside of them it has the names of these.
+    """
     outermost = sharded.module
     named = (*outermost.named_parameters(), *outermost.named_buffers())
     first_of = {id(tensor): name for name, tensor in named}
@@ -250,13 +305,43 @@ def names_within(sharded: ShardedModel, module: nn.Module) -> dict[str, tuple[st
         for first in first_of.values():
             names = found.get(first, [])
             found[first] = [first, *(name for name in names if name != first and first in names)]
+    for first, insides in _made_of_others(sharded).items() if inside else ():
+        names = found.pop(first, [])
+        if names:
+            found.update({f"{first}.{each.name}": [f"{name}.{each.name}" for name in names] for each in insides.inner})
+    packed = {
+        name: each.names[0] for unit in sharded.units if unit.packed for each in unit.parameters for name in each.names
+    }
+    for entry in packed_entries(sharded):
+        owner = _owner_of(entry, packed)
+        assert owner is not None
+        if owner == packed[owner] and owner in found:
+            found[entry] = [f"{name}{entry[len(owner) :]}" for name in found[owner]]
     return {first: tuple(names) for first, names in found.items()}
 
 
+def _made_of_others(sharded: ShardedModel) -> dict[str, Insides]:
+    """By first name of each parameter that is told as the tensors inside of it, what these are."""
+    return {name: insides for unit in sharded.units for name, insides in unit.insides.items()}
+
+
+def put_inside(sharded: ShardedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``state``, whole tensors by first name, with parameters of classes of their own for what is inside of these."""
+    found = dict(state)
+    for name, insides in _made_of_others(sharded).items():
+        inner = {each.attribute: found.pop(f"{name}.{each.name}", None) for each in insides.inner}
+        if all(each is not None for each in inner.values()):
+            found[name] = insides.whole({key: each for key, each in inner.items() if each is not None})
+    return found
+
+
 def frozen_names(model: nn.Module) -> set[str]:
-    """First names of the parameters that need no gradient."""
-    module = savable_model(model, "frozen_names()").module
-    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    """First names of the parameters that need no gradient, of what is inside of them, and of what is saved beside."""
+    sharded = savable_model(model, "frozen_names()")
+    found = {name for name, parameter in sharded.module.named_parameters() if not parameter.requires_grad}
+    others = _made_of_others(sharded).items()
+    inside = {f"{name}.{each.name}" for name, insides in others if name in found for each in insides.inner}
+    return found | inside | packed_entries(sharded).keys()
 
 
 def saved_names(module: nn.Module) -> Collection[str]:

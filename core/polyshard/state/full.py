@@ -19,7 +19,7 @@ from ..inspect import ShardedModel, ShardedParameter, ShardedUnit, is_inside, pu
 from ..interfaces import ReduceOp
 from ..io.boxes import Box, box_within, disjoint
 from .blocks import is_of_piece
-from .contents import Joint
+from .contents import Joint, put_inside
 from .sharded import CheckpointTensor, Holding, holdings
 from .streaming import whole_weights
 
@@ -37,8 +37,9 @@ def full_model_state(sharded: ShardedModel, wanted: Collection[str], *, everywhe
     """As ``model_state``, of whole tensors, those in ``wanted`` alone: on every rank, or on rank 0."""
     found: dict[str, Any] = {}
     for names, tensors in whole_weights(sharded, "all" if everywhere else (0,), wanted):
-        for name, tensor in zip(names, tensors, strict=True):
-            found[name] = _on_host(tensor)
+        for name, tensor in put_inside(sharded, dict(zip(names, tensors, strict=True))).items():
+            # What is of a class of its own was made for this.
+            found[name] = _on_host(tensor) if type(tensor) is torch.Tensor else tensor.detach().to("cpu")
     return found
 
 
@@ -197,7 +198,7 @@ def _whole_states(
                 if isinstance(value, _TensorSpec) and value.cut:
                     wanted.setdefault((key, value.dtype), []).append(parameter)
     for (key, dtype), parameters in wanted.items():
-        own = torch.zeros_like(unit.master, dtype=dtype)
+        own = unit.zeros(dtype)
         names = {parameter.name for parameter in parameters}
         for given, holding in held:
             value = joint.state_of(given).get(key)

@@ -21,10 +21,12 @@ from ..inspect import (
     is_inside,
     local_of,
     put_together,
+    savable_model,
     taken_apart,
+    units_in,
 )
 from .blocks import SavedBlocks, is_in_blocks
-from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of
+from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of, settled_entries
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
 from .source import SavedState, Source, in_lines, listed, opening, problem_with
 
@@ -60,6 +62,8 @@ class ModelRestore:
         that is wrong.
         """
         wanted = model_state(model)
+        for unit in units_in(model):
+            unit.refuse_added("Loading")
         saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
         names = names_of(model)
         needing_none = frozen_names(model)
@@ -88,6 +92,16 @@ class ModelRestore:
                     "load with frozen=False."
                 )
             wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
+        settled = {saved[name]: name for name in settled_entries(savable_model(model, "Loading")) if name in saved}
+        if settled and not wrong:
+            values: dict[str, Any] = {key: source.blank(key) for key in settled}
+            source.read(values)
+            wrong += [
+                f"{opening(source)} has '{name}' otherwise than the model {where}: its bytes were quantized in another "
+                "way. Load it into the model that it was saved from, quantized as it was then."
+                for key, name in settled.items()
+                if not _same(values[key].cpu(), wanted[name].cpu())
+            ]
         if wrong:
             raise ConfigError(in_lines(wrong))
         self.unmatched = Unmatched(tuple(missing), tuple(unexpected))
@@ -331,7 +345,7 @@ class OptimizerRestore:
         whole_shape = holding.sharded[0].shape if holding.sharded else None
         if shape == whole_shape and (shape or name not in self._numbers):
             if not _fits(local, parameter.shape, dtype):
-                local = torch.zeros_like(parameter, dtype=dtype)
+                local = _zeros_like(parameter, dtype)
             target: torch.Tensor = of_parameter(holding.sharded[0], local)
         elif holding.partial and math.prod(shape) != 1:
             raise ConfigError(
@@ -492,6 +506,14 @@ class _FlatState:
                 tensor[cursor : piece.shard_offset].zero_()
                 cursor = piece.shard_offset + piece.numel
         tensor[cursor:].zero_()
+
+
+def _zeros_like(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Plain zeros in the order of memory of ``parameter``."""
+    like: Any = torch.zeros_like(parameter, dtype=dtype)
+    if is_dtensor(like) or type(like) is torch.Tensor:
+        return like  # type: ignore[no-any-return]
+    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
 def _same(one: Any, other: Any) -> bool:

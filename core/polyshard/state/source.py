@@ -282,7 +282,8 @@ def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | N
         if given is not None and not isinstance(given, Mapping):
             raise ConfigTypeError(f"The {what}'s state dict is a {type(given).__name__}; give a mapping of names.")
     for name, value in (model or {}).items():
-        yield (MODEL, name), _replicated(value)
+        for inner, tensor in _inner(name, _replicated(value)):
+            yield (MODEL, inner), tensor
     if optimizer is None:
         return
     if not {"state", "param_groups"} <= optimizer.keys():
@@ -306,6 +307,28 @@ def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | N
             require_name(name)
         for setting, value in group.items():
             yield (OPTIMIZER, "param_groups", index, setting), value
+
+
+def _inner(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """``value``, or the plain tensors that it is made of, each with its name.
+
+    Raises ConfigError: a DTensor of a class of its own.
+    """
+    placed = _is_dtensor(value)
+    local = local_of(value) if placed else value
+    if not isinstance(local, torch.Tensor) or not hasattr(local, "__tensor_flatten__"):
+        yield name, value
+        return
+    kind = type(local).__name__
+    if placed:
+        raise ConfigError(
+            f"'{name}' of the state dict is a DTensor of {kind}, of which each rank has rows. Give it whole, or what "
+            "polyshard.state.get_model_state_dict gives."
+        )
+    for attribute in local.__tensor_flatten__()[0]:
+        inner = getattr(local, attribute)
+        alone = inner.shape == local.shape and inner.dtype == local.dtype and len(local.__tensor_flatten__()[0]) == 1
+        yield name if alone else f"{name}.{attribute}", inner
 
 
 def require_name(name: object) -> None:

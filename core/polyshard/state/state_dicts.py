@@ -12,7 +12,7 @@ from torch import nn
 
 from ..api import as_dtensor, placement
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..inspect import ShardedModel, savable_model, savable_part
+from ..inspect import ShardedModel, is_dtensor, savable_model, savable_part
 from .contents import Joint, Optimizers, frozen_names, in_order, model_state, names_within, optimizer_state
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
@@ -110,6 +110,7 @@ def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) 
             with together(sharded.collectives, "Preparing a state dict", {"model": sharded.name_of(module)}):
                 pass
         state = full_model_state(sharded, names, everywhere=options.form is StateForm.FULL)
+        names = names_within(sharded, module, inside=False)
     else:
         state = model_state(sharded.module)
         if options.form is StateForm.DTENSOR:
@@ -236,6 +237,9 @@ def _parameters_as_dtensors(sharded: ShardedModel) -> dict[str, DTensor]:
     """The parameters that can be, by name. Every rank calls it, in the same order."""
     found: dict[str, DTensor] = {}
     for each in parameters_of(sharded):
+        if type(each.tensor) is not nn.Parameter and not is_dtensor(each.tensor):
+            # Of a class of its own: told as the tensors inside of it.
+            continue
         try:
             found[each.name] = as_dtensor(each.tensor)
         except UnsupportedError:

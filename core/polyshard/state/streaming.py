@@ -27,7 +27,7 @@ from ..inspect import (
 )
 from ..interfaces import Collectives
 from ..io.boxes import Box, box_within
-from .contents import model_state, names_of, names_within, outside_units
+from .contents import model_state, names_of, names_within, outside_units, packed_entries, settled_entries
 from .exchange import numbers_of_all, speaks, together
 from .restore import Unmatched
 from .sharded import CheckpointTensor
@@ -167,7 +167,16 @@ def _weights(bucket: Sequence[_Wanted], flats: list[torch.Tensor], receivers: _R
     with torch.inference_mode(False):
         for each in bucket:
             found = [_copied(tensor, each.dtype) for tensor in each.outside if receives or is_dtensor(tensor)]
-            if each.unit is not None and receivers.take_part(each):
+            if each.unit is not None and each.unit.extended:
+                found += [
+                    # The numbers inside of a parameter mean something in their own dtypes.
+                    whole if stored.inner is None or stored.inner.name else whole.to(_cast(whole.dtype, each.dtype))
+                    for stored, whole in zip(
+                        each.parameters, receivers.gather_stored(each.unit, each.parameters), strict=True
+                    )
+                    if receives
+                ]
+            elif each.unit is not None and receivers.take_part(each):
                 flat = next(arrived)
                 flat = flat.to(_cast(flat.dtype, each.dtype))
                 parts = [(one.part, one.within(flat)) for one in each.parameters if one.part is not None]
@@ -245,15 +254,20 @@ def _wanted(
     sharded.refuse_moved()
     wanted = []
     for unit in sharded.units:
-        chosen = [(new, each) for each in unit.parameters if (new := name_for(each.name)) is not None]
+        chosen = [(new, each) for each in unit.stored if (new := name_for(each.name)) is not None]
         if chosen:
             # The caller's loop still refers to the last tensor when it asks for the next list, which copies that one.
             smallest = min(range(len(chosen)), key=lambda number: math.prod(chosen[number][1].shape))
             chosen.append(chosen.pop(smallest))
-            wanted.append(_Wanted([new for new, _ in chosen], [each for _, each in chosen], (), unit, dtype))
-    outside = [(new, value) for name, value in outside_units(sharded).items() if (new := name_for(name)) is not None]
-    if outside:
-        wanted.append(_Wanted([new for new, _ in outside], (), [value for _, value in outside], None, dtype))
+            as_kept = None if unit.packed else dtype
+            wanted.append(_Wanted([new for new, _ in chosen], [each for _, each in chosen], (), unit, as_kept))
+    # What says how bytes are meant is not cast, as the bytes are not.
+    packed = packed_entries(sharded).keys()
+    outside: dict[torch.dtype | None, dict[str, torch.Tensor]] = {}
+    for name, value in outside_units(sharded).items():
+        if (new := name_for(name)) is not None:
+            outside.setdefault(None if name in packed else dtype, {})[new] = value
+    wanted += [_Wanted(list(each), (), list(each.values()), None, as_kept) for as_kept, each in outside.items()]
     return wanted
 
 
@@ -313,11 +327,15 @@ class _Receivers:
             return True
         return self.receives if group is None else bool(self._receivers.get(group, True))
 
+    def gather_stored(self, unit: ShardedUnit, wanted: Sequence[ShardedParameter]) -> list[torch.Tensor]:
+        """Whole tensors of a unit whose parameters gather themselves. All ranks take part, and get them."""
+        return self._sharded.gather_stored(unit, wanted)
+
     def gather(self, bucket: Sequence[_Wanted]) -> WholeFlats | None:
         """Issue the gathers of ``bucket``; None where this rank takes part in none."""
         units: list[tuple[ShardedUnit, torch.dtype, Collectives | None]] = []
         for each in bucket:
-            if each.unit is not None and self.take_part(each):
+            if each.unit is not None and not each.unit.extended and self.take_part(each):
                 group = each.unit.shard
                 among = group if group is None or _has_parts(each) else self._among.get(group, group)
                 units.append((each.unit, _sent(each.unit.master.dtype, each.dtype), among))
@@ -387,7 +405,7 @@ def load_stream(model: nn.Module, pairs: Iterable[tuple[str, torch.Tensor]], *, 
             target = targets.find(name, tensor)
             if target is None:
                 continue
-            if targets.came_before(name):
+            if targets.came_before(name) or name in targets.settled:
                 targets.refuse_other(name, target, tensor)
             else:
                 _write(sharded, target, tensor.detach())
@@ -403,6 +421,8 @@ class _Targets:
         self._where = f"(rank {sharded.rank})"
         self._strict = strict
         self._targets = model_state(model)
+        #: Names of settings, which must be as they are.
+        self.settled = settled_entries(sharded)
         #: Under each of its names, the first one of a tensor.
         self._first = {name: first for first, names in names_of(model).items() for name in names}
         #: The names that came.
@@ -456,8 +476,9 @@ class _Targets:
             given = box_within(tensor, Box.whole(tensor.shape), each.box)
             if not torch.equal(given.to(each.view.device, each.view.dtype), each.view):
                 raise ConfigError(
-                    f"load_stream() got other values for '{name}' than under another name of the same tensor "
-                    f"{self._where}. Give tied tensors once, or alike."
+                    f"load_stream() got other values for '{name}' than "
+                    f"{'the model has' if name in self.settled else 'under another name of the same tensor'} "
+                    f"{self._where}. Give tied tensors once, or alike; of quantized ones, what was quantized alike."
                 )
 
     def refuse_all(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:

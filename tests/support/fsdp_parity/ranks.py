@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from processes import RankPool
 
+from fsdp_parity.subtests import every_pair
+
 #: Seconds that one body may take before the stacks of all ranks are shown.
 BODY_TIMEOUT = 110.0
 
@@ -36,16 +38,23 @@ class Ranks:
         return self.device.type == "cpu"
 
 
-def _enter(rank: int, world_size: int, device_type: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _enter(
+    rank: int, world_size: int, device_type: str, paired: bool, body: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
-    return body(Ranks(rank, world_size, device), *args)
+    with every_pair(paired):
+        return body(Ranks(rank, world_size, device), *args)
 
 
 class Pools:
-    """One group of processes for each world size, kept from test to test; a group that failed is replaced."""
+    """One group of processes for each world size, kept from test to test; a group that failed is replaced.
 
-    def __init__(self, device_type: str) -> None:
+    ``paired``: bodies with subtests take every pair of settings.
+    """
+
+    def __init__(self, device_type: str, paired: bool = True) -> None:
         self.device_type = device_type
+        self._paired = paired
         self._pools: dict[int, RankPool] = {}
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any, timeout: float = BODY_TIMEOUT) -> list[Any]:
@@ -58,7 +67,7 @@ class Pools:
         pool = self._pools.get(world_size)
         if pool is None or pool.closed:
             pool = self._pools[world_size] = RankPool(world_size, "nccl" if self.device_type == "cuda" else "gloo")
-        return pool.run(_enter, world_size, self.device_type, body, args, timeout=timeout)
+        return pool.run(_enter, world_size, self.device_type, self._paired, body, args, timeout=timeout)
 
     def close(self) -> None:
         """Let all processes leave."""

@@ -1,4 +1,4 @@
-"""Many cases inside one process: every pair of settings, and the name of the case that fails."""
+"""Many cases inside one process: every setting or every pair of them, and the name of the case that fails."""
 
 from __future__ import annotations
 
@@ -7,6 +7,26 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+#: Whether values of several axes meet in pairs; in `make test` each is in a case.
+_every_pair = False
+
+
+@contextmanager
+def every_pair(whether: bool) -> Iterator[None]:
+    """``run_subtests`` inside takes ``pairs``, or ``values``."""
+    global _every_pair
+    before, _every_pair = _every_pair, whether
+    try:
+        yield
+    finally:
+        _every_pair = before
+
+
+def values(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """As many cases as the longest axis has values, in which every value of each axis occurs."""
+    for number in range(max(map(len, axes.values()))):
+        yield {name: each[number % len(each)] for name, each in axes.items()}
 
 
 def pairs(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -34,14 +54,14 @@ def named(case: Mapping[str, Any]) -> Iterator[None]:
 
 
 def run_subtests(axes: Mapping[str, Sequence[Any]], body: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call ``body(*args, **case, **kwargs)`` for every case of ``pairs``."""
-    for case in pairs(axes):
+    """Call ``body(*args, **case, **kwargs)`` for every case of ``values``, or inside of ``every_pair`` of ``pairs``."""
+    for case in (pairs if _every_pair else values)(axes):
         with named(case):
             body(*args, **case, **kwargs)
 
 
 def subtests(**axes: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a body run for every case of ``pairs``, which it gets as keyword arguments."""
+    """Make a body run for every case of ``run_subtests``, which it gets as keyword arguments."""
 
     def decorated(body: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(body)

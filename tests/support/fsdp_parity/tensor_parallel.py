@@ -178,7 +178,7 @@ def state_dict_type(model: FSDP, kind: StateDictType) -> Iterator[None]:
         yield
 
 
-@subtests(kind=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], use_orig_params=[False, True])
+@subtests(kind=[StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], use_orig_params=[True, False])
 def state_dicts(ranks: Ranks, kind: StateDictType, use_orig_params: bool) -> None:
     """State dicts of model and optimizer are, put together, the unsharded ones, and a fresh model goes on from them."""
     strategy = ShardingStrategy.FULL_SHARD

@@ -166,8 +166,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         memory = _memory_of(arguments.device_memory)
         stages: PipelinePlan | None = None
         if pipeline is not None:
-            if batch is None or arguments.links:
-                raise ConfigError("--schedule needs --batch, one microbatch, and no --links: nothing is timed.")
+            if batch is None:
+                raise ConfigError("--schedule needs --batch, one microbatch.")
             stages = plan_pipeline(
                 config,
                 lambda number, stages: model_of(arguments, number, stages),
@@ -176,8 +176,9 @@ def _plan(arguments: argparse.Namespace) -> int:
                 batch=batch,
                 samples=samples,
                 optimizer=lambda: _optimizer_of(arguments.optimizer),
-                memory_nbytes=memory if device is None else device.memory_nbytes,
-                device=None if device is None else device.name,
+                device=device,
+                memory_nbytes=memory,
+                links=find_links(arguments.links) if arguments.links else None,
                 largest=device is not None or memory is not None,
             )
             found = stages.worst
@@ -278,6 +279,15 @@ def _print_pipeline(found: PipelinePlan) -> None:
         peak = f"{each.plan.peak_nbytes / size:.2f}"
         rows.append((ranks, f"{numbers}{more}", str(each.in_flight), f"{each.plan.parameters:,}", peak))
     print_table(rows)
+    time = found.time
+    if time is not None:
+        waits = " and ".join(f"{share:.1%}" for share in (min(time.waits), max(time.waits)))
+        print(
+            f"\n{time.device_s * 1e3:.1f} ms a step on {found.worst.device}; ranks wait for others between {waits} of "
+            "it. What follows of one rank is its own time."
+        )
+        if time.step_s > time.device_s:
+            print(f"The host needs about {time.step_s * 1e3:.0f} ms, so it decides.")
     print()
 
 

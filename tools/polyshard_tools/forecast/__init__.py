@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from .pipeline import Order, Pipeline, PipelinePlan, RankPlan, plan_pipeline
+from .pipeline import Order, Pipeline, PipelinePlan, PipelineTime, RankPlan, plan_pipeline
 from .plan import Plan, UnitGroup, Wire, largest_fitting, plan
 from .recording import Kind, MemoryTimeline, Moment, Operation, Span
 from .timing import (
@@ -54,6 +54,7 @@ __all__ = [
     "Order",
     "Pipeline",
     "PipelinePlan",
+    "PipelineTime",
     "Plan",
     "RankPlan",
     "RunOptimizer",

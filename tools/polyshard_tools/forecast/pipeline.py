@@ -13,7 +13,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,8 +25,9 @@ from polyshard.errors import ConfigError
 from polyshard.pipelining import Gathers, PipelineStage
 from torch import nn
 
-from .plan import Plan, groups_of, largest_fitting, of_step
-from .recording import Kind, Operation, Span
+from .plan import Plan, groups_of, largest_fitting, links_for, of_step
+from .recording import Issued, Kind, Operation, Span, Transfer
+from .timing import Device, LinkModel, StepTime, timed
 from .trace import TracedModel, TracedStep
 from .workload import Batch, BatchMaker, FusedAdamW, OptimizerModel
 
@@ -118,11 +119,26 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class PipelineTime:
+    """The time of a step, in which ranks wait for each other."""
+
+    step_s: float
+    """Until the last rank has taken its optimizer's step; the host's time where that is longer."""
+    device_s: float
+    """The same on devices that never wait for the host."""
+    waits: tuple[float, ...]
+    """By rank along the pipeline, the share of ``device_s`` in which it has nothing to run."""
+
+
+@dataclass(frozen=True)
 class PipelinePlan:
     """What a step of a pipeline takes."""
 
     pipeline: Pipeline
     ranks: tuple[RankPlan, ...]
+    """The time of each is its own, without waits for other ranks."""
+    time: PipelineTime | None = None
+    """None without a device."""
 
     @property
     def worst(self) -> Plan:
@@ -138,6 +154,7 @@ class PipelinePlan:
             "microbatches": pipeline.microbatches,
             "gathers": pipeline.gathers.value,
             "bubble": pipeline.bubble,
+            "time": None if self.time is None else asdict(self.time),
             "ranks": [
                 {
                     "ranks": list(each.ranks),
@@ -163,11 +180,12 @@ def plan_pipeline(
     batch: BatchMaker,
     samples: int = 1,
     optimizer: Callable[[], OptimizerModel] = FusedAdamW,
+    device: Device | None = None,
     memory_nbytes: int | None = None,
-    device: str | None = None,
+    links: LinkModel | None = None,
     largest: bool = False,
 ) -> PipelinePlan:
-    """Plan one step of a pipeline: its schedule, ``optimizer.step()``, ``zero_grad()``. Nothing is timed.
+    """Plan one step of a pipeline: its schedule, ``optimizer.step()``, ``zero_grad()``.
 
     Args:
         config: over the ranks of one stage, all of them alike.
@@ -178,8 +196,9 @@ def plan_pipeline(
         batch: makes the arguments of a microbatch.
         samples: its argument: one rank's part of a microbatch.
         optimizer: makes that of one stage.
-        memory_nbytes: bytes that tensors may take.
-        device: what it is called.
+        device: as in ``plan``.
+        memory_nbytes: as in ``plan``.
+        links: as in ``plan``; ranks of one stage are neighbours.
         largest: also find the largest number of samples that fits.
 
     Raises:
@@ -189,6 +208,8 @@ def plan_pipeline(
         raise ConfigError(
             f"world_size is {world_size}, which {pipeline.ranks} ranks of a pipeline do not divide. Give a multiple."
         )
+    if memory_nbytes is None and device is not None:
+        memory_nbytes = device.memory_nbytes
     if largest and memory_nbytes is None:
         raise ConfigError("The largest batch needs a device or its memory.")
     sharing = world_size // pipeline.ranks
@@ -196,8 +217,15 @@ def plan_pipeline(
     alike: dict[tuple[Any, ...], list[int]] = {}
     for rank in range(pipeline.ranks):
         alike.setdefault(tuple(map(chain.likeness, pipeline.numbers(rank))), []).append(rank)
-    traced = [_TracedRank(pipeline, ranks[0], config, stage_of, sharing, optimizer) for ranks in alike.values()]
+    workspace = 0 if device is None else device.workspace_nbytes
+    traced = [
+        _TracedRank(pipeline, ranks[0], config, stage_of, sharing, optimizer, workspace) for ranks in alike.values()
+    ]
     steps = [each.step(chain, samples) for each in traced]
+    times: list[StepTime] | None = None
+    if device is not None:
+        links = links or links_for(device, world_size)
+        times = [timed(_without_receives(step.issued), device, links) for step in steps]
     most = None
     if memory_nbytes is not None and largest:
 
@@ -205,18 +233,106 @@ def plan_pipeline(
             return max(each.step(chain, number).memory.peak.total for each in traced)
 
         most = largest_fitting(peak_of, samples, max(each.memory.peak.total for each in steps), memory_nbytes)
-    return PipelinePlan(
-        pipeline,
-        tuple(
-            RankPlan(
-                tuple(ranks),
-                tuple(pipeline.numbers(each.rank)),
-                pipeline.in_flight(each.rank),
-                each.plan(step, world_size, samples, memory_nbytes, device, most),
-            )
-            for ranks, each, step in zip(alike.values(), traced, steps, strict=True)
-        ),
+    common: dict[str, Any] = {
+        "world_size": world_size,
+        "samples": samples,
+        "memory_nbytes": memory_nbytes,
+        "largest_samples": most,
+        "device": None if device is None else device.name,
+        "links": None if links is None or device is None else f"{links.name}: {links.source}",
+    }
+    plans = tuple(
+        RankPlan(
+            tuple(ranks),
+            tuple(pipeline.numbers(each.rank)),
+            pipeline.in_flight(each.rank),
+            each.plan(step, time=None if times is None else times[index], **common),
+        )
+        for index, (ranks, each, step) in enumerate(zip(alike.values(), traced, steps, strict=True))
     )
+    if times is None or links is None:
+        return PipelinePlan(pipeline, plans)
+    arrival = max((links.seconds(Operation.RECEIVE, row.nbytes, row.span) for row in _receives(steps)), default=0.0)
+    return PipelinePlan(pipeline, plans, _time_of(pipeline, list(alike.values()), times, arrival))
+
+
+def _receives(steps: Sequence[TracedStep]) -> Iterator[Transfer]:
+    """What arrives from other stages."""
+    for step in steps:
+        for each in step.issued:
+            if isinstance(each, Transfer) and each.operation is Operation.RECEIVE:
+                yield each
+
+
+def _without_receives(issued: Sequence[Issued]) -> list[Issued]:
+    return [each for each in issued if not (isinstance(each, Transfer) and each.operation is Operation.RECEIVE)]
+
+
+def _time_of(
+    pipeline: Pipeline, alike: Sequence[Sequence[int]], times: Sequence[StepTime], arrival_s: float
+) -> PipelineTime:
+    """Run the forwards and backwards of all ranks, as long as each takes, when what they need has arrived.
+
+    Args:
+        pipeline: The schedule.
+        alike: Ranks whose stages are alike.
+        times: Of the first of each.
+        arrival_s: From the end of a forward or backward until the next stage has its result.
+    """
+    # By rank: how long each forward and backward of a stage takes, and what is behind them.
+    taken: list[dict[_Action, float]] = [{} for _ in range(pipeline.ranks)]
+    behind = [0.0] * pipeline.ranks
+    for ranks, time in zip(alike, times, strict=True):
+        begins = [begin for _, begin in time.begins]
+        actions = list(_actions(pipeline, ranks[0]))
+        lasting = [until - begin for begin, until in zip(begins, [*begins[1:], time.device_s], strict=True)]
+        for rank in ranks:
+            taken[rank] = {
+                replace(action, stage=action.stage - ranks[0] + rank): seconds
+                for action, seconds in zip(actions, lasting, strict=False)
+            }
+            behind[rank] = sum(lasting[len(actions) :])
+    ends: dict[_Action, float] = {}
+    now = [0.0] * pipeline.ranks
+    left = [deque(_actions(pipeline, rank)) for rank in range(pipeline.ranks)]
+    while any(left):
+        for rank in range(pipeline.ranks):
+            while left[rank]:
+                action = left[rank][0]
+                source = action.source(pipeline.stages)
+                if source is not None and source not in ends:
+                    break
+                arrived = 0.0 if source is None else ends[source] + arrival_s
+                now[rank] = max(now[rank], arrived) + taken[rank][action]
+                ends[action] = now[rank]
+                left[rank].popleft()
+    device_s = max(end + last for end, last in zip(now, behind, strict=True))
+    own = [sum(each.values()) + last for each, last in zip(taken, behind, strict=True)]
+    host_s = max(time.host_s for time in times)
+    return PipelineTime(max(device_s, host_s), device_s, tuple(1 - each / device_s for each in own))
+
+
+@dataclass(frozen=True)
+class _Action:
+    """A forward or a backward of a stage."""
+
+    forwards: bool
+    stage: int
+    microbatch: int
+
+    def source(self, stages: int) -> _Action | None:
+        """What another stage must have done before; None at the ends of the pipeline."""
+        stage = self.stage - 1 if self.forwards else self.stage + 1
+        return replace(self, stage=stage) if 0 <= stage < stages else None
+
+
+def _actions(pipeline: Pipeline, rank: int) -> Iterator[_Action]:
+    """Those of ``rank``, in order."""
+    done: dict[tuple[bool, int], int] = {}
+    for forwards, local in pipeline.steps(rank):
+        microbatch = done.setdefault((forwards, local), 0)
+        done[forwards, local] += 1
+        yield _Action(forwards, rank + local * pipeline.ranks, microbatch)
 
 
 class _Chain:
@@ -275,6 +391,7 @@ class _TracedRank:
         stage_of: StageMaker,
         sharing: int,
         optimizer: Callable[[], OptimizerModel],
+        workspace_nbytes: int,
     ) -> None:
         self.rank = rank
         self._pipeline = pipeline
@@ -282,7 +399,9 @@ class _TracedRank:
         models: list[TracedModel] = []
         for number in pipeline.numbers(rank):
             module, first = stage_of(number, pipeline.stages), models[0] if models else None
-            models.append(TracedModel(module, config, sharing, optimizer(), beside=first))
+            # The memory of libraries is one rank's.
+            own = workspace_nbytes if first is None else 0
+            models.append(TracedModel(module, config, sharing, optimizer(), own, beside=first))
         # Behind all of them: in a job of one rank they would look for the others.
         with _group_of_one() as group:
             self._parts = [
@@ -292,7 +411,7 @@ class _TracedRank:
 
     @cached_property
     def _neighbours(self) -> Span:
-        return Span(range(2), (_ALONG,))
+        return Span((0, self._sharing), (_ALONG,))
 
     def step(self, chain: _Chain, samples: int) -> TracedStep:
         """A step whose microbatches are of so many ``samples``."""
@@ -370,16 +489,8 @@ class _TracedRank:
 
         part.model.backward(call)
 
-    def plan(
-        self,
-        step: TracedStep,
-        world_size: int,
-        samples: int,
-        memory_nbytes: int | None,
-        device: str | None,
-        most: int | None,
-    ) -> Plan:
-        """That of this rank's step."""
+    def plan(self, step: TracedStep, **common: Any) -> Plan:
+        """That of this rank's step; ``common``: what all ranks have alike, and its time."""
         layouts = [report(part.model.model) for part in self._parts]
         numbers = ", ".join(str(part.number) for part in self._parts)
         over: dict[str, tuple[str, ...]] = {}
@@ -391,7 +502,6 @@ class _TracedRank:
         return Plan(
             model=f"{type(self._parts[0].model.model).__name__} (stage {numbers} of {self._pipeline.stages})",
             rank=self.rank * self._sharing,
-            world_size=world_size,
             parameters=sum(each.parameters for each in layouts),
             units=sum(each.units for each in layouts),
             padding=sum(each.padding for each in layouts),
@@ -402,12 +512,9 @@ class _TracedRank:
                 for group in groups_of(part.model, each.over)
             ),
             microbatches=self._pipeline.microbatches,
-            samples=samples,
-            memory_nbytes=memory_nbytes,
-            largest_samples=most,
-            device=device,
             notes=tuple(dict.fromkeys(note for part in self._parts for note in part.model.notes)),
             **of_step(step),
+            **common,
         )
 
 

@@ -187,9 +187,7 @@ def plan(
     step = traced.step(batch(samples))
     time = None
     if device is not None:
-        if links is None:
-            one_host = world_size <= find_links(device.links).ranks_per_host
-            links = find_links(device.links if one_host else device.links_between)
+        links = links or links_for(device, world_size)
         time = timed(step.issued, device, links)
     most = None
     if largest and memory_nbytes is not None:
@@ -211,6 +209,12 @@ def plan(
     )
 
 
+def links_for(device: Device, world_size: int) -> LinkModel:
+    """Those of ``device`` for a job of so many ranks."""
+    one_host = world_size <= find_links(device.links).ranks_per_host
+    return find_links(device.links if one_host else device.links_between)
+
+
 def of_step(step: TracedStep) -> dict[str, Any]:
     """The values of a plan that follow from a step alone."""
     peak = step.memory.peak
@@ -229,7 +233,7 @@ def _of_layout(traced: TracedModel) -> dict[str, Any]:
     layout, standing = report(traced.model), traced.standing_nbytes
     peak = {
         **dict.fromkeys(Kind, 0),
-        Kind.PARAMETERS: layout.master_nbytes,
+        Kind.PARAMETERS: layout.master_nbytes + layout.beside_nbytes,
         Kind.GRADIENTS: layout.gradient_nbytes,
         Kind.OPTIMIZER: standing[Kind.OPTIMIZER],
         Kind.BUFFERS: standing[Kind.BUFFERS],
@@ -354,7 +358,7 @@ def groups_of(traced: TracedModel, over: Mapping[str, tuple[str, ...]]) -> tuple
         UnitGroup(
             *group,
             units=len(units),
-            parameters_nbytes=sum(unit.master.nbytes for unit in units),
+            parameters_nbytes=sum(each.nbytes for unit in units for each in (unit.master, *unit.attribute_tensors)),
             gradients_nbytes=sum(unit.master.numel() * unit.grad_dtype.itemsize for unit in units if unit.trained),
             optimizer_nbytes=sum(traced.state_nbytes(unit) for unit in units),
             gathered_nbytes=sum(unit.gathered_nbytes for unit in units),

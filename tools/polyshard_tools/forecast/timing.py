@@ -76,6 +76,9 @@ class LinkModel:
         hosts = span.hosts(self.ranks_per_host)
         among = self.between if hosts > 1 else self.inside
         found = [link for link in among if link.operation is operation]
+        if not found and operation is Operation.RECEIVE:
+            # A gather among two ranks: as many bytes go each way.
+            found = [link for link in among if link.operation is Operation.ALL_GATHER]
         if not found and operation is Operation.ALL_REDUCE:
             # A reduction and a gather of slices: both directions at the slower one's rate.
             found = [link for link in among if link.operation is Operation.REDUCE_SCATTER]
@@ -367,6 +370,8 @@ class StepTime:
     """Of matrix products and attention."""
     issued_at: tuple[tuple[int, Interval], ...]
     """The interval of each operation, with its index among all that were issued."""
+    begins: tuple[tuple[Part, float], ...]
+    """Each part of the step, in order, and when compute comes to it."""
 
     @property
     def total_s(self) -> float:
@@ -440,6 +445,7 @@ class _Clock:
             host_s=self._launches * self._device.launch_s + self._units * self._device.unit_s,
             flops=self._flops,
             issued_at=tuple(self._intervals),
+            begins=tuple(self._begins),
         )
 
     def _take(self, index: int, stream: Stream, seconds: float, interference: float, name: str) -> None:

@@ -99,7 +99,8 @@ class TracedModel:
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._warm = False
         masters = [unit.master for unit in self.sharded.units]
-        self.ledger.see([*masters, *self.model.parameters()], Kind.PARAMETERS)
+        attributes = [tensor for unit in self.sharded.units for tensor in unit.attribute_tensors]
+        self.ledger.see([*masters, *attributes, *self.model.parameters()], Kind.PARAMETERS)
         self.ledger.see(self.model.buffers(), Kind.BUFFERS)
 
     @property

@@ -1,0 +1,119 @@
+"""What the forge and a contributor's git run: files that name make targets, versions and paths which are there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
+VARIABLES = set(re.findall(r"^([A-Z]+) \??=", MAKEFILE, re.MULTILINE))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def read(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def cells(job: dict[str, Any]) -> list[dict[str, str]]:
+    """What each run of a job's matrix is given. As here, an ``include`` changes no other run."""
+    matrix = dict(job.get("strategy", {}).get("matrix", {}))
+    included = matrix.pop("include", [])
+    return [dict(zip(matrix, each, strict=True)) for each in itertools.product(*matrix.values())] + included
+
+
+def commands(job: dict[str, Any]) -> list[list[str]]:
+    """The words of each ``run`` line, in each run of the matrix."""
+    lines = [line for step in job["steps"] for line in step.get("run", "").splitlines()]
+    fill = r"\$\{\{ matrix\.(\w+) \}\}"
+    return [shlex.split(re.sub(fill, lambda name: cell[name[1]], line)) for cell in cells(job) for line in lines]  # noqa: B023
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_run_make_targets_and_nothing_else(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # YAML takes `on` for true.
+    assert set(workflow) - {"concurrency"} == {"name", True, "permissions", "jobs"}
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert commands(job)
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/none@v0"))
+        for make, target, *settings in commands(job):
+            assert make == "make"
+            assert target in TARGETS
+            assert {setting.partition("=")[0] for setting in settings} <= VARIABLES
+        named = set(re.findall(r"\$\{\{ ([\w.]+)", json.dumps(job)))
+        given = {f"matrix.{name}" for cell in cells(job) for name in cell}
+        assert named <= given | {"github.workflow", "github.ref"}
+
+
+def test_the_matrix_has_every_python_and_the_lowest_and_newest_torch() -> None:
+    runs = cells(read(".github/workflows/check.yml")["jobs"]["test"])
+    prefix = "Programming Language :: Python :: "
+    versions = {each.removeprefix(prefix) for each in PROJECT["classifiers"] if each.startswith(f"{prefix}3.")}
+    assert {run["python"] for run in runs} == versions
+    assert PROJECT["requires-python"] == f">={min(versions)}"
+    (lowest,) = [each.partition(">=")[2] for each in PROJECT["dependencies"] if each.startswith("torch>=")]
+    assert {run["torch"] for run in runs} == {"", f"torch=={lowest}.*", "torch"}
+
+
+def test_everything_that_help_lists_is_run_somewhere() -> None:
+    run = {
+        words[1]
+        for path in WORKFLOWS
+        for job in yaml.safe_load(path.read_text())["jobs"].values()
+        for words in commands(job)
+    }
+    # `check` and `quick` are parts of others, the rest needs GPUs or is no check.
+    assert TARGETS - run == {"help", "check", "quick", "test-gpu", "bench", "clean"}
+
+
+@pytest.mark.parametrize("name", ["bug", "wish"])
+def test_issue_forms_have_what_a_forge_asks_for(name: str) -> None:
+    form = read(f".github/ISSUE_TEMPLATE/{name}.yml")
+    assert set(form) == {"name", "description", "labels", "body"}
+    assert len({part["id"] for part in form["body"]}) == len(form["body"])
+    for part in form["body"]:
+        assert part["type"] in ("textarea", "input", "dropdown")
+        assert part["attributes"]["label"]
+        assert ("options" in part["attributes"]) == (part["type"] == "dropdown")
+        assert set(part) <= {"type", "id", "attributes", "validations"}
+        # Pages that it sends a reader to.
+        for page in re.findall(r"docs/[\w.-]+\.md", str(part)):
+            assert (ROOT / page).is_file()
+
+
+def test_pre_commit_runs_what_make_static_runs() -> None:
+    ((hooks),) = [repo["hooks"] for repo in read(".pre-commit-config.yaml")["repos"] if repo["repo"] == "local"]
+    for hook in hooks:
+        assert {"id", "name", "entry", "language"} <= set(hook)
+        if hook["language"] == "system":
+            tool = re.sub(r"^\.venv/bin/python (-m ruff \w+).*", r"\1", hook["entry"])
+            assert f"$(PY) {tool}" in MAKEFILE
+
+
+def test_the_container_has_what_its_command_needs() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    steps = dict(re.findall(r"^(FROM|RUN|COPY|CMD) (.+)$", text, re.MULTILINE))
+    _, target = json.loads(steps["CMD"])
+    assert target in TARGETS
+    assert steps["RUN"] == "make .venv/.installed"
+    assert f"FROM python:{PROJECT['requires-python'].removeprefix('>=')}" in text
+    # Nothing that building needs is left out.
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert not {"README.md", "LICENSE", "constraints.txt", "docs", "examples", "core"} & set(ignored)
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    assert (ROOT / ".devcontainer" / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
+    assert container["postCreateCommand"].split()[1] in TARGETS

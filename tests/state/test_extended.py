@@ -1,0 +1,225 @@
+"""State dicts, streams and whole parameters of tensor subclasses that say themselves how they are gathered."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import polyshard
+import pytest
+import torch
+from extended_models import IN, OUT, Layer, Net, Pair, Rounded
+from parity import on_ranks, seed_all, sharded_copy, units_of
+from polyshard.errors import ConfigError, ParameterChangedError, StateError, UnsupportedError
+from polyshard.state import (
+    StateOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+FULL = StateOptions(form="full")
+UNITS = {"policy": units_of(Layer)}
+
+
+def seeded(seed: int = 0) -> Net:
+    with torch.random.fork_rng(devices=[]):
+        seed_all(seed)
+        return Net()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
+    found = []
+    for step in range(steps):
+        x = torch.randn(2, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        found.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def parts(model: Any) -> dict[str, torch.Tensor]:
+    """The plain tensors of an unsharded model."""
+    found = {name: each.detach() for name, each in model.named_parameters()}
+    found["layer.weight.high"], found["layer.weight.low"] = model.layer.weight.high, model.layer.weight.low
+    del found["layer.weight"]
+    # Of one tensor of its own shape and dtype: that has its name.
+    found["down.weight"] = model.down.weight.whole
+    return found
+
+
+def alike(found: Any, wanted: Any) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (type(found[name]), found[name].dtype) == (torch.Tensor, value.dtype)
+        assert torch.equal(found[name], value), name
+
+
+#: Ways from a state dict of whole tensors to a sharded model.
+WAYS: dict[str, Callable[[nn.Module, dict[str, Any], int], object]] = {
+    "set": lambda model, state, rank: set_model_state_dict(model, state),
+    "set from rank 0": lambda model, state, rank: set_model_state_dict(
+        model, state if rank == 0 else {}, StateOptions(origin="rank_0")
+    ),
+    "load_state_dict": lambda model, state, rank: model.load_state_dict(state),
+    "sharded form": lambda model, state, rank: None,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whole_state_dicts_have_the_class_and_come_back(way: str) -> None:
+    """The unsharded model loads them, and so does a sharded one on any number of ranks, which goes on as this one."""
+    source, other = seeded(), seeded(1)
+
+    def saves(rank: int, world: ThreadedWorld) -> Any:
+        model = sharded_copy(source, rank, world, **UNITS)
+        optimizer = adamw(model)
+        trained(model, optimizer)
+        sharded = get_model_state_dict(model)
+        assert list(sharded)[2:5] == ["layer.weight.high", "layer.weight.low", "layer.bias"]
+        assert sharded["layer.weight.high"].shape == (OUT, IN)
+        state = get_model_state_dict(model, FULL), get_optimizer_state_dict(model, optimizer, FULL)
+        if way == "sharded form":
+            again = sharded_copy(other, rank, world, **UNITS)
+            set_model_state_dict(again, sharded)
+            # Tensors of the optimizer are the parameter's shape, and plain.
+            own = get_optimizer_state_dict(model, optimizer)
+            assert own["state"]["down.weight"]["exp_avg"].shape == (OUT, OUT)
+            state = get_model_state_dict(again, FULL), state[1]
+        return *state, trained(model, optimizer)
+
+    state, states, wanted = on_ranks(3, saves)[0]
+    assert list(state) == list(source.state_dict())
+    assert [type(state[name]) for name in ("layer.weight", "down.weight")] == [Pair, torch.Tensor]
+    loaded = copy.deepcopy(other)
+    loaded.load_state_dict(state)
+    assert loaded.down.weight.whole.ne(source.down.weight.whole).any()  # type: ignore[attr-defined]
+    assert torch.equal(loaded.layer.weight.high, source.layer.weight.high)  # type: ignore[attr-defined,arg-type]
+
+    def loads(rank: int, world: ThreadedWorld) -> list[float]:
+        model = sharded_copy(other, rank, world, **UNITS)
+        optimizer = adamw(model)
+        WAYS["set" if way == "sharded form" else way](model, state, rank)
+        set_optimizer_state_dict(model, optimizer, states)
+        return trained(model, optimizer)
+
+    torch.testing.assert_close(on_ranks(2, loads)[1], wanted, rtol=1e-12, atol=0.0)
+
+
+def test_streams_hand_out_plain_tensors_that_can_be_written_back() -> None:
+    source, other = seeded(), seeded(1)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model, again = (sharded_copy(each, rank, world, **UNITS) for each in (source, other))
+        found: dict[str, torch.Tensor] = {}
+        for names, tensors in polyshard.stream(model, bucket_nbytes=300):
+            found.update((name, tensor.clone()) for name, tensor in zip(names, tensors, strict=True))
+        alike(found, parts(source))
+        polyshard.load_stream(again, list(found.items()))
+        alike(dict(stream_of(again)), parts(source))
+        # The numbers inside of a parameter mean something in their own dtypes.
+        cast = dict(stream_of(model, dtype=torch.bfloat16, ranks=[1]))
+        kinds = {name: each.dtype for name, each in cast.items() if name.startswith(("layer.weight", "down.weight"))}
+        wanted = {
+            "down.weight": torch.bfloat16,
+            "layer.weight.high": torch.int8,
+            "layer.weight.low": torch.float16,
+        }
+        assert kinds == (wanted if rank == 1 else {})
+        only = dict(stream_of(model.layer, names=lambda name: name if name == "weight.low" else None))
+        alike(only, {"weight.low": source.layer.weight.low})
+
+    def stream_of(model: nn.Module, **settings: Any) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (name, tensor.clone())
+            for names, tensors in polyshard.stream(model, **settings)
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+
+    on_ranks(3, on_rank)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_unsharded_shows_whole_tensors_of_the_class(number: int) -> None:
+    source = seeded()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model: Any = sharded_copy(source, rank, world, strategy="no_shard" if number == 1 else "full_shard", **UNITS)
+        x = torch.ones(1, IN, dtype=torch.float64)
+        before, own = model(x), (model.layer.weight, model.down.weight)
+        with polyshard.unsharded(model):
+            alike(parts(model), parts(source))
+            assert torch.equal(model(x), source(x))
+            model.down.weight.whole.fill_(3.0)
+        assert model.layer.weight is own[0]
+        assert model.down.weight is own[1]
+        assert torch.equal(model(x), before)
+        with polyshard.unsharded(model.layer, writeback=True):
+            model.layer.weight.high.fill_(16)
+            model.layer.weight.low.zero_()
+        with polyshard.unsharded(model):
+            assert torch.equal(model.layer.weight.decoded(), torch.ones(OUT, IN, dtype=torch.float64))
+            alike({**parts(model), **pair_of(source)}, parts(source))
+        with (
+            pytest.raises(ParameterChangedError, match=r"'down\.weight' was replaced by Parameter \(7, 7\)"),
+            polyshard.unsharded(model, writeback=True),
+        ):
+            model.down.weight = nn.Parameter(torch.ones(OUT, OUT, dtype=torch.float64))
+        assert model.down.weight is own[1]
+
+    def pair_of(model: Any) -> dict[str, torch.Tensor]:
+        return {"layer.weight.high": model.layer.weight.high, "layer.weight.low": model.layer.weight.low}
+
+    on_ranks(number, on_rank)
+
+
+class Turned(Rounded):
+    """Without words about what it is made of."""
+
+    __tensor_flatten__ = property()  # type: ignore[assignment]
+
+
+def test_what_cannot_be_told_is_refused_by_name() -> None:
+    source = seeded()
+    source.down.weight = nn.Parameter(Turned(source.down.weight.whole))  # type: ignore[arg-type]
+    sound = seeded()
+    values = parts(sound)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(source, rank, world)
+        for call in (
+            lambda: get_model_state_dict(model),
+            lambda: get_model_state_dict(model, FULL),
+            lambda: next(polyshard.stream(model)),
+            lambda: polyshard.unsharded(model).__enter__(),
+        ):
+            with pytest.raises(UnsupportedError, match=r"'down\.weight', a Turned, has no __tensor_flatten__"):
+                call()
+        assert torch.isfinite(model(torch.ones(1, IN, dtype=torch.float64))).all()
+        other: Any = sharded_copy(sound, rank, world)
+        plain = {name: torch.ones(each.shape, dtype=torch.float64) for name, each in sound.named_parameters()}
+        before = polyshard.local_state_dict(other)
+        with pytest.raises(ConfigError, match=r"has 'layer\.weight', which the model lacks"):
+            set_model_state_dict(other, plain)
+        with pytest.raises(StateError, match=r"'layer\.weight' as Tensor .* and the whole parameter is a Pair"):
+            other.load_state_dict({"layer.weight": plain["layer.weight"]}, strict=False)
+        with pytest.raises(StateError, match=r"state_dict\(\) found"):
+            other.state_dict()
+        assert torch.equal(polyshard.local_state_dict(other)["layer.weight"].high, before["layer.weight"].high)
+        # What it would not know of would be of the values before.
+        more = patch.object(Rounded, "__tensor_flatten__", lambda each: (["whole", "scale"], None))
+        with more, pytest.raises(UnsupportedError, match=r"'down\.weight', a Rounded, has scale now, and had not"):
+            set_model_state_dict(other, values)
+
+    on_ranks(2, on_rank)
