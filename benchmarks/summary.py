@@ -117,7 +117,7 @@ COLUMNS: tuple[_Column, ...] = (
     ("first s", _number("first_step_s", ".2f")),
     ("tokens/s/GPU", _number("tokens_per_s", ",.0f")),
     ("MFU", _number("mfu", ".3f")),
-    ("same bits", lambda figures: {True: "yes", False: "no"}.get(figures.get("losses_repeat"), "-")),
+    ("same bits", lambda figures: {True: "yes", False: "no", None: "-"}[figures.get("losses_repeat")]),
     ("loss", lambda figures: f"{figures['loss']['first']:.3f}→{figures['loss']['last']:.3f}"),
     ("off FSDP2", _number("loss_difference", ".1e")),
 )

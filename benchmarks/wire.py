@@ -191,7 +191,7 @@ def among_ranks(given: argparse.Namespace) -> int:
     every = ":precision__min_numel=0" if given.work == "tiny" else ""
     peers = tuple(contender(f"polyshard:precision={name}{every if name != 'bf16' else ''}") for name in _PRECISIONS)
     work = (WORKLOADS[given.work],)
-    settings = Settings(work, peers, given.rounds, None, 3, None, _HANG_S, given.out, given.by_step)
+    settings = Settings(work, peers, given.rounds, None, 3, None, _HANG_S, given.out, given.by_step, kernels=False)
     report: dict[str, Any] = {"environment": environment(ranks, "wire.py", given.commit), "rows": [], "skipped": []}
     benchmark = Benchmark(ranks, settings, report)
     if given.train:

@@ -95,7 +95,7 @@ _KEPT = [
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
-    contexts = create_selective_checkpoint_contexts(_KEPT)
+    contexts = create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
     return contexts
 
 

@@ -299,6 +299,7 @@ def test_a_pipeline_trains_and_evaluates_as_one_process_does(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("example")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
 @pytest.mark.parametrize(("count", "names"), [(4, list(TOPOLOGIES)[:5]), (8, list(TOPOLOGIES)[5:])])
@@ -308,11 +309,13 @@ def test_topologies_train_as_one_process_does(count: int, names: Sequence[str], 
         expected = plain_steps("llama", tmp_path / "run", 20, **changes).curves
     assert expected.losses[-1] < expected.losses[0] - 0.5
     for name in names:
-        for found in RANKS.run(count, train_in_fp64, "llama", tmp_path / "run", {**changes, **TOPOLOGIES[name]}, count):
+        asked = {**changes, **TOPOLOGIES[name]}
+        for found in RANKS.run(count, train_in_fp64, "llama", tmp_path / "run", asked, count, timeout=300.0):
             assert_same(found, expected)
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("example")
 def test_a_run_goes_on_over_one_topology_after_another(tmp_path: Path) -> None:
     names = list(TOPOLOGIES)[5:]

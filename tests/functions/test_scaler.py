@@ -160,6 +160,7 @@ def _on_process(rank: int) -> tuple[list[float], torch.Tensor]:
     return train(polyshard.shard(Slope(), polyshard.ShardConfig()), rank, 4, fused, False)
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     wanted, weights = reference(2, 4, fused, False)
     for scales, got in run_processes(2, _on_process):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pipelines
 import polyshard
 import polyshard.checkpoint
+import polyshard.state
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from parity import Block, units_of
 from pipelines import Plan, Trainer, part_of
 from polyshard.errors import ConfigError
 from processes import KeptRanks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 RANKS = KeptRanks()
@@ -112,6 +116,62 @@ def test_models_without_stages_go_on_with_it(tmp_path: Path) -> None:
 def test_stages_go_on_with_a_checkpoint_of_a_model_without_any(tmp_path: Path) -> None:
     directory = RANKS.run(2, saved_whole, tmp_path)[0]
     assert_third_step(RANKS.run(4, resumed, SAVED, directory))
+
+
+def states_of(trainer: Trainer) -> dict[str, Any]:
+    """What ``torch.distributed.checkpoint`` saves of this rank's stages: under names of the whole model."""
+    model, optimizer = {}, {}
+    for each, its in zip(trainer.models, trainer.optimizers, strict=True):
+        if trainer.plan.faced:
+            flat = StateDictOptions(flatten_optimizer_state_dict=True)
+            values, state = get_state_dict(each, its, options=flat)
+            optimizer.update(state)
+        else:
+            polyshard.state.init_optimizer_state(each, its)
+            values, state = polyshard.state.get_state_dict(each, its)
+            optimizer.update(state["state"])
+        model.update(values)
+    return {"model": model, "optimizer": optimizer}
+
+
+def through_dcp(rank: int, plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters behind a third step, of a trainer that got the state of another one."""
+    trainer = Trainer(plan)
+    for turn in range(2):
+        trainer.step(turn)
+    dcp.save(states_of(trainer), checkpoint_id=folder)
+    trainer.close()
+    trainer = Trainer(plan)
+    state = states_of(trainer)
+    dcp.load(state, checkpoint_id=folder)
+    for each, its in zip(trainer.models, trainer.optimizers, strict=True):
+        names = dict(each.named_parameters(remove_duplicate=False))
+        model = {name: value for name, value in state["model"].items() if name in names}
+        if plan.faced:
+            flat = StateDictOptions(flatten_optimizer_state_dict=True)
+            kept = get_state_dict(each, its, options=flat)[1].keys()
+            optimizer = {name: state["optimizer"][name] for name in kept}
+            set_state_dict(each, its, model_state_dict=model, optim_state_dict=optimizer, options=flat)
+        else:
+            optimizer = polyshard.state.get_optimizer_state_dict(each, its)
+            optimizer["state"] = {name: value for name, value in state["optimizer"].items() if name in names}
+            polyshard.state.set_state_dict(each, its, model_state_dict=model, optim_state_dict=optimizer)
+    trainer.step(2)
+    values = trainer.values()
+    trainer.close()
+    return values
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan("1F1B", tied=False), Plan("Interleaved1F1B", each=2, tied=False, faced=True)], ids=str
+)
+def test_states_of_all_stages_are_one_checkpoint_of_torchs(plan: Plan, tmp_path: Path) -> None:
+    wanted = dict(pipelines.expected(plan, 3)[0].named_parameters())
+    found = RANKS.run(4, through_dcp, plan, tmp_path)
+    assert {name for values in found for name in values} == wanted.keys()
+    for values in found:
+        for name, value in values.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
 
 
 def message_of(rank: int, case: str, folder: Path) -> str:

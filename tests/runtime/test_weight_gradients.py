@@ -289,13 +289,13 @@ def compiled_steps(blocks: int) -> tuple[int, int, int, int]:
 
     model = nn.Sequential(*(Large(bias=False) for _ in range(blocks)))
     for block in model:
-        block.compile(backend=note, fullgraph=True, dynamic=True)
+        block.compile(backend=note, fullgraph=True)
     collectives = Noted(PluginContext("fake", torch.device("cpu")), world_size=4)
     collectives.addresses = []
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(Large), batch_nbytes=0))
     written: list[int] = []
     copies = 0
-    for rows in (2, 2, 3):
+    for rows in (4, 4, 5):
         output = model(torch.ones(rows, WIDE, requires_grad=True))
         with Produced() as produced:
             output.sum().backward()
@@ -311,7 +311,8 @@ def compiled_steps(blocks: int) -> tuple[int, int, int, int]:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_blocks_share_their_graphs_and_write_weight_gradients_in_place() -> None:
     # More blocks than the compiler makes versions of one function before it gives up on it.
-    assert compiled_steps(10) == (1, 3 * 10 * 2, 3 * 10 * 2, 0)
+    # One graph for all of them, and one more for other sizes.
+    assert compiled_steps(10) == (2, 3 * 10 * 2, 3 * 10 * 2, 0)
 
 
 class BrokenError(RuntimeError):

@@ -323,6 +323,7 @@ def all_pretend(rank: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_rank_that_pretends_beside_one_that_communicates() -> None:
     for text, seconds in run_processes(2, gloo_beside_fake):
         assert "'gloo'" in text
@@ -331,6 +332,7 @@ def test_a_rank_that_pretends_beside_one_that_communicates() -> None:
         assert seconds < 15.0
 
 
+@pytest.mark.slow
 def test_ranks_that_all_pretend_go_on() -> None:
     assert run_processes(2, all_pretend) == [True, True]
 

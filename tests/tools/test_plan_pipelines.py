@@ -246,9 +246,12 @@ def test_a_step_takes_what_forwards_backwards_and_arrivals_do() -> None:
             )
             for latency in (0.0, 1e-3)
         )
-        assert near.time is not None and far.time is not None
+        assert near.time is not None
+        assert far.time is not None
         first, middle, last = (each.plan.time for each in near.ranks)
-        assert first is not None and middle is not None and last is not None
+        assert first is not None
+        assert middle is not None
+        assert last is not None
         # Two products forwards and four backwards, in each of two blocks.
         assert middle.flops == 8 * 2 * 3 * 2 * rows * BLOCK
         # The last rank, which has a head as well, decides: a microbatch comes there, and one goes back.
