@@ -180,7 +180,7 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if formed is None:
         # A whole weight, or a stand-in that refuses to compute.
         return functional.linear(input, weight, bias)
-    compiles = torch.compiler.is_compiling()
+    compiles = torch.compiler.is_dynamo_compiling()
     direct, key = (None, formed.key) if compiles else (formed.direct, None)
     output: torch.Tensor = FormedLinear.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, formed.form, direct, key, *formed.tensors

@@ -35,8 +35,8 @@ from ..planning.plan import (
 )
 from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units
 from ..planning.values import buffers_to_compare, values_to_compare
+from ..runtime.extended import unit_of
 from ..runtime.root import Root
-from ..runtime.unit import Unit
 from .agree import Agreement, Report
 from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
 from .differences import kind_of, rows_of
@@ -237,7 +237,7 @@ def _plan_units(
     modules = decide_parking(planned, rank)
     for each in modules:
         _refuse_unextended(each, plugins.collectives)
-        _refuse_unformed(each, plugins.collectives, request.make_unit is Unit)
+        _refuse_unformed(each, plugins.collectives, request.make_unit is unit_of)
     return modules
 
 
