@@ -20,9 +20,10 @@ SETTINGS = load_settings(HERE / "llama_8b.toml")
 
 def model(vocabulary: int = 128256) -> nn.Module:
     """The model of the file, whose blocks compute activations again as it asks."""
-    made = build_on_meta(model_config(SETTINGS, vocabulary, 0))
-    made.config.use_cache = False
-    checkpoint_blocks(made.model.layers, SETTINGS.activation_checkpointing)
+    llama = build_on_meta(model_config(SETTINGS, vocabulary, 0))
+    llama.config.use_cache = False
+    checkpoint_blocks(llama.model.layers, SETTINGS.activation_checkpointing)
+    made: nn.Module = llama
     return made
 
 

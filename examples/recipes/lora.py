@@ -22,7 +22,8 @@ def build_model(settings: dict[str, Any]) -> torch.nn.Module:
         base = transformers.AutoModelForCausalLM.from_pretrained(name)
     else:
         base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **settings["model"]["toy"]))
-    return peft.get_peft_model(base, peft.LoraConfig(**settings["lora"]))
+    made: torch.nn.Module = peft.get_peft_model(base, peft.LoraConfig(**settings["lora"]))
+    return made
 
 
 def read_samples(settings: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
