@@ -16,6 +16,7 @@ from typing import Any
 
 from figures import source
 from pages import markers, tell
+from picture import commit_of
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -113,7 +114,9 @@ def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
     first = next(iter(runs.values()))
     files = ", ".join(f"[{name}](../benchmarks/results/{name})" for name in runs)
     rounds = statistics.median(report["settings"]["rounds"] for report in runs.values())
-    head = f"Rank 0 of {source(first)}; {rounds:g} rounds; {files}. Milliseconds a step, and FSDP2's time over it."
+    commits = " and ".join(dict.fromkeys(commit_of(report["environment"]) for report in runs.values()))
+    made = source(first).replace(commit_of(first["environment"]), commits)
+    head = f"Rank 0 of {made}; {rounds:g} rounds; {files}. Milliseconds a step, and FSDP2's time over it."
     return "\n\n".join(part for part in (head, times(runs), memory(runs), kernels(runs)) if part)
 
 

@@ -36,7 +36,7 @@ def trained(rank: int) -> float:
     alone = Reference(copy.deepcopy(model)).to(device)
     alone.decoded = alone.decoded.to(device)
     # From the host: the cut brings it to the device.
-    polyshard.shard(model, polyshard.ShardConfig(collectives="nccl", policy=units_of(Layer)))
+    polyshard.shard(model, polyshard.ShardConfig(collectives="nccl", policy=units_of(Layer), device=device))
     assert all(each.is_cuda for each in model.parameters())
     of_all, own = (
         torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=1e-2) for net in (alone, model)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,6 +86,8 @@ def losses(
     model: nn.Module, steps: int, *, compiles: bool = False, captures: bool = False, **settings: Any
 ) -> list[float]:
     mine = copy.deepcopy(model)
+    # Of torch 2.11's compiler, about leaves.
+    warnings.filterwarnings("ignore", message=".*not a leaf Tensor")
     if compiles:
         for block in mine:  # type: ignore[union-attr]
             block.compile(fullgraph=True)

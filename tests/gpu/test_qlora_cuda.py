@@ -43,7 +43,7 @@ def of_twenty_steps(rank: int, storage: torch.dtype, begins: str) -> tuple[list[
             if hasattr(module, "quant_state"):
                 assert module.weight.quant_state.absmax.device.type == "cpu"
     before = base_bytes(model)
-    polyshard.shard(model, polyshard.ShardConfig(collectives="nccl", policy=units_of(Block)))
+    polyshard.shard(model, polyshard.ShardConfig(collectives="nccl", policy=units_of(Block), device=device))
     losses = [loss for (loss,) in train(model, [rank], device=device)]
     packed = polyshard.report(model).packed_nbytes
     with polyshard.unsharded(model):

@@ -90,7 +90,7 @@ def trains_and_is_saved(
     make, unit = NETS[kind]
     alone = make(device.type).to(device)
     wanted = [losses[rank] for losses in steps(alone, list(range(number)), device)]
-    config = polyshard.ShardConfig(policy=units_of(unit))
+    config = polyshard.ShardConfig(policy=units_of(unit), device=device)
     model = polyshard.shard(make(device.type), config)
     kinds = {type(each).__name__ for each in model.parameters()}
     assert kinds == {"Parameter", "WeightWithDynamicFloat8CastTensor" if kind == "float8" else "NF4Tensor"}
