@@ -197,14 +197,12 @@ class FlatUnit(Unit):
             and torch.is_grad_enabled()
         )
 
-    def unshard(self) -> None:
-        if self.permanent or (self.state is not UnitState.SHARDED and not self._expired):
-            return
+    def issue_gather(self) -> None:
         _runtime_utils._unshard(self._instance, self.handle)
 
     def gather(self) -> None:
         """Issue the gather."""
-        super().unshard()
+        super().issue_gather()
 
     def reshard(self) -> None:
         if (

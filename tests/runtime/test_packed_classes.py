@@ -139,6 +139,8 @@ def test_losses_are_the_unsharded_models_over_bytes_that_stay_as_they_are(ranks:
         # Two layers of 60 bytes a block, cut evenly but for what makes slices equal.
         assert 4 * 60 / ranks <= report.packed_nbytes <= 4 * 60 / ranks + 2 * 16
         assert report.beside_nbytes == 4 * 257 * 8
+        # AdamW's two states are of what is trained.
+        assert report.optimizer_nbytes(2) == 2 * (report.master_nbytes - report.packed_nbytes)
         assert all(type(each.weight) is Coded for each in coded_in(model))
         with polyshard.unsharded(model):
             assert all(map(torch.equal, bytes_of(model), packed))

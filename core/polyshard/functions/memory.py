@@ -25,6 +25,8 @@ class MemoryReport:
     """Elements of all flat buffers that belong to no parameter: gaps for alignment and for equal slices."""
     master_nbytes: int
     """Master shards."""
+    trained_nbytes: int
+    """The bytes of ``master_nbytes`` that are of units with trained parameters: an optimizer has states of these."""
     gradient_nbytes: int
     """Gradient shards, from a backward to the next ``zero_grad``."""
     gathered_nbytes: int
@@ -49,8 +51,8 @@ class MemoryReport:
     empty where the configuration names none."""
 
     def optimizer_nbytes(self, states: int) -> int:
-        """Bytes of an optimizer with ``states`` tensors of a master's size (AdamW: 2)."""
-        return states * self.master_nbytes
+        """Bytes of an optimizer with ``states`` tensors of a trained master's size (AdamW: 2)."""
+        return states * self.trained_nbytes
 
     def total_nbytes(self, states: int = 2) -> int:
         """Everything together, for an optimizer with ``states`` tensors a parameter."""
@@ -87,6 +89,7 @@ def memory_report(root: Root) -> MemoryReport:
         parameters=parameters,
         padding=sum(u.layout.padded_numel for u in units) - parameters,
         master_nbytes=sum(u.own_nbytes for u in units),
+        trained_nbytes=sum(u.own_nbytes for u in units if u.trainable),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
         gathered_nbytes=sum(u.gathered_nbytes for u in kept)
         + sum(u.post_forward_nbytes for u in units)

@@ -283,7 +283,8 @@ class ForwardHooks:
                 observer.computed(unit.spec, False)
             stays = unit.permanent or not unit.releases(turns)
             try:
-                unit.refuse_moved_views()
+                if unit.packed:
+                    unit.refuse_moved_views()
                 if not stays:
                     refuse_escape((unit,), output, module_state.name)
             except (ParameterMovedError, UnshardedUseError):

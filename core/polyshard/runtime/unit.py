@@ -565,7 +565,11 @@ class Unit:
     def unshard(self) -> None:
         """Issue the gather, unless the parameters are there or on their way."""
         if self.due:
-            unshard_together((self,))
+            self.issue_gather()
+
+    def issue_gather(self) -> None:
+        """Issue the gather, which is due, by itself."""
+        unshard_together((self,))
 
     def wait(self) -> None:
         """Order compute after the gather. To be called wherever the unit is used."""
@@ -772,8 +776,9 @@ class Unit:
 def unshard_due(units: Sequence[Unit]) -> None:
     """Issue the gathers of those of ``units``, of one module state, that are due, as one communication."""
     if len(units) == 1:
+        # Most are on their way already.
         if units[0].due:
-            unshard_together(units)
+            units[0].issue_gather()
         return
     due = [unit for unit in units if unit.due]
     if due:

@@ -286,8 +286,8 @@ def _refuse_unformed(module: PlannedModule, collectives: Collectives, native: bo
         where = f"'{unit.spec.parameter_names[0]}', which {caster} keeps in bytes of its own (rank {collectives.rank})"
         if not native:
             raise UnsupportedError(
-                f"A drop-in for PyTorch's FSDP shows its parameters in a dtype, and not {where}. Shard with "
-                "polyshard.shard, or choose another precision."
+                f"What shows parameters in a dtype cannot have {where}. Shard with polyshard.shard, or choose another "
+                "precision."
             )
         if module.post_forward_size is not None:
             raise UnsupportedError(

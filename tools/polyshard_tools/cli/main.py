@@ -14,7 +14,6 @@ from polyshard import registry
 from polyshard._version import __version__
 from polyshard.errors import PolyshardError
 from polyshard.interfaces import Group
-from polyshard_plugins.trace_kernels import kernel_table, read_kernels
 
 from .. import doctor
 from ..scaffold import Kind, write_plugin
@@ -114,6 +113,9 @@ def _add_trace(commands: Commands) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
+    # Here, since other commands need no plugin's package.
+    from polyshard_plugins.trace_kernels import kernel_table, read_kernels
+
     found = kernel_table(read_kernels(arguments.file))
     if arguments.json:
         ms = {kind.value: round(time, 3) for kind, time in found.ms.items()}
