@@ -38,7 +38,7 @@ _UNNAMED = (
     r"polyshard_plugins\.stand_in\.StandIn",
     r"polyshard\.(planning|runtime|functions|setup|capture)\..*",
     r"polyshard\.checkpoint\.(pending\.Notes|storage\.contract\.AnyPlace)",
-    r"polyshard\.(inspect\.ShardedUnit|state\.sharded\.KeptPiece)",
+    r"polyshard\.(inspect\.unit\.ShardedUnit|state\.sharded\.KeptPiece)",
     r"polyshard_lightning\.(fabric\.ShardedModule|common\.Strategy)",
     r"polyshard_tools\.forecast\.(memory|recording|timing)\..*",
     r"polyshard_testing\.(plugin|ranks)\..*",

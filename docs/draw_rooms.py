@@ -40,7 +40,7 @@ ROOMS = {
     "pipelining": (("core/polyshard/pipelining.py",), "models that are stages of a pipeline"),
     "state": ("core/polyshard/state", "state of models and optimizers as objects"),
     "api": (
-        tuple(f"core/polyshard/{name}.py" for name in ("api", "extension", "inspect")),
+        ("core/polyshard/api.py", "core/polyshard/extension.py", "core/polyshard/inspect"),
         "the public functions, the one door, and the one way to extend",
     ),
     "setup": ("core/polyshard/setup", "one request: plugins, plan, agreement of ranks, build"),

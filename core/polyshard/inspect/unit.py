@@ -1,0 +1,358 @@
+"""One unit of a sharded model, and its parameters, as state, optimizers and tools see them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedError
+from ..functions.whole import (
+    gather_whole,
+)
+from ..planning.extensions import InnerTensor, Insides, inner_tensors
+from ..planning.layout import FlatLayout, Piece, Slot, contiguous_stride, product
+from ..planning.parts import TensorPart
+from ..runtime.extended import ExtendedUnit
+from ..runtime.gather import view_of
+
+if TYPE_CHECKING:
+    from ..interfaces import Collectives, OffloadManager, PrecisionCaster
+    from ..runtime.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedParameter:
+    """A parameter of a unit, and the part of it that this rank holds."""
+
+    tensor: nn.Parameter
+    """This rank's elements, or the whole parameter where the unit is not sharded: the user's own object, unless that
+    is a ``DTensor`` over the same memory."""
+    names: tuple[str, ...]
+    """Every fully-qualified name; more than one for a shared parameter."""
+    slot: Slot
+    """Where it lies in the unit's flat buffer, and its whole shape."""
+    piece: Piece | None
+    """The elements of this rank; None for none."""
+    sharded: bool
+    """Whether ranks hold different elements of it."""
+    part: TensorPart | None
+    """The part of a larger tensor that all of the above is about; None for a parameter that was no ``DTensor``."""
+    first: bool = True
+    """Whether this rank is of the first group of ranks that holds the parameter, where others hold copies of it."""
+    cut_alike: bool = True
+    """Whether all of these groups cut it at the same places."""
+    inner: InnerTensor | None = None
+    """Which tensor of a parameter that gathers itself it is, by ``ShardedUnit.stored``; None for a parameter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, over all ranks of the model."""
+        return self.slot.shape if self.part is None else self.part.shape
+
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view of it in its gathered unit (``[padded_numel]``): of a ``part``, of what these ranks have of it."""
+        return view_of(flat, self.slot.shape, self.slot.stride, self.slot.offset)
+
+    def whole(self, flat: torch.Tensor) -> torch.Tensor:
+        """All of it, out of its gathered unit (``[padded_numel]``): a view, or a copy of what ranks with parts have.
+
+        Where it is a ``part``, all ranks of that one's mesh call it.
+        """
+        return self.within(flat) if self.part is None else self.part.whole(self.within(flat))
+
+    @property
+    def name(self) -> str:
+        """The first of its names, under which state is saved."""
+        return self.names[0]
+
+
+class ShardedUnit:
+    """Parameters that are gathered together. Handles of one unit are equal."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardedUnit) and other._unit is self._unit
+
+    def __hash__(self) -> int:
+        return hash(self._unit)
+
+    @property
+    def name(self) -> str:
+        """Fully-qualified name of its module, ``(root)`` for the outermost, and a suffix where that has several."""
+        return self._unit.name
+
+    def reference(self) -> object:
+        """Equal for handles of the same unit; does not keep it alive."""
+        return weakref.ref(self._unit)
+
+    @property
+    def parameters(self) -> tuple[ShardedParameter, ...]:
+        """In the order of the flat buffer."""
+        unit = self._unit
+        pieces = {piece.slot: piece for piece in unit.pieces}
+        ranks, sharded = unit.ranks, unit.ranks.owner is not None
+        # Parts of different sizes move what lies behind them in the flat buffer.
+        alike = ranks.alike or all(each.part is None or each.part.is_even for each in unit.parameters)
+        return tuple(
+            ShardedParameter(
+                unit.held_for(index)[-1],
+                each.names,
+                slot,
+                pieces.get(index),
+                sharded,
+                each.part,
+                ranks.alike or ranks.is_first(each.part),
+                alike,
+            )
+            for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
+        )
+
+    @property
+    def stored(self) -> tuple[ShardedParameter, ...]:
+        """What has the values of its parameters: these themselves, or what those that gather themselves are made of.
+
+        An inner tensor is named behind its parameter (``weight.scales``), and a plain tensor of this rank's memory.
+
+        Raises:
+            UnsupportedError: what a parameter is made of cannot be told.
+        """
+        unit, parameters = self._unit, self.parameters
+        if not isinstance(unit, ExtendedUnit):
+            return parameters
+        unit.require_insides("A state dict, checkpoint or stream")
+        return tuple(
+            _stored(parameter, index, inner, own)
+            for index, parameter in enumerate(parameters)
+            for inner, own in unit.inner_of(index)
+        )
+
+    @property
+    def insides(self) -> Mapping[str, Insides]:
+        """By name of a parameter that gathers itself, and has no plain tensor of its name, what it is made of."""
+        parameters = self._unit.parameters
+        return {each.names[0]: each.insides for each in parameters if each.insides and not each.insides.is_plain}
+
+    @property
+    def extended(self) -> bool:
+        """Whether its parameters gather themselves."""
+        return self._unit.extended
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The plain tensors with this rank's values of all parameters."""
+        unit = self._unit
+        if not isinstance(unit, ExtendedUnit):
+            return (unit.master,)
+        return tuple(inner for own in unit.own_tensors for inner in inner_tensors(own))
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros of the shape of this rank's shard (``[shard_numel]``), where its values are."""
+        unit = self._unit
+        device = unit.spec.device if unit.extended else unit.master.device
+        return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device)
+
+    def refuse_added(self, call: str) -> None:
+        """Raise where a parameter that gathers itself has tensors that it had not when it was sharded.
+
+        Raises:
+            UnsupportedError: naming it; they would be of the values of before.
+        """
+        unit = self._unit
+        for index, own in enumerate(unit.own_tensors if isinstance(unit, ExtendedUnit) else ()):
+            names: Sequence[str] = own.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+            added = sorted(set(names) - {each.attribute for each, _ in unit.inner_of(index)})  # type: ignore[attr-defined]
+            if added:
+                raise UnsupportedError(
+                    f"{call}: '{unit.parameters[index].names[0]}', a {type(own).__name__}, has {', '.join(added)} now, "
+                    f"and had not when it was sharded (rank {unit.ranks.world.rank}): that would be of the values "
+                    "before. Load before the first step, or set it to None."
+                )
+
+    @property
+    def tensors(self) -> Sequence[nn.Parameter]:
+        """The user's own parameters, without their places: for steps that touch them often."""
+        return self._unit.originals.tensors
+
+    @property
+    def master(self) -> torch.Tensor:
+        """This rank's shard of the flat unit (``[shard_numel]``, master dtype), where it is parked if it is.
+
+        Raises:
+            UnsupportedError: its parameters gather themselves.
+        """
+        self._unit.refuse_extended("A function over flat shards")
+        return self._unit.master
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where parameters lie in the flat unit, and how ranks cut it."""
+        return self._unit.layout
+
+    @property
+    def shard(self) -> Collectives | None:
+        """The ranks that hold one shard each; None where every rank holds the whole unit."""
+        return self._unit.ranks.owner
+
+    @property
+    def replicate(self) -> Collectives | None:
+        """The ranks that hold the same shard; None where there is no other."""
+        return self._unit.ranks.replicate
+
+    @property
+    def groups(self) -> tuple[Collectives, ...]:
+        """Groups through which a value reaches all ranks with pieces of it, one after the other; empty for one rank."""
+        ranks = self._unit.ranks
+        if ranks.world.world_size == ranks.number:
+            return () if ranks.alone else (ranks.world,)
+        return tuple(each for each in (ranks.owner, ranks.replicate) if each is not None)
+
+    @property
+    def copied_slots(self) -> tuple[int, ...]:
+        """Slots of parameters that all ranks of the model have copies of, those beside ``shard`` and ``replicate`` too.
+
+        Empty where there are no others.
+        """
+        unit = self._unit
+        if unit.ranks.alike or len(self.tensors) != len(unit.parameters):
+            return ()
+        everywhere = unit.ranks.world.world_size // unit.ranks.shard_size
+        copies = unit.copies if len(unit.copies) > 1 else unit.copies * len(unit.parameters)
+        return tuple(slot for slot, number in enumerate(copies) if number == everywhere)
+
+    @property
+    def shard_rank(self) -> int:
+        """Index of this rank's shard."""
+        return self._unit.ranks.shard_rank
+
+    @property
+    def flat_parameter(self) -> nn.Parameter | None:
+        """The parameter that an optimizer has in the place of all of the unit's; None where nobody asked for it."""
+        return None if self._unit.flat is None else self._unit.flat.parameter
+
+    @property
+    def receivers(self) -> Sequence[nn.Parameter]:
+        """The parameters whose ``.grad`` the reduced gradient arrives in."""
+        return self._unit.receivers
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of its parameters requires a gradient."""
+        return self._unit.trainable
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether gradients of earlier microbatches wait for a backward outside of ``no_sync``."""
+        return self._unit.gradients.unreduced
+
+    @property
+    def packed(self) -> bool:
+        """Whether its parameters are frozen and of packed classes: bytes whose meaning stands in their attributes."""
+        return bool(self._unit.packed)
+
+    @property
+    def attribute_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors in these attributes, whole on every rank."""
+        return tuple(tensor for each in self._unit.packed for tensor in each.tensors)
+
+    @property
+    def parked(self) -> bool:
+        """Whether its offload manager keeps the master and the gradient."""
+        return self._unit.parks
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self._unit.spec.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the gathered parameters."""
+        return self._unit.dtypes.compute
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of ``.grad``."""
+        return self._unit.dtypes.grad
+
+    @property
+    def caster(self) -> PrecisionCaster:
+        """Its precision plugin."""
+        return self._unit.caster
+
+    @property
+    def offload(self) -> OffloadManager:
+        """Its offload plugin."""
+        return self._unit.offload
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gathered unit; 0 where compute uses the master."""
+        return self._unit.gathered_nbytes
+
+    @property
+    def reduction_nbytes(self) -> int:
+        """Bytes of its whole gradient while ranks reduce it; 0 where none is reduced."""
+        unit = self._unit
+        return unit.gradients.input.nbytes if unit.trainable and not unit.resident else 0
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of the result on this rank, which replicas add up; 0 where none is reduced."""
+        if not self.reduction_nbytes:
+            return 0
+        reduction = self._unit.gradients.input
+        return reduction.layout.shard_numel * reduction.result_dtype.itemsize
+
+    @property
+    def gather_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffer that gathers fill, and what is kept of it behind a forward; their memory comes and goes.
+
+        None where compute uses the master.
+        """
+        if self._unit.permanent:
+            return ()
+        buffer = self._unit.buffer
+        return (buffer.flat,) if buffer.post_forward is None else (buffer.flat, buffer.post_forward.memory)
+
+    @property
+    def reduction_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffers of whole gradients: the next reduction's input, and the sum of microbatches before it."""
+        if self.shard is None or not self.reduction_nbytes:
+            return ()
+        reduction = self._unit.gradients.input
+        return tuple(each.flat for each in (reduction.buffer, reduction.sum) if each is not None)
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """The whole flat tensor (``[padded_numel]``) of which each rank has ``own`` (``[shard_numel]``).
+
+        On the device that computes. Every rank of the unit calls it. ``own`` itself where nothing is sharded and it
+        is there already.
+        """
+        return gather_whole(self._unit, own)
+
+
+def _stored(parameter: ShardedParameter, index: int, inner: InnerTensor, own: torch.Tensor) -> ShardedParameter:
+    """``inner`` of ``parameter``, the unit's number ``index``, of which this rank has ``own``."""
+    names = tuple(f"{name}.{inner.name}" if inner.name else name for name in parameter.names)
+    shape, row, (start, stop) = inner.shape, product(inner.shape[1:]), inner.rows
+    slot = Slot(0, product(shape), shape, contiguous_stride(shape), by_rows=inner.is_cut, segment=index)
+    piece = Piece(0, start * row, stop * row, 0) if start < stop else None
+    tensor: Any = own
+    return replace(
+        parameter,
+        tensor=tensor,
+        names=names,
+        slot=slot,
+        piece=piece,
+        sharded=parameter.sharded and inner.is_cut,
+        inner=inner,
+    )
