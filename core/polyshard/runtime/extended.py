@@ -9,7 +9,7 @@ Later gathers fill the same memory.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ from ..planning.extensions import (
 from ..planning.layout import contiguous_stride, product
 from ..planning.plan import ManagedParameter
 from .bindings import Shown
-from .gather import FlatBuffer, Stage
+from .gather import BehindGather, FlatBuffer
 from .parameters import GradientTarget, MasterViews
 from .unit import Unit
 
@@ -267,7 +267,7 @@ class LaneBuffer(FlatBuffer):
         self.device = unit.spec.device
         #: Lanes are gathered like segments, several in one communication.
         self.divided = True
-        self.stages = [_Arrival(self._arrive)]
+        self.stages = [BehindGather(self._arrive)]
         self.owns, self.pairs = [], []
         self.nbytes, self.attached = 0, False
         self._unit = unit
@@ -358,19 +358,6 @@ class LaneBuffer(FlatBuffer):
     def _give_memory(self) -> None:
         for storage, _ in self._storages.values():
             storage.resize_(0)
-
-
-class _Arrival(Stage):
-    """What is done behind a gather, where memory of staged parameters would be emptied."""
-
-    def __init__(self, arrive: Callable[[], None]) -> None:
-        self.empty = arrive  # type: ignore[method-assign]
-
-    def attach(self) -> None:
-        return None
-
-    def release(self) -> None:
-        return None
 
 
 class _Lane:

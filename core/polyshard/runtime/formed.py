@@ -27,7 +27,7 @@ from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Shown, Swap
 from .direct import Direct
-from .gather import EncodedBuffer, Stage, slices_of
+from .gather import BehindGather, EncodedBuffer, slices_of
 
 #: Attribute of a linear layer under which its ``FormedWeight`` stands while it computes, and None otherwise.
 _FORMED = "_polyshard_formed"
@@ -63,7 +63,7 @@ class FormBuffer(EncodedBuffer):
             self.parts = [lane.view(-1) for lane in lanes]
             self.pairs = [(lane.view(-1), lane[rank]) for lane in lanes]
             self.divided, self.owns, self.gaps = True, [], []
-            self.stages = [_Arrival(self._arrive)]
+            self.stages = [BehindGather(self._arrive)]
             # By form.
             self._lanes: list[list[torch.Tensor]] = []
             for form in forms:
@@ -114,19 +114,6 @@ def _bound(form: LinearForm, lanes: Sequence[torch.Tensor]) -> Sequence[Sequence
         )
     checked: Sequence[Sequence[torch.Tensor]] = answer
     return checked
-
-
-class _Arrival(Stage):
-    """What is done behind a gather, where memory of staged parameters would be emptied."""
-
-    def __init__(self, arrive: Callable[[], None]) -> None:
-        self.empty = arrive  # type: ignore[method-assign]
-
-    def attach(self) -> None:
-        return None
-
-    def release(self) -> None:
-        return None
 
 
 @dataclass(eq=False, slots=True)

@@ -421,6 +421,19 @@ class Stage:
         self._storage.resize_(0)
 
 
+class BehindGather(Stage):
+    """What is done behind a gather, where memory of staged parameters would be emptied."""
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self.empty = arrive  # type: ignore[method-assign]
+
+    def attach(self) -> None:
+        return None
+
+    def release(self) -> None:
+        return None
+
+
 class PostForwardShard:
     """The part of a gather buffer that this rank keeps between forward and backward, in memory of its own.
 
