@@ -31,12 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import Contender, Site, Step
-from kernels import kernels_of
 from measure import spread, undisturbed
 from memory import Memory, larger
 from options import Settings, make_parser, settings_of
 from ranks import Ranks
-from runs import FailedError, Taken, environment, timed, together
+from runs import FailedError, Taken, environment, kernels_of, timed, together
 from summary import kernel_tables, summarise, table, train_table
 from workloads import Batches, Workload
 

@@ -6,15 +6,18 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from contenders import NotServedError, Step
 from measure import output_of
+from polyshard_plugins.trace_kernels import kernel_table, read_kernels
 from ranks import Ranks
 
 
@@ -70,6 +73,25 @@ def timed(step: Step, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[Take
         return Taken(host, host, processor), loss
     torch.cuda.synchronize()
     return Taken(float(start.elapsed_time(end)), host, processor), loss
+
+
+def kernels_of(step: Step, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, Any] | None:
+    """Milliseconds and launches of each kind of kernel in one ``step``; None without a GPU."""
+    if not tokens.is_cuda:
+        return None
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(tokens, targets)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.json"
+        profile.export_chrome_trace(str(path))
+        found = kernel_table(read_kernels(path))
+    return {
+        "ms": {kind.value: round(ms, 3) for kind, ms in found.ms.items()},
+        "launches": {kind.value: number for kind, number in found.launches.items()},
+        "longest": {kind.value: name[:120] for kind, name in found.longest.items()},
+    }
 
 
 def environment(ranks: Ranks, script: str, commit: str | None) -> dict[str, Any]:
