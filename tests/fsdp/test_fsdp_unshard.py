@@ -21,6 +21,7 @@ from fsdp_parity.ranks import Pools
         (unshard.gradients_that_nobody_has, (3,)),
         (unshard.unreduced_gradients_survive, (2,)),
         (unshard.the_root_is_found, (2,)),
+        (unshard.functions_of_polyshard, (2,)),
         (unshard.private_names, (2,)),
         (unshard.gathers_ahead, (2,)),
         (unshard.write_between_forward_and_backward, (2,)),

@@ -102,11 +102,12 @@ class OptimizerCheck:
 
     def _prepare(self, optimizer: torch.optim.Optimizer, root: Root) -> None:
         """Let ``root`` end what its backwards left, where the optimizer has parameters of it."""
-        for group in optimizer.param_groups:
-            # Whether or not they have gradients, or elements on this rank: all ranks decide alike.
-            if any(found is not None and found.root is root for found in self._live.find(group["params"])):
-                root.settle()
-                return
+        # Whether or not they have gradients, or elements on this rank: all ranks decide alike.
+        found = [each for group in optimizer.param_groups for each in self._live.find(group["params"])]
+        own = [each for each in found if each is not None and each.root is root]
+        if own:
+            _refuse_unreduced(optimizer, own)
+            root.settle()
 
     def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the parameters that forwards have gathered are older than the masters from now on."""
@@ -191,6 +192,17 @@ class _StateGuard:
 def _asked_for_states() -> bool:
     """Whether torch's functions for states of whole models are among the callers."""
     return _torch_private.called_from(_STATE_DICTS)
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, found: Iterable[ParameterLocation]) -> None:
+    """Raise where every gradient of a parameter waits for a backward that synchronises: the step would pass it over."""
+    for each in found:
+        if each.unit.gradients.unreduced and each.parameter.grad is None:
+            raise StateError(
+                f"{type(optimizer).__name__} was to update '{each.name}' (rank {each.root.rank}), whose gradients were "
+                "computed without synchronisation and are not reduced: it would stay as it is. Leave no_sync() for the "
+                "last backward before a step."
+            )
 
 
 def _refuse_dead_hooks(found: Iterable[ParameterLocation]) -> None:

@@ -18,6 +18,7 @@ from ..functions.whole import (
     ToSome,
     WholeGather,
     gather_inner,
+    refuse_flat_parameters,
     whole_on_this_rank,
 )
 from ..runtime import graph
@@ -175,6 +176,10 @@ class ShardedModel:
         self._root.adopt_changes(trains=trains, all_modules=all_modules)
         # Whoever asks between steps may write to masters.
         self._root.outdate()
+
+    def refuse_flat_parameters(self, call: str) -> None:
+        """Raise where modules have flat parameters; see ``functions.whole.refuse_flat_parameters``."""
+        refuse_flat_parameters(self._root.units, call)
 
     def refuse_moved(self) -> None:
         """Raise where modules moved, so that a name is another parameter's now.
