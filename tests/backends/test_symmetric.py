@@ -17,7 +17,8 @@ from polyshard.errors import CollectiveError, ConfigError, DeviceError
 from polyshard.interfaces import BufferRole, PluginContext, ReduceOp
 from polyshard_backends import _torch_private, symmetric
 from polyshard_backends.nccl import NcclCollectives
-from polyshard_backends.symmetric import PeerMemory, Place, SymmetricCollectives, obstacle
+from polyshard_backends.places import Place, obstacle
+from polyshard_backends.symmetric import PeerMemory, SymmetricCollectives
 from processes import run_processes
 
 CPU = torch.device("cpu", 0)
