@@ -313,6 +313,14 @@ def nvlinks(device_index: int) -> tuple[int, ...] | None:
     return tuple(other for other, links in enumerate(row) if links > 0)
 
 
+def splits(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``dist.split_group`` can split the communicator of ``group``, which that function asks in private."""
+    try:
+        return bool(group._get_backend(device).supports_splitting)
+    except (AttributeError, RuntimeError):
+        return False
+
+
 def symmetric_groups() -> set[tuple[int, ...]]:
     """The ranks of each group for which a program of this process enabled torch's symmetric memory.
 

@@ -235,6 +235,8 @@ class SymmetricCollectives(NcclCollectives):
 
 #: Bytes a rank of the gather by which new memory is tried.
 _PROBE_BYTES = 64 * 1024
+#: Places outside of the pool that are remembered at most.
+_MOST_ELSEWHERE = 4096
 
 
 class Use(enum.IntEnum):
@@ -308,6 +310,9 @@ class PeerMemory:
         self._segments: list[_Segment] = []
         self._pulls: dict[tuple[int, int], Pull] = {}
         self._parts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        # Places outside of the pool, while it has ``_made`` segments: asking the allocator walks all of them.
+        self._elsewhere: set[tuple[int, int]] = set()
+        self._made = 0
         self._signals: _torch_private.SymmetricHandle | None = None
         self._last_streams: dict[Use, tuple[int, int, int]] = {}
         self._index = index
@@ -394,7 +399,13 @@ class PeerMemory:
         if torch.cuda.is_current_stream_capturing():
             # Memory of the graph, which no other process maps; and nothing may wait here.
             return None
-        if not _torch_private.holds(self._pool, out):
+        if self._made != self.scope.made or len(self._elsewhere) > _MOST_ELSEWHERE:
+            self._made = self.scope.made
+            self._elsewhere.clear()
+        place = out.data_ptr(), out.nbytes
+        if place in self._elsewhere or not _torch_private.holds(self._pool, out):
+            # A gather of encoded bytes, say, which comes back in every step.
+            self._elsewhere.add(place)
             return None
         segment = self._map(out, use, ordered=True)
         if segment is not None:
@@ -501,13 +512,14 @@ class ZeroedScope(SharedScope):
 
     def __init__(self, pool: torch.cuda.MemPool, index: int) -> None:
         super().__init__(pool, index)
-        self._segments = self._count()
+        self.made = self._count()
+        """Segments that the device's allocator had made when the scope was left last; the pool has no newer one."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         super().__exit__(kind, error, at)
         made = self._count()
-        if made != self._segments:
-            self._segments = made
+        if made != self.made:
+            self.made = made
             # A capture takes no new segment of this pool: new ones are others'.
             if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream(self._index).wait_stream(torch.cuda.default_stream(self._index))

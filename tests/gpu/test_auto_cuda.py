@@ -21,7 +21,10 @@ run = partial(RANKS.run, WORLD_SIZE)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WORLD_SIZE < 2, reason="one rank gathers nothing")]
 
 #: What every rank says where they copy.
-COPIED = f"symmetric: {WORLD_SIZE} ranks on one host, NVLink between all; units from 64 MiB by copy engines, the rest by NCCL"
+COPIED = (
+    f"symmetric: {WORLD_SIZE} ranks on one host, NVLink between all; units from 64 MiB by copy engines, the rest by "
+    "NCCL"
+)
 DEVICES_EACH = torch.cuda.device_count() >= WORLD_SIZE
 
 
