@@ -85,9 +85,9 @@ class NcclCollectives(ProcessGroupCollectives):
 
     Operations run on the stream that is current when they are issued, so that memory of that stream needs no further
     care, and a captured graph needs no other stream. Gathers use the given group and reductions a second communicator:
-    on one, they would wait for each other even on two streams. Where the group is a part of a job whose communicator is
-    bound to a device, its ranks cannot make a second one alone, and both share the given one, with a warning;
-    ``partition`` of the whole job does not have that limit.
+    on one, they would wait for each other even on two streams. Where the group is a part of a job that is bound to
+    devices (``init_process_group(device_id=...)``), its ranks split its own communicator for that, without the others;
+    where that one cannot be split, both share it, with a warning.
 
     Exchanges use the reductions' communicator: they carry results of reductions and come behind these anyway, while
     gathers of the next forward overlap with them, and a third communicator would hold its connections once more.

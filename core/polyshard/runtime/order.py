@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from ..planning import thresholds
 from ..planning.launches import batch_ends
 
 
@@ -59,6 +60,11 @@ class _Order(Generic[S]):
         # The first one is entered before anything can be prefetched.
         sizes = [module_state.launch_nbytes for module_state in self.module_states[1:]]
         self._ends = [1, *(1 + end for end in batch_ends(sizes, batch_nbytes))]
+
+    @property
+    def launches(self) -> int:
+        """How many batches there are."""
+        return len(set(self._ends))
 
     def behind(self, position: int, ahead: int) -> list[list[S]]:
         """The batches of the ``ahead`` modules behind ``position``, and of one module of the next batch at least."""
@@ -107,6 +113,17 @@ class ExecutionOrder(Generic[S]):
     def order(self) -> tuple[S, ...]:
         """The modules in the order in which the last finished forward entered them."""
         return tuple(self._routes[0].module_states) if self._routes else ()
+
+    @property
+    def reason(self) -> str:
+        """One line for people: how many launches gather the modules of a forward, and why."""
+        if not self.batch_nbytes:
+            return "each module is gathered by itself"
+        most = f"neighbours go together up to {self.batch_nbytes / 2**20:g} MiB, at most {thresholds.LARGEST_BATCH}"
+        if not self._routes:
+            return f"{most}; by the order that the first forward records"
+        route = self._routes[0]
+        return f"{len(route.module_states)} modules in {route.launches} launches: {most}"
 
     def begin_forward(self) -> None:
         """An outermost forward starts."""

@@ -73,6 +73,8 @@ class Root(Step):
         self.events = events
         #: Decides which units stay gathered behind forward; None where nothing is left to decide.
         self.budget: Budget | None = None
+        #: What it decided, and why: one line for people. Empty where the configuration asks for no budget.
+        self.budget_reason = ""
         self._used_parameters: UsedParameters | None = None
         #: Whether backwards end with what ``finish_backward`` does. The same on all ranks.
         self.last_backward = True
@@ -526,7 +528,9 @@ class Root(Step):
                 if module_state not in kept and module_state.reads_in_backward
                 for u in module_state.units
             ]
-            if self.budget.decide(self.units, order, self.collectives):
+            decided = self.budget.decide(self.units, order, self.collectives)
+            self.budget_reason = self.budget.reason
+            if decided:
                 self.budget = None
 
     def _counted_parameters(self) -> UsedParameters | None:

@@ -46,6 +46,8 @@ class ExplainedPlugin:
     """The plugins that its factory constructed by name."""
     absent: str = ""
     """Why it was not constructed: it needs ranks or a device. Empty where it was."""
+    reason: str = ""
+    """What collectives choose by themselves, and why; of absent ones, by what they will choose."""
 
     def walk(self) -> list[ExplainedPlugin]:
         """This one, and all inside of it: an outer one before its inner ones."""
