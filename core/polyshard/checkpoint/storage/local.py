@@ -303,7 +303,7 @@ class LocalJobLock(JobLock[Path]):
                 warnings.warn(
                     f"{self.folder} is on a file system without locks ({error.strerror}): that no other job saves "
                     "there cannot be seen to.",
-                    stacklevel=7,
+                    stacklevel=8,
                 )
             elif error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
