@@ -299,8 +299,8 @@ class _StageSource(Source):
         #: Names in the stage, and in the saved optimizer: a tied parameter is saved under one of its names.
         self._names = {name: aliases.get(name, name) if name not in saved else name for name in own}
         self._inner: dict[str, str] = {}
-        self._model = {key: path for key, path in source.paths(MODEL).items() if ".".join(map(str, path[1:])) in own}
-        self._optimizer: dict[str, tuple[Any, ...]] = dict(source.paths(OPTIMIZER, "param_groups"))
+        self._paths = {key: path for key, path in source.paths(MODEL).items() if ".".join(map(str, path[1:])) in own}
+        self._paths |= source.paths(OPTIMIZER, "param_groups")
         by_name: dict[str, list[tuple[str, tuple[Any, ...]]]] = {}
         for key, path in source.paths(OPTIMIZER, "state").items():
             by_name.setdefault(path[2], []).append((key, path))
@@ -308,7 +308,7 @@ class _StageSource(Source):
             for key, path in by_name.get(first, ()):
                 mine = key if name == first else f"{key}\0of\0{name}"
                 self._inner[mine] = key
-                self._optimizer[mine] = (*path[:2], name, *path[3:])
+                self._paths[mine] = (*path[:2], name, *path[3:])
 
     @property
     def described(self) -> str:
@@ -319,17 +319,13 @@ class _StageSource(Source):
         self._source.read(inner)
         for key in targets:
             value = inner[self._inner.get(key, key)]
-            path = self._optimizer.get(key, ())
-            if path[1:2] == ("param_groups",) and path[3] in ("params", "param_names"):
+            path = self._paths[key]
+            if path[:2] == (OPTIMIZER, "param_groups") and path[3] in ("params", "param_names"):
                 value = [name for name, first in self._names.items() if first in set(value) or name in set(value)]
             targets[key] = value
 
     def entry(self, key: str) -> Any | None:
         return self._source.entry(self._inner.get(key, key))
-
-    def paths(self, *prefix: str) -> Mapping[str, tuple[Any, ...]]:
-        both = {**self._model, **self._optimizer}
-        return {key: path for key, path in both.items() if path[: len(prefix)] == prefix}
 
 
 def _named(

@@ -100,7 +100,7 @@ class ModelRestore:
                 f"{opening(source)} has '{name}' otherwise than the model {where}: its bytes were quantized in another "
                 "way. Load it into the model that it was saved from, quantized as it was then."
                 for key, name in settled.items()
-                if not _same(values[key].cpu(), wanted[name].cpu())
+                if not same_values(values[key].cpu(), wanted[name].cpu())
             ]
         if wrong:
             raise ConfigError(in_lines(wrong))
@@ -417,7 +417,7 @@ class _FlatState:
         for name, keys in self._scalars.items():
             (first, key), *others = keys.items()
             for other, other_key in others:
-                if not _same(values[key], values[other_key]):
+                if not same_values(values[key], values[other_key]):
                     raise ConfigError(
                         f"optimizer state '{name}' is {_shown(values[key])} for '{first}' but "
                         f"{_shown(values[other_key])} for '{other}' in {self._source.described}, and "
@@ -516,7 +516,7 @@ def _zeros_like(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_values(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
