@@ -212,8 +212,7 @@ class _Outline:
     def joined(cls, outlines: Sequence[_Outline]) -> _Outline:
         """That of the whole model.
 
-        Raises:
-            ConfigError: two stages have a name, or optimizers of other numbers of groups.
+        Raises ConfigError: two stages have a name, or optimizers of other numbers of groups.
         """
         told = [each for each in outlines if each.tells]
         names: list[str] = [name for each in told for name in each.names]

@@ -33,7 +33,6 @@ class ParameterLocation(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter itself."""
         if self.slot is None:
             assert self.unit.flat is not None
             return self.unit.flat.parameter

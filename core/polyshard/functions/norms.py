@@ -50,8 +50,7 @@ def clip_grad_norm(
 class ModelGradients:
     """The gradients of one model on this rank: their norm over all ranks, and a factor for all of them.
 
-    Raises:
-        ConfigError: other parts of a ``DTensor`` are on ranks of another model, or one is in no unit.
+    Raises ConfigError: other parts of a ``DTensor`` are on ranks of another model, or one is in no unit.
     """
 
     def __init__(self, root: Root, module: nn.Module, uncounted: Collection[torch.Tensor] = frozenset()) -> None:
@@ -133,8 +132,7 @@ THIS_RANK = Holders(None, 1)
 def groups_of(held: GradientsByHolders, unit: Unit) -> list[list[torch.Tensor]]:
     """Where in ``held`` the gradients of ``unit`` belong: one list for all, or one for each of its parameters.
 
-    Raises:
-        ConfigError: other parts of a parameter are on ranks that are none of the model's.
+    Raises ConfigError: other parts of a parameter are on ranks that are none of the model's.
     """
     ranks, copies = unit.ranks, unit.copies
     if not all(copies):
@@ -167,8 +165,7 @@ def count_parts(
 def count_outside(held: GradientsByHolders, root: Root, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Add the gradient of a parameter that is no unit's to ``held``.
 
-    Raises:
-        ConfigError: it is a ``DTensor``, of which nobody says who averages it.
+    Raises ConfigError: it is a ``DTensor``, of which nobody says who averages it.
     """
     owned = parameter in root.owned_locally
     if is_dtensor(parameter) and not owned:
@@ -206,8 +203,7 @@ def agreed_norm(
     waiting for the device: on the CPU at each call, on other devices at the first that has gradients (of the first
     three), and at each with ``check_ranks="always"``.
 
-    Raises:
-        RankMismatchError: the ranks' norms of one gradient differ; on all ranks.
+    Raises RankMismatchError: the ranks' norms of one gradient differ; on all ranks.
     """
     device = root.collectives.device
     reach = {holders.ranks: holders.ranks.everyone for holders in held if holders.ranks is not None}
@@ -265,8 +261,7 @@ def norm_dtype(units: Iterable[Unit], outside: Iterable[torch.Tensor] = ()) -> t
 def check_norm_type(norm_type: float, call: str, rank: int) -> None:
     """Raise where norms of shards do not make a norm of the whole.
 
-    Raises:
-        ConfigError: ``norm_type`` is not positive.
+    Raises ConfigError: ``norm_type`` is not positive.
     """
     if not norm_type > 0:
         raise ConfigError(

@@ -140,8 +140,7 @@ def refuse_unshardable(model: nn.Module, rank: int) -> None:
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:
     """The sharded model whose outermost module is ``model``; ``call`` begins messages.
 
-    Raises:
-        StateError: ``model`` is not the outermost sharded module, or was closed.
+    Raises StateError: ``model`` is not the outermost sharded module, or was closed.
     """
     return ShardedModel(outermost_root(model, call))
 
@@ -176,8 +175,7 @@ def savable_model(model: nn.Module, call: str) -> ShardedModel:
 def savable_part(module: nn.Module, call: str) -> tuple[ShardedModel, nn.Module]:
     """The model that ``module`` is or is inside of, as ``savable_model`` gives it, and the module without a wrapper.
 
-    Raises:
-        StateError, ParameterChangedError, UnsupportedError: as ``savable_model``, and where no sharded model has it.
+    Raises StateError, ParameterChangedError, UnsupportedError: as ``savable_model``, and where no sharded model has it.
     """
     root, module = root_around(module, call)
     return savable_model(root.module_states[0].module, call), module

@@ -193,8 +193,7 @@ def insides_of(whole: torch.Tensor, where: str, rank: int, ranks: int, *, traine
 
     ``where``: its name, for messages.
 
-    Raises:
-        ParameterError: the class cannot cut it there; or it is trained, and an optimizer could not change it.
+    Raises ParameterError: the class cannot cut it there; or it is trained, and an optimizer could not change it.
     """
     kind, shape, whole = type(whole).__name__, tuple(whole.shape), whole.detach()
     start, stop = rows_of(shape[0], rank, ranks)
@@ -218,8 +217,7 @@ def insides_of(whole: torch.Tensor, where: str, rank: int, ranks: int, *, traine
 def refuse_untrainable(rows: torch.Tensor, where: str) -> None:
     """Try on ``rows``, which may be lost, what an optimizer does to a parameter.
 
-    Raises:
-        ParameterError: its class cannot.
+    Raises ParameterError: its class cannot.
     """
     if not rows.numel():
         return

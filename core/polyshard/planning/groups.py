@@ -245,8 +245,7 @@ class ModelRanks:
     def of_unit(self, overrides: Mapping[str, Any], module: str) -> tuple[UnitLists, float | None]:
         """The ranks of the units of ``module``, and their divisor; None for a mean over them.
 
-        Raises:
-            ConfigError: the ``mesh`` that a policy gave it is none of this model's.
+        Raises ConfigError: the ``mesh`` that a policy gave it is none of this model's.
         """
         choice = overrides.get("gradient_divisor")
         value = overrides.get("mesh")
@@ -310,8 +309,7 @@ def post_forward_size(releases: object, shards: int, module: str, rank: int) -> 
 
     None for all that share their ``shards``, or none.
 
-    Raises:
-        ConfigError: a number that does not divide that of shards.
+    Raises ConfigError: a number that does not divide that of shards.
     """
     if isinstance(releases, bool) or not isinstance(releases, int) or shards == 1:
         return None

@@ -36,7 +36,6 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """One past the last element."""
         return self.offset + self.numel
 
     def shown(self, numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -69,7 +68,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 
@@ -120,8 +118,7 @@ class FlatLayout:
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The non-empty pieces of parameters in ``rank``'s shard, in order.
 
-        Raises:
-            IndexError: ``rank`` is not in ``range(world_size)``.
+        Raises IndexError: ``rank`` is not in ``range(world_size)``.
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not in range({self.world_size})")

@@ -25,7 +25,7 @@ from ..interfaces import (
     WireSpec,
 )
 from ..registry import Constructed
-from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, is_packed, parked_of, wire_of
+from .answers import callable_or_none, dtypes_of, is_packed, parked_of, wire_of, yes_or_no
 from .extensions import ChunkedRows
 from .forms import forms_in, split_by_form
 from .layout import FlatLayout, NamedLayout, dense_stride
@@ -172,7 +172,7 @@ def plan_units(
         as_it_is = shards == 1 or bool(forms) or group[0].extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
-        full_precision_in_eval_of(caster, spec, rank)
+        _full_precision_in_eval(caster, spec, rank)
         observers = events.observers(spec) if events.active else ()
         launched = _launch_numel(members, flat)
         units.append(PlannedUnit(spec, flat, dtypes, wire, forms, observers, parked=False, launch_numel=launched))
@@ -208,7 +208,7 @@ def plan_units(
         buffer_dtype=buffer_dtype,
         input_cast=callable_or_none(caster, "input_cast", first, rank) if casts else None,
         output_cast=callable_or_none(caster, "output_cast", first, rank) if casts else None,
-        full_precision_in_eval=full_precision_in_eval_of(caster, first, rank),
+        full_precision_in_eval=_full_precision_in_eval(caster, first, rank),
         reads_in_backward=reads,
         post_forward_size=post_forward_size if reads else None,
         scope=None if planned.overrides.get("mesh") is None else lists.of(rank),
@@ -220,8 +220,7 @@ def decide_parking(plans: Sequence[PlannedModule], rank: int) -> tuple[PlannedMo
 
     A manager is asked once, of all the units that it serves.
 
-    Raises:
-        PluginContractError: a manager answered what its contract does not allow.
+    Raises PluginContractError: a manager answered what its contract does not allow.
     """
     served: dict[int, tuple[OffloadManager, list[UnitSpec]]] = {}
     for plan in plans:
@@ -232,10 +231,8 @@ def decide_parking(plans: Sequence[PlannedModule], rank: int) -> tuple[PlannedMo
 
 
 def _with_parked(plan: PlannedModule, parked: frozenset[UnitSpec]) -> PlannedModule:
-    if not parked:
-        return plan
     units = tuple(dataclasses.replace(unit, parked=unit.spec in parked) for unit in plan.units)
-    return dataclasses.replace(plan, units=units)
+    return dataclasses.replace(plan, units=units) if parked else plan
 
 
 def reads_in_backward(module: nn.Module) -> bool:
@@ -252,6 +249,11 @@ def reads_in_backward(module: nn.Module) -> bool:
         or bool(each._forward_hooks or each._forward_pre_hooks)
         for each in modules_called(module)
     )
+
+
+def _full_precision_in_eval(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> bool:
+    answer = caster.full_precision_in_eval(unit)
+    return yes_or_no(caster, "full_precision_in_eval", answer, f"unit '{unit.label}'", rank)
 
 
 def _launch_numel(group: Sequence[ManagedParameter], flat: FlatLayout) -> int:
