@@ -159,12 +159,10 @@ class Manifest:
         return self._within[id(entry)]
 
     def settings(self) -> Iterator[Json]:
-        """Every encoded setting of the optimizer."""
         for group in () if self.optimizer is None else self.optimizer.groups:
             yield from group.values()
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
-        """Every tensor, with what it is called."""
         for name, stored in self.model.items():
             yield f"model.{name}", stored
         if self.optimizer is not None:
@@ -326,7 +324,6 @@ class Marker:
     format: int = FORMAT
 
     def rendered(self) -> bytes:
-        """What ``read`` reads."""
         return _render({**dataclasses.asdict(self), "torch": str(torch.__version__)})
 
     @classmethod

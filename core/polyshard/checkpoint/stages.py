@@ -178,7 +178,6 @@ class _Part:
         return {name: first for first, names in names_of(self.module).items() for name in names}
 
     def outline(self, tied: Mapping[str, str]) -> _Outline:
-        """What the manifest says of it."""
         names, saved = self.names, saved_names(self.module)
         left_out = frozenset(later for later, first in tied.items() if later in names and first not in names)
         groups = None

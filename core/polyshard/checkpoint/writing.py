@@ -397,7 +397,6 @@ def _piece_by_piece(offers: Sequence[Offer]) -> Sequence[Offer]:
 
 
 def _by_itself(key: Key, label: str) -> Key:
-    """The key of a tensor of one piece."""
     return (*key[:-1], f"{key[-1]}{label}")
 
 

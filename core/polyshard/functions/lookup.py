@@ -66,7 +66,6 @@ class LiveRoots:
         self.flattened: weakref.WeakSet[Root] = weakref.WeakSet()
 
     def add(self, root: Root) -> None:
-        """Find the parameters of ``root`` from now on."""
         places = {
             id(held): (number, slot)
             for number, unit in enumerate(root.units)

@@ -191,7 +191,6 @@ class ToSome(CollectivesDecorator):
 
     @property
     def receives(self) -> bool:
-        """Whether gathers reach this rank."""
         return self.rank in self.receivers
 
     def around(self, inner: Collectives) -> Collectives:

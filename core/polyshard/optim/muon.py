@@ -127,7 +127,6 @@ class Muon(WholeTensorOptimizer):
         parameters: Sequence[nn.Parameter],
         results: Sequence[torch.Tensor],
     ) -> None:
-        """Decay, and go along them."""
         ratio = _ratio(group["adjust_lr_fn"], shape)
         go_along(parameters, results, group["lr"], ratio, group["weight_decay"])
 

@@ -46,15 +46,12 @@ class MeshOfRanks:
     ndim: int = 1
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """The number of ranks."""
         return self.ranks
 
     def rank(self) -> int:
-        """This rank's number among them."""
         return self.rank_here
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's number among them."""
         return self.rank_here
 
     def get_group(self, mesh_dim: int | str | None = None) -> MeshOfRanks:
@@ -63,7 +60,6 @@ class MeshOfRanks:
 
 
 def gathers_itself(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is of a class of its own that has the protocol."""
     return type(tensor) not in _PLAIN and hasattr(tensor, _PRE) and hasattr(tensor, _POST)
 
 

@@ -67,7 +67,6 @@ class UnitRanks:
 
     @property
     def shard_rank(self) -> int:
-        """Index of this rank's shard."""
         return self.owner.rank if self.owner else 0
 
     @property
@@ -123,7 +122,6 @@ class UnitRanks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank."""
         return self.owner is None and self.replicate is None
 
     def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
@@ -160,7 +158,6 @@ class UnitRanks:
 
     @property
     def without_replicas(self) -> Self:
-        """The ranks of a reduction that leaves each replica its own sum."""
         return replace(self, replicate=None)
 
     @staticmethod
@@ -344,7 +341,6 @@ class FormedGroups:
         self.batch = self._group(ranks.batch_lists)
 
     def of(self, lists: UnitLists, divisor: float | None) -> UnitRanks:
-        """The ranks of a unit."""
         found = self._ranks.get((id(lists), divisor))
         if found is None:
             owner, replicate = self._group(lists.shard), self._group(lists.replicate)

@@ -6,6 +6,7 @@ Pure arithmetic.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -367,13 +368,8 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def product(sizes: Sequence[int]) -> int:
-    """Product of ``sizes``; 1 where there are none."""
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
+    return math.prod(sizes)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple

@@ -92,12 +92,10 @@ class PlannedModule(ModuleParameters):
 
     @property
     def parks(self) -> bool:
-        """Whether any of its units is parked."""
         return any(unit.parked for unit in self.units)
 
     @property
     def has_meta_parameters(self) -> bool:
-        """Whether any of its parameters has no values yet."""
         return any(parameter.original.is_meta for group in self.groups for parameter in group)
 
 

@@ -179,7 +179,6 @@ class OptimizerRestore:
         self._read_scalars()
 
     def commit(self) -> None:
-        """Give the optimizer the values in ``targets``."""
         state = {parameter: flat.finish() for parameter, flat in self._flat.items()}
         for parameter, name, key in self._entries:
             value = self._tensors[key] if key in self._tensors else self.targets[key]
@@ -457,7 +456,6 @@ class _FlatState:
             )
 
     def _has_shapes(self, keys: Mapping[str, str]) -> bool:
-        """Whether every parameter's entry has the shape of the parameter."""
         shapes = {each.name: each.shape for each in self._holding.sharded}
         entries = {each: self._source.entry(key) for each, key in keys.items()}
         return all(

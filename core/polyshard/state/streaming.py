@@ -494,7 +494,6 @@ class _Targets:
 
 
 def _write(sharded: ShardedModel, target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Let this rank's part of ``target`` have the values of ``whole``."""
     box = Box.whole(whole.shape)
     chunks = list(chunks_of(target))
     sharded.copy_into_masters([box_within(whole, box, each.box) for each in chunks], [each.view for each in chunks])

@@ -43,9 +43,6 @@ class LocalStorage(Storage[Path]):
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
 
-    def sees(self, path: Path) -> bool:
-        return os.path.lexists(path)
-
     def names(self, folder: Path) -> list[str]:
         return sorted(os.listdir(folder)) if folder.is_dir() else []
 
