@@ -69,12 +69,7 @@ def _casters(sharded: ShardedModel) -> dict[str, PrecisionCaster]:
 
 
 def number_of(given: object, name: str, least: int) -> int:
-    """The argument ``name`` as an int.
-
-    Raises:
-        ConfigTypeError: it is no whole number.
-        ConfigError: it is less than ``least``.
-    """
+    """The argument ``name`` as an int. Raises ConfigTypeError: it is none; ConfigError: it is less than ``least``."""
     try:
         if isinstance(given, bool):
             raise TypeError

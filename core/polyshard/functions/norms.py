@@ -32,12 +32,8 @@ def clip_grad_norm(
     """Scale all gradients so that their norm, over every rank's shards, is at most ``max_norm``.
 
     Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce. Trained parameters outside of units
-    count once, and must have one gradient on all ranks, but for those that each rank owns: see ``agreed_norm``.
-
-    Raises:
-        ConfigError: ``norm_type`` is not positive, or other parts of a ``DTensor`` are on ranks of another model.
-        RankMismatchError: gradients of parameters outside of units differ between ranks.
-        NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
+    count once, and must have one gradient on all ranks, but for those that each rank owns. Errors as ``agreed_norm``;
+    NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
     gradients = ModelGradients(root, module)
     total = gradients.norm(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
@@ -84,9 +80,7 @@ class ModelGradients:
     ) -> torch.Tensor:
         """The norm over all ranks of the model, the same on each of them; ``max_norm`` is compared among them.
 
-        Raises:
-            ConfigError: ``norm_type`` is not positive.
-            RankMismatchError: gradients of parameters outside of units differ between ranks.
+        Errors as ``check_norm_type`` and ``agreed_norm``.
         """
         root = self._root
         check_norm_type(norm_type, "clip_grad_norm_", root.rank)

@@ -178,8 +178,7 @@ def plan_modules(
         root: The model.
         chosen: What the policy chose, and the settings that differ there.
         names: Those of all modules of ``root``, where the caller has them.
-        ignored_modules: Modules that stay as they are, with all inside them.
-        ignored_parameters: Parameters that stay as they are.
+        ignored_modules, ignored_parameters: They stay as they are, with all inside them.
         rank: Of this process, for messages.
         divides: Whether large modules before and behind the chosen ones may be split off ``root``.
 

@@ -127,15 +127,12 @@ def plan_units(
 
     Args:
         planned: A module and the parameters that it owns.
-        plugins: What serves it.
-        lists: The ranks of its units.
-        divisor: What the sum of their gradients is divided by; None for a mean.
+        plugins, lists, divisor, post_forward_size: As in ``PlannedModule``.
         device: The device that computes.
         events: The listeners.
         travelled: Bytes in which an element of a dtype travelled in the modules planned before; updated.
         is_root: Whether it is the outermost module, or split off that.
         rank: Of this process, for messages.
-        post_forward_size: How many ranks gather its units for backward, if that does; None for all that share them.
 
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.

@@ -249,12 +249,7 @@ class LocalJobLock(JobLock[Path]):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Claim ``folder``, which is there. Models of one process share it.
-
-        Raises:
-            ConfigError: another process holds it; says which.
-            OSError: the file cannot be made; names it.
-        """
+        """Claim ``folder``, which is there. Errors as ``Storage.claim``, and OSError: the file cannot be made."""
         self.folder = folder.resolve()
         path = self.folder / LOCK
         self._descriptor: int | None = None

@@ -348,11 +348,9 @@ class RemoteJobLock(JobLock[URL]):
     """This process's claim to a folder, as an object says. It stays when the process is killed."""
 
     def __init__(self, storage: RemoteStorage, folder: URL) -> None:
-        """Claim ``folder``. Models of one process share it.
+        """Claim ``folder``.
 
-        Raises:
-            ConfigError: another process is seen to hold it, or took it from this one; says which.
-            OSError: the object cannot be read or written; names it.
+        Raises ConfigError: another process is seen to hold it, or took it from this one; OSError: no answer came.
         """
         self.folder = folder
         self._storage = storage
