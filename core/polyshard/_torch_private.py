@@ -217,7 +217,6 @@ def wrapper_of(subclass: type[_W], tensor: torch.Tensor) -> _W:
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange all that two tensor objects are, but for who they are."""
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
 
 
@@ -291,7 +290,6 @@ def exchanged() -> tuple[str, ...]:
 
 
 def restore_exchanged() -> None:
-    """Put torch's own functions back."""
     while _restores:
         _restores.popitem()[1]()
 
@@ -413,7 +411,6 @@ class _Awaited(MetaPathFinder):
         self._call = call
 
     def leave(self) -> None:
-        """Wait no more."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 

@@ -1,45 +1,7 @@
 """Every exception that polyshard raises, and the warning that it gives of what will be gone.
 
-::
-
-    PolyshardError
-    ├── ConfigError (ValueError)            a setting that does not exist, or a value that it cannot take
-    │   ├── ConfigTypeError (TypeError)         a value of a type that the setting cannot take
-    │   └── ConfigAssertionError (AssertionError)  a call whose arguments contradict each other
-    ├── UnsupportedError (NotImplementedError)  a combination of settings that is not served
-    ├── PluginError
-    │   ├── PluginNotFoundError (LookupError)   no installed plugin has the name
-    │   ├── PluginLoadError (ImportError)       the plugin is installed but cannot be imported or constructed
-    │   ├── PluginConflictError (LookupError)   two installed packages offer the name
-    │   ├── PluginRefusedError (PermissionError)  the environment does not allow to import the plugin
-    │   ├── PluginVersionError (RuntimeError)   the plugin was written for another contract version
-    │   └── PluginContractError (TypeError)     the plugin answered something that its contract does not allow
-    ├── ShardingError
-    │   ├── ParameterError (ValueError)         a parameter that cannot be sharded
-    │   ├── DeviceError (RuntimeError)          parameters on a device that the backend cannot serve
-    │   ├── AlreadyShardedError (ValueError)    a module that is sharded already
-    │   ├── EmptyUnitError (ValueError)         a unit without any parameter
-    │   └── WorldSizeError (ValueError)         a number of ranks that cannot be served
-    ├── StepError
-    │   ├── StateError (RuntimeError)           a call that the current phase of the step does not allow
-    │   │   ├── StepAssertionError (AssertionError)  such a call that breaks an order of calls
-    │   │   └── CheckpointDamagedError              a file of a checkpoint that is gone or was changed
-    │   ├── TrainingStateError (ValueError)     a call in a training state other than those that allow it
-    │   ├── UnshardedUseError (RuntimeError)    parameters used while they are sharded
-    │   ├── ParameterChangedError (RuntimeError)  a parameter replaced where that cannot be honoured
-    │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
-    │   ├── CaptureError (RuntimeError)         a step that cannot be captured, or not replayed for these arguments
-    │   ├── NonFiniteError (FloatingPointError, RuntimeError)  infinite or no number where that was to be refused
-    │   ├── BackgroundSaveError (RuntimeError)  a save in the background that failed, told of by a later call
-    │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
-    ├── CollectiveError
-    │   ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
-    │   └── CollectiveAbortedError (RuntimeError)  a collective given up because another rank failed
-    │       └── PeerFailedError                     the other rank's exception is known
-    └── RankFailedError (RuntimeError)          a process of a test that died, or could not say what it raised
-
-Each leaf is also the built-in exception in brackets, the one that ``torch.distributed.fsdp`` raises for the same
-input, so that ``except`` clauses written for FSDP go on working. A message has three parts, in this order: what was
+Each leaf is also the built-in exception that ``torch.distributed.fsdp`` raises for the same input, so that ``except``
+clauses written for FSDP go on working. A message has three parts, in this order: what was
 wrong, where (fully-qualified name, rank), what to do.
 
 ``PolyshardDeprecationWarning`` is a warning and stands beside the tree; ``deprecation`` words it.

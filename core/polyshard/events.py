@@ -17,8 +17,6 @@ from .interfaces import Observer, UnitSpec
 if TYPE_CHECKING:
     from .config import ShardConfig
 
-__all__ = ["Events"]
-
 
 class Events:
     """The listeners of one sharded model, behind typed methods named like the hooks of ``polyshard.hookspecs``.
@@ -48,27 +46,21 @@ class Events:
         return self._active
 
     def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
-        """``model`` is about to be sharded."""
         self._manager.hook.before_shard(model=model, config=config)
 
     def after_shard(self, model: torch.nn.Module) -> None:
-        """``model`` is sharded."""
         self._manager.hook.after_shard(model=model)
 
     def on_save(self, model: torch.nn.Module, path: Path | str) -> None:
-        """The state of ``model`` was written to ``path``."""
         self._manager.hook.on_save(model=model, path=path)
 
     def on_load(self, model: torch.nn.Module, path: Path | str) -> None:
-        """The state of ``model`` was read from ``path``."""
         self._manager.hook.on_load(model=model, path=path)
 
     def step_begin(self, model: torch.nn.Module) -> None:
-        """The outermost forward of ``model`` is about to start."""
         self._manager.hook.step_begin(model=model)
 
     def step_end(self, model: torch.nn.Module) -> None:
-        """The backward of ``model`` has ended."""
         self._manager.hook.step_end(model=model)
 
     def observers(self, unit: UnitSpec) -> tuple[Observer, ...]:

@@ -19,19 +19,6 @@ from .interfaces import Observer, UnitSpec
 if TYPE_CHECKING:
     from .config import ShardConfig
 
-__all__ = [
-    "PROJECT_NAME",
-    "after_shard",
-    "before_shard",
-    "hookimpl",
-    "hookspec",
-    "make_observer",
-    "on_load",
-    "on_save",
-    "step_begin",
-    "step_end",
-]
-
 #: Under which pluggy knows specs and implementations.
 PROJECT_NAME = "polyshard"
 

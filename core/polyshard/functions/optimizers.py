@@ -172,11 +172,7 @@ class _StateGuard:
         self._fresh = fresh
 
     def refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Called before ``state_dict`` and before ``load_state_dict``.
-
-        Raises:
-            StateError: that module calls it.
-        """
+        """Called before ``state_dict`` and before ``load_state_dict``. Raises StateError: that module calls it."""
         if not _asked_for_states():
             self._fresh = False
             return
@@ -386,8 +382,7 @@ class ReplacedParameters:
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of each optimizer.
 
-        Raises:
-            ConfigError: it holds a trained parameter that was replaced.
+        Raises ConfigError: it holds a trained parameter that was replaced.
         """
         if torch.compiler.is_compiling() or self._passed.get(optimizer) == len(optimizer.param_groups):
             return

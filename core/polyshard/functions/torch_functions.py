@@ -125,7 +125,6 @@ class GradientUtilities:
     """Norms and infinities of gradients, over all ranks that hold pieces of the parameters."""
 
     def install(self) -> None:
-        """Exchange torch's functions."""
         self._total_norm = _torch_private.exchange_behind(torch.nn.utils.get_total_norm, self.total_norm)
         self._clip = _torch_private.exchange_behind(torch.nn.utils.clip_grad_norm_, self.clip_grad_norm)
         self._unscale = _torch_private.exchange_unscale(self.unscale)

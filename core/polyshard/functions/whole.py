@@ -120,9 +120,7 @@ def whole_on_this_rank(root: Root, values: Mapping[str, torch.Tensor]) -> Iterat
     """Inside, every original has its whole shape on this rank, without a word to others: for what reads a model that it
     is given, modules called included. Between steps alone. Changes are dropped on leaving.
 
-    Args:
-        root: Of the model; all of its parameters.
-        values: Whole tensors by the parameters' first names, on any device; not copied.
+    ``values``: whole tensors by the parameters' first names, on any device; not copied.
     """
     root.unsharded = frozenset(root.units)
     try:
@@ -178,9 +176,8 @@ class WholeGather:
     def __init__(self, shards: Sequence[tuple[Unit, torch.Tensor, torch.dtype, Collectives | None]]) -> None:
         """Issue it, as one communication for each group of ranks.
 
-        Args:
-            shards: Units of one model, what this rank has of each (``[shard_numel]``), in which dtype it travels, and
-                among whom: the unit's owners, or ``ToSome`` of them.
+        ``shards``: units of one model, what this rank has of each (``[shard_numel]``), in which dtype it travels, and
+        among whom: the unit's owners, or ``ToSome`` of them.
         """
         root = shards[0][0].step
         assert isinstance(root, Root)
@@ -212,7 +209,6 @@ class ToSome(CollectivesDecorator):
 
     @property
     def receives(self) -> bool:
-        """Whether gathers reach this rank."""
         return self.rank in self.receivers
 
     def around(self, inner: Collectives) -> Collectives:
@@ -285,8 +281,7 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
 
     ``whole``: ``[padded_numel]``, in the master's dtype. Tensors that replaced its views are copied into it first.
 
-    Raises:
-        ParameterChangedError: a replacement has another shape.
+    Raises ParameterChangedError: a replacement has another shape.
     """
     with torch.no_grad():
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
@@ -316,8 +311,7 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
 def _write_back_inner(unit: ExtendedUnit) -> None:
     """As ``write_back``, of whole parameters that gather themselves.
 
-    Raises:
-        ParameterChangedError: one is of another class or shape.
+    Raises ParameterChangedError: one is of another class or shape.
     """
     for index, parameter in enumerate(unit.parameters):
         module, key = parameter.sites[0]
@@ -476,8 +470,7 @@ class _Guard:
     def _rows_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``value``, a whole parameter that gathers itself.
 
-        Raises:
-            StateError: it is of another class, in whose values ranks would make something else of each.
+        Raises StateError: it is of another class, in whose values ranks would make something else of each.
         """
         parameter, ranks = self.unit.parameters[index], self.unit.ranks
         insides, shape = parameter.insides, self.unit.layout.slots[index].shape
