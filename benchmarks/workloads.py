@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -203,6 +204,34 @@ def initial_value(name: str, shape: torch.Size | tuple[int, ...], device: torch.
         return torch.ones(shape, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return torch.normal(0.0, 0.02, tuple(shape), generator=generator, device=device)
+
+
+def meta_model(workload: Workload) -> LanguageModel:
+    """The model without memory."""
+    with torch.device("meta"):
+        return LanguageModel(workload)
+
+
+def whole_model(workload: Workload, device: torch.device, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """The model on ``device``, every parameter whole and with its first value."""
+    model = meta_model(workload).to(dtype).to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, device))
+    return model
+
+
+def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
+    """A function that fills the parameters that a module of ``model`` holds directly; call it before wrapping."""
+    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+
+    @torch.no_grad()
+    def initialize(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.copy_(initial_value(names[module] + name, parameter.shape, parameter.device))
+
+    return initialize
 
 
 @dataclass(frozen=True, slots=True)
