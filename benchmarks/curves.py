@@ -18,7 +18,7 @@ from polyshard_backends.threaded import ThreadedWorld
 from workloads import Batches, Workload, whole_model
 
 #: Trained on the CPU: 0.9M parameters.
-CURVE = Workload("curve", 128, 4, 4, 4, 352, 512, 4, 64, False, 0, 0.0)
+CURVE = Workload("curve", 128, 4, 4, 4, 352, 512, 4, 64, False, 0)
 #: Steps that the end of a curve is the mean of.
 TAIL = 50
 

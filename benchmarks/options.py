@@ -11,8 +11,6 @@ from contenders import Contender, contender, peer_names
 from switches import SWITCHES
 from workloads import WORKLOADS, Workload
 
-#: Seconds of a build and a first step on an H200, for the estimate alone.
-_EXPECTED_BUILD_S = 1.5
 _DEFAULT_PEERS = (
     "local,ddp,fsdp1,fsdp2,fsdp2-tuned,fsdp2-keep,fsdp2-hybrid,polyshard,polyshard-keep,polyshard-auto,"
     "polyshard-captured,polyshard-no-shard,polyshard-hybrid"
@@ -37,12 +35,6 @@ class Settings:
     def steps_of(self, workload: Workload) -> int:
         """Timed steps in a round."""
         return self.steps if self.steps is not None else workload.steps
-
-    def expected_s(self) -> float:
-        """Roughly how long the run takes."""
-        steps = sum((self.steps_of(work) + self.warmup) * work.expected_step_s for work in self.workloads)
-        builds = _EXPECTED_BUILD_S * len(self.workloads)
-        return self.rounds * len(self.contenders) * (steps + builds)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:

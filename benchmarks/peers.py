@@ -365,8 +365,6 @@ def main() -> int:
                 "by_step": settings.by_step,
             },
         }
-        if ranks.rank == 0 and not given.train:
-            print(f"about {settings.expected_s():.0f} s where all peers are served", file=sys.stderr, flush=True)
         measure(ranks, settings, report, given.train, given.every)
     return 0
 

@@ -30,8 +30,6 @@ class Workload:
     """Whether every block's activations are recomputed in backward."""
     steps: int
     """Timed steps in a round."""
-    expected_step_s: float
-    """Seconds of a slow peer's step on an H200, for estimates of how long a run takes."""
     selective: bool = False
     """Whether blocks recompute all but products and attention, and the loss is compiled, as is usual for large ones."""
 
@@ -75,13 +73,13 @@ class Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("tiny", 32, 3, 4, 2, 48, 128, 2, 16, True, 4, 0.05),
-        Workload("host", 256, 64, 4, 4, 512, 1024, 1, 64, False, 10, 0.2),
-        Workload("300m", 1024, 20, 16, 16, 2816, 32000, 8, 1024, False, 10, 0.08),
-        Workload("1b", 2048, 18, 16, 8, 8192, 32000, 4, 2048, False, 10, 0.14),
-        Workload("8b", 4096, 32, 32, 8, 14336, 32000, 2, 4096, True, 5, 0.92),
-        Workload("8b-selective", 4096, 32, 32, 8, 14336, 32000, 1, 8192, False, 5, 0.8, True),
-        Workload("tiny-selective", 32, 3, 4, 2, 48, 128, 2, 16, False, 4, 0.05, True),
+        Workload("tiny", 32, 3, 4, 2, 48, 128, 2, 16, True, 4),
+        Workload("host", 256, 64, 4, 4, 512, 1024, 1, 64, False, 10),
+        Workload("300m", 1024, 20, 16, 16, 2816, 32000, 8, 1024, False, 10),
+        Workload("1b", 2048, 18, 16, 8, 8192, 32000, 4, 2048, False, 10),
+        Workload("8b", 4096, 32, 32, 8, 14336, 32000, 2, 4096, True, 5),
+        Workload("8b-selective", 4096, 32, 32, 8, 14336, 32000, 1, 8192, False, 5, True),
+        Workload("tiny-selective", 32, 3, 4, 2, 48, 128, 2, 16, False, 4, True),
     )
 }
 

@@ -29,7 +29,7 @@ class Seen:
         from parity import root_of
         from workloads import Batches, Workload
 
-        workload = Workload("small", 64, 12, 4, 4, 96, 512, 2, 16, False, 1, 0.1)
+        workload = Workload("small", 64, 12, 4, 4, 96, 512, 2, 16, False, 1)
         cpu = torch.device("cpu")
         peer = contender(f"polyshard:collectives=fake:collectives__world_size=2:{name}")
         self.losses: list[float] = []

@@ -146,6 +146,7 @@ def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
     (results / "peers2.json").write_text(json.dumps(earlier))
     archive.write_text("{}\n{}\n".format(*OLD))
     arguments = ["--results", str(results), "--page", str(page), "--archive", str(archive), "--chart", str(chart)]
+    arguments += ["--readme-chart", str(tmp_path / "readme.svg")]
     assert main(arguments) == 0
     text = page.read_text()
     assert text.startswith("before\n")
