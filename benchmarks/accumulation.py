@@ -21,12 +21,12 @@ from typing import Any
 
 import polyshard
 import torch
-from measure import spread, undisturbed
+from measure import spread, undisturbed, write
 from polyshard.interfaces import PluginContext, ReduceOp, Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
 from ranks import Ranks
-from runs import environment, write
+from runs import environment
 from torch import nn
 
 _MICROBATCHES = 4
@@ -128,7 +128,7 @@ def main() -> int:
         if ranks.rank == 0:
             medians = f"{spread(times)['median']:8.1f} ms, {spread(faster)['median']:.2f} times as fast"
             print(f"{way:16} {medians}, sends {sent[way]}")
-    write(report, given.out, ranks)
+    write(report, given.out, ranks.rank)
     for model in models.values():
         polyshard.close(model)
     ranks.close()

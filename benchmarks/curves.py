@@ -13,7 +13,7 @@ from typing import Any
 
 import polyshard
 import torch
-from measure import output_of
+from measure import output_of, write
 from polyshard_backends.threaded import ThreadedWorld
 from workloads import Batches, Workload, whole_model
 
@@ -40,8 +40,7 @@ def alone_environment(script: str, commit: str | None) -> dict[str, Any]:
 
 def tell_alone(report: Mapping[str, Any], out: Path | None) -> None:
     """Write ``report`` into ``out``, if any, and print all of it but the losses."""
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(report, out)
     shown = {key: value for key, value in report["curves"].items() if key != "losses_over_10_steps"}
     print(json.dumps({**report, "curves": shown}, indent=1))
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from clocks import DeviceClock, Gemm, HostClock
-from measure import spread, undisturbed
+from measure import spread, undisturbed, write
 from polyshard.interfaces import (
     PARAMETER_ALIGNMENT_BYTES,
     BufferRole,
@@ -47,7 +47,7 @@ from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.symmetric import SymmetricCollectives
 from polyshard_layouts.layouts import Flat
 from ranks import Ranks
-from runs import environment, make_parser, write
+from runs import environment, make_parser
 
 _MIB = 2**20
 _ITEMSIZE = torch.bfloat16.itemsize
@@ -427,7 +427,7 @@ def main() -> int:
             "problems": all_problems,
             "rows": merged_rows,
         }
-        write(report, given.out, ranks)
+        write(report, given.out, ranks.rank)
         if merged_rows:
             print(table(merged_rows))
         for problem in all_problems:

@@ -30,9 +30,10 @@ from typing import Any
 import polyshard
 import polyshard_huggingface
 import torch
+from measure import write
 from memory import Memory
 from ranks import Ranks
-from runs import FailedError, environment, job, make_parser, not_started, together, write
+from runs import FailedError, environment, job, make_parser, not_started, together
 from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value, initializer, meta_model
 
 #: As in polyshard/huggingface/files.py.
@@ -263,7 +264,7 @@ def main() -> int:
                 "elapsed_s": round(time.perf_counter() - benchmark.began, 1),
                 "rows": benchmark.rows,
             }
-            write(report, asked.out, ranks)
+            write(report, asked.out, ranks.rank)
             if ranks.rank == 0:
                 print(table(benchmark.rows), flush=True)
         except FailedError as failure:

@@ -16,9 +16,10 @@ import time
 from typing import Any
 
 from contenders import Contender, Site, contender
+from measure import write
 from memory import Memory
 from ranks import Ranks
-from runs import environment, job, make_parser, not_started, write
+from runs import environment, job, make_parser, not_started
 from workloads import WORKLOADS, Batches, Workload
 
 _HANG_S = 150.0
@@ -88,7 +89,7 @@ def main() -> int:
         for name in given.peers.split(","):
             found[name] = train(contender(name), WORKLOADS[given.work], ranks, given.steps, given.every)
             print(f"{name}: {found[name]['at'][-1]}", file=sys.stderr, flush=True)
-            write(report, given.out, ranks)
+            write(report, given.out, ranks.rank)
         print(table(found))
     return 0
 

@@ -23,10 +23,10 @@ import polyshard
 import torch
 import torch.distributed as dist
 from contenders import EagerStep, Site, Step, adamw
-from measure import spread, undisturbed
+from measure import spread, turned, undisturbed, write
 from memory import Memory
 from ranks import Ranks
-from runs import environment, job, make_parser, not_started, timed, together, turned, write
+from runs import environment, job, make_parser, not_started, timed, together
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -232,7 +232,7 @@ def main() -> int:
                         found = measure(ranks, peer, kind, WORKLOADS[work], given.steps)
                         rows.append({"workload": work, "kind": kind, "peer": peer, "round": number, **found})
                     report["rows"] += rows
-                    write(report, given.out, ranks)
+                    write(report, given.out, ranks.rank)
                     if ranks.rank == 0:
                         _tell(rows)
     return 0

@@ -25,12 +25,12 @@ from typing import Any, cast
 import polyshard
 import torch
 from contenders import Site, adamw, fill_shards
-from measure import spread, undisturbed
+from measure import spread, turned, undisturbed, write
 from memory import Memory
 from polyshard.optim import Muon, for_matrices
 from polyshard.optim.muon import newton_schulz
 from ranks import Ranks
-from runs import compute_deterministically, environment, job, make_parser, not_started, together, turned, write
+from runs import compute_deterministically, environment, job, make_parser, not_started, together
 from torch import nn
 from workloads import WORKLOADS, Batches, Block, Workload, initializer, meta_model, whole_model
 
@@ -258,7 +258,7 @@ def main() -> int:
 
 def _add(report: dict[str, Any], ranks: Ranks, out: Path | None, row: dict[str, Any]) -> None:
     report["rows"].append(row)
-    write(report, out, ranks)
+    write(report, out, ranks.rank)
     if ranks.rank == 0:
         told = row.get("losses") or (
             f"{row['ms']['median']:9.2f} ms, optimizer {row['optimizer_ms']['median']:8.2f} ms, "

@@ -25,10 +25,10 @@ from typing import Any
 import polyshard
 import torch
 from contenders import Site, adamw
-from measure import spread, undisturbed
+from measure import spread, turned, undisturbed, write
 from memory import Memory
 from ranks import Ranks
-from runs import FailedError, environment, job, make_parser, not_started, timed, together, turned, write
+from runs import FailedError, environment, job, make_parser, not_started, timed, together
 from torch import nn
 from workloads import WORKLOADS, Batches, Block, Workload, initializer, meta_model
 
@@ -249,7 +249,7 @@ def main() -> int:
         benchmark.run()
         rows = benchmark.rows()
         asked = {"workload": workload.describe(), "threads": threads, "rounds": given.rounds, "turns": given.turns}
-        write(environment(ranks, "offload.py", given.commit) | asked | {"rows": rows}, given.out, ranks)
+        write(environment(ranks, "offload.py", given.commit) | asked | {"rows": rows}, given.out, ranks.rank)
         if ranks.rank == 0:
             print("\n".join(table(rows)), flush=True)
     return 0

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import Contender, Site, Step
-from measure import spread, undisturbed
+from measure import spread, turned, undisturbed, write
 from memory import Memory, larger
 from options import Settings, make_parser, settings_of
 from ranks import Ranks
@@ -46,8 +46,6 @@ from runs import (
     not_started,
     timed,
     together,
-    turned,
-    write,
 )
 from summary import kernel_tables, summarise, table, train_table
 from workloads import Batches, Workload
@@ -140,7 +138,7 @@ class Benchmark:
         """Put what is known so far into the file."""
         self.report["elapsed_s"] = round(time.perf_counter() - self.began, 1)
         self.report["summary"] = summarise(self.report["rows"])
-        write(self.report, self.settings.out, self.ranks)
+        write(self.report, self.settings.out, self.ranks.rank)
 
     def _late(self, needed_s: float) -> bool:
         deadline = self.settings.deadline_s

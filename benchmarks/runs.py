@@ -1,5 +1,5 @@
 """What a benchmark on several ranks does with whatever it measures: options, ranks, parts that fail together, one step,
-provenance, and the file.
+and provenance.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import json
 import os
 import platform
 import re
@@ -16,11 +15,11 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from contenders import NotServedError
@@ -28,7 +27,6 @@ from measure import output_of
 from polyshard_plugins.trace_kernels import kernel_table, read_kernels
 from ranks import Ranks
 
-T = TypeVar("T")
 #: Tokens and next tokens, ``[batch, seq]``, to the loss of a training step.
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -88,21 +86,6 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
     # A guard against reading memory that nothing wrote; it writes every new tensor once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def turned(items: Sequence[T], number: int) -> list[T]:
-    """``items`` in the order of round ``number``: another one begins each time, as it meets what others left behind."""
-    turn = number % len(items)
-    return [*items[turn:], *items[:turn]]
-
-
-def write(report: Mapping[str, Any], out: Path | None, ranks: Ranks) -> None:
-    """Put ``report`` into the file ``out``, if any; the first of ``ranks`` does."""
-    if out is not None and ranks.rank == 0:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_suffix(".part")
-        partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        partial.replace(out)
 
 
 class FailedError(Exception):

@@ -25,10 +25,10 @@ from typing import Any
 import polyshard
 import torch
 from contenders import Site, fill_shards
-from measure import spread, undisturbed
+from measure import spread, turned, undisturbed, write
 from memory import Memory
 from ranks import Ranks
-from runs import environment, job, make_parser, not_started, together, turned, write
+from runs import environment, job, make_parser, not_started, together
 from torch import nn
 from workloads import WORKLOADS, Block, Workload, initializer, meta_model
 
@@ -185,7 +185,7 @@ def main() -> int:
 
 def _add(report: dict[str, Any], ranks: Ranks, out: Path | None, row: dict[str, Any]) -> None:
     report["rows"].append(row)
-    write(report, out, ranks)
+    write(report, out, ranks.rank)
     if ranks.rank == 0:
         same = {None: "nothing compared", True: "the same", False: "OTHER VALUES"}[row["same"]]
         print(
