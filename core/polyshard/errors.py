@@ -1,4 +1,4 @@
-"""Every exception that polyshard raises, and the warning that it gives of what will be gone.
+"""Every exception that polyshard raises, and how it warns: once, by one rank, of what all ranks see alike.
 
 ::
 
@@ -47,6 +47,9 @@ wrong, where (fully-qualified name, rank), what to do.
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 __all__ = [
     "AlreadyShardedError",
     "BackgroundSaveError",
@@ -85,6 +88,8 @@ __all__ = [
     "UnsupportedError",
     "WorldSizeError",
     "deprecation",
+    "forget_warnings",
+    "warn_once",
 ]
 
 
@@ -247,6 +252,55 @@ def deprecation(what: str, *, since: str, gone: str, instead: str) -> str:
     the line that uses it.
     """
     return f"{what} is deprecated since polyshard {since} and will be gone in {gone}. {instead}."
+
+
+#: Beginnings of names of modules that call each other until somebody is warned.
+_INSIDE = ("polyshard", "torch.", "contextlib", "functools")
+#: What ``warn_once`` has said.
+_said: set[tuple[type[Warning], str]] = set()
+
+
+def warn_once(text: str, category: type[Warning] = UserWarning, *, rank: int | None = None) -> bool:
+    """Warn of what every rank sees alike: on rank 0 alone, and of each text once a process.
+
+    It points at the line of the program that led here. What one rank may see alone is for ``warnings.warn``, on that
+    rank and with its number. A filter that turns warnings into errors raises each time; one that ignores them ignores
+    the only time.
+
+    Args:
+        text: What is wrong, where, and what to do.
+        category: As of ``warnings.warn``.
+        rank: This rank among those that see it. None for the job's, as ``torch.distributed`` has it; without that, 0.
+
+    Returns:
+        Whether this rank is the one that warns, also where it has done so before.
+    """
+    if (_rank_of_job() if rank is None else rank) > 0:
+        return False
+    if (category, text) not in _said:
+        warnings.warn(text, category, stacklevel=_level_of_program())
+        _said.add((category, text))
+    return True
+
+
+def forget_warnings() -> None:
+    """Let ``warn_once`` say everything again: for tests, of which each expects the first time."""
+    _said.clear()
+
+
+def _level_of_program() -> int:
+    """The ``stacklevel``, for the caller, of the first line that is neither polyshard's nor torch's."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _rank_of_job() -> int:
+    # Here, since the errors are imported before torch is.
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def words(error: BaseException) -> str:

@@ -41,6 +41,7 @@ from ..forecast import (
 from ..forecast.bench import ROUNDS, SIZES, bench_machine
 from ..forecast.plan import draw
 from ..forecast.timing import LinkModel
+from ..pictures import require_drawable
 from .shared import (
     Commands,
     add_model_options,
@@ -151,6 +152,10 @@ def _pipeline_of(arguments: argparse.Namespace) -> Pipeline | None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.picture:
+        require_drawable(arguments.picture)
+        if not arguments.batch:
+            raise ConfigError("--picture has no step to draw without --batch.")
     pipeline = _pipeline_of(arguments)
     config, world_size = config_of(arguments)
     if arguments.links and not arguments.device:

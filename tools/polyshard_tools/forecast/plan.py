@@ -14,6 +14,7 @@ from polyshard.errors import ConfigError
 from polyshard.inspect import ShardedModel, ShardedUnit, Stream
 from torch import nn
 
+from .. import pictures
 from ..explaining.explanation import plain
 from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Span, Transfer
 from .timing import Device, LinkModel, StepTime, find_links, timed
@@ -391,12 +392,7 @@ def draw(plan: Plan, file: str | Path) -> None:
     """
     if plan.timeline is None:
         raise ConfigError("A plan without a batch has no step to draw. Give --batch.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("Drawing needs matplotlib: install polyshard[docs], or leave out --picture.") from error
-    # No pyplot: it would choose a window system, and keep figures.
-    figure = Figure(figsize=(9, 5.5 if plan.time else 4), layout="constrained")
+    figure = pictures.blank(9, 5.5 if plan.time else 4)
     above, *below = figure.subplots(
         2 if plan.time else 1, 1, sharex=bool(plan.time), height_ratios=(4, 1)[: 1 + bool(plan.time)], squeeze=False
     )[:, 0]
@@ -409,10 +405,7 @@ def draw(plan: Plan, file: str | Path) -> None:
     peak = plan.timeline.peak
     x = positions[plan.timeline.moments.index(peak)]
     above.annotate(f"{peak.total / _GIB:.2f} GiB", (x, peak.total / _GIB), fontsize=8, ha="center", va="bottom")
-    try:
-        figure.savefig(str(file))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(file)!r}: {error}") from error
+    pictures.write(figure, file)
 
 
 def _draw_memory(axes: Any, plan: Plan) -> list[float]:
