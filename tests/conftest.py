@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import Distribution, MetadataPathFinder
@@ -84,10 +83,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Leave what stands at the start of a file out of the collections of garbage while its tests run.
 
     Torch's modules alone are a million objects, over which a full collection takes longer than most tests; and a
-    ``ThreadedWorld`` collects wherever it is due. What is said once a process is said to each test that expects it.
+    ``ThreadedWorld`` collects wherever it is due.
     """
-    if (errors := sys.modules.get("polyshard.errors")) is not None:
-        errors.forget_warnings()
     if item.session.stash.get(_FILE, None) != item.path:
         item.session.stash[_FILE] = item.path
         gc.collect()

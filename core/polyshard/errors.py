@@ -49,6 +49,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 __all__ = [
     "AlreadyShardedError",
@@ -88,7 +89,6 @@ __all__ = [
     "UnsupportedError",
     "WorldSizeError",
     "deprecation",
-    "forget_warnings",
     "warn_once",
 ]
 
@@ -263,9 +263,9 @@ _said: set[tuple[type[Warning], str]] = set()
 def warn_once(text: str, category: type[Warning] = UserWarning, *, rank: int | None = None) -> bool:
     """Warn of what every rank sees alike: on rank 0 alone, and of each text once a process.
 
-    It points at the line of the program that led here. What one rank may see alone is for ``warnings.warn``, on that
-    rank and with its number. A filter that turns warnings into errors raises each time; one that ignores them ignores
-    the only time.
+    The warning points at the line of the program that led here. What one rank may see alone is for ``warnings.warn``,
+    on that rank and with its number. Python's filters are asked each time: ``always`` (also in ``pytest.warns``) shows
+    and ``error`` raises it each time, and what ``ignore`` hides counts as not said.
 
     Args:
         text: What is wrong, where, and what to do.
@@ -278,22 +278,15 @@ def warn_once(text: str, category: type[Warning] = UserWarning, *, rank: int | N
     if (_rank_of_job() if rank is None else rank) > 0:
         return False
     if (category, text) not in _said:
-        warnings.warn(text, category, stacklevel=_level_of_program())
-        _said.add((category, text))
+        frame = sys._getframe(1)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_INSIDE):
+            frame = frame.f_back
+        module, shown = frame.f_globals.get("__name__"), dict[Any, Any]()
+        warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, shown)
+        # By its key, Python notes what it need not show again.
+        if (text, category, frame.f_lineno) in shown:
+            _said.add((category, text))
     return True
-
-
-def forget_warnings() -> None:
-    """Let ``warn_once`` say everything again: for tests, of which each expects the first time."""
-    _said.clear()
-
-
-def _level_of_program() -> int:
-    """The ``stacklevel``, for the caller, of the first line that is neither polyshard's nor torch's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_INSIDE):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _rank_of_job() -> int:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from checkpoints import remark, reseal, written
 from polyshard import checkpoint
-from polyshard.errors import CheckpointDamagedError, ConfigError, StateError, forget_warnings
+from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
 from torch import nn
 
 Change = Callable[[dict[str, Any]], Any]
@@ -67,7 +67,6 @@ def refused(directory: Path, words: str) -> None:
             call()
         assert str(directory) in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
-    forget_warnings()
     with pytest.warns(UserWarning, match=f"passed over: .*{words}"):
         assert checkpoint.latest(directory.parent, verify=True) is None
 

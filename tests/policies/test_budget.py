@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import Block, Net, assert_parity, seeded, square_step
-from polyshard.errors import ConfigError, forget_warnings
+from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
 from polyshard.planning.plan import plan_modules
 from polyshard_policies.budget import Budget, Link
@@ -263,7 +263,6 @@ def test_every_unit_fits_or_cannot_be_divided_and_is_named(
     options: dict[str, Any] = {"gather_bytes": 3 * most} if of_all else {"unit_bytes": most}
     if latency is not None:
         options["link"] = {"latency_s": latency, "bandwidth_bytes_per_s": 1e9}
-    forget_warnings()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         plan = Budget(CONTEXT, **options).plan(model, PolicyContext(shards=2))

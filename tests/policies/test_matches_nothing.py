@@ -124,27 +124,26 @@ def test_it_is_told_of_once_and_by_one_rank() -> None:
     assert len(told) == 1
 
 
-def test_one_text_is_said_once_a_process_by_rank_0_and_at_the_line_of_the_user() -> None:
-    # Three functions, and as many policies: the same is wrong with each of them.
+@pytest.mark.parametrize(("action", "times"), [("default", 1), ("always", 3)])
+def test_one_text_is_said_once_a_process_by_rank_0_unless_a_filter_wants_it_always(action: Any, times: int) -> None:
+    class Once(Tower):
+        """Of a name that no other test has."""
+
+    Once.__name__ += action
+    # As many functions and policies: the same is wrong with each of them.
     nothing = [lambda module: False, lambda module: not module, lambda module: module is None]
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")
+        units(Once(), policy=lambda module: False)
+        warnings.simplefilter(action)
         for each in nothing:
-            assert units(Tower(), policy=each) == 1
+            assert units(Once(), policy=each) == 1
         for rank in (1, 2):
-            config = ShardConfig(collectives={"name": "fake", "world_size": 4, "rank": rank}, policy=nothing[0])
-            polyshard.shard(Tower(), config)
-    assert [each.filename for each in told] == [__file__]
-    errors.forget_warnings()
-    with pytest.warns(UserWarning, match="chose no module inside this Tower"):
-        units(Tower(), policy=lambda module: False)
-
-
-def test_a_warning_that_is_an_error_is_raised_each_time() -> None:
-    config = ShardConfig(collectives={"name": "fake", "world_size": 4}, policy=lambda module: False)
-    for _ in range(2):
-        with pytest.raises(UserWarning, match="chose no module"):
-            polyshard.shard(Tower(), config)
+            config = ShardConfig(
+                collectives={"name": "fake", "world_size": 4, "rank": rank}, policy=lambda module: False
+            )
+            polyshard.shard(Once(), config)
+    assert [each.filename for each in told] == [__file__] * times
 
 
 def test_large_units_are_told_of_by_one_rank() -> None:

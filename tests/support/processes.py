@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from parity import seed_all
-from polyshard.errors import forget_warnings
 from polyshard_testing import Rank, RankProcesses
 from polyshard_testing.ranks import answer_calls, prepared, process_rank, store_in
 
@@ -92,7 +91,6 @@ def _serve_nccl(rank: int, world_size: int, folder: str, environ: dict[str, str]
 
 def _alike(target: Callable[..., T], args: tuple[Any, ...], joined: Rank) -> T:
     warnings.simplefilter("error")
-    forget_warnings()
     # Ranks over NCCL are bound to devices.
     warnings.filterwarnings("ignore", message=".*share one communicator")
     # What ran here before may have seeded each rank differently.
