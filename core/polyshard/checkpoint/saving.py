@@ -78,7 +78,8 @@ def save(
         with ExitStack() as stack:
             taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
             task = prepare(collectives, (sharded,), root, step, keep, stack, taking)
-            write(task, collectives)
+            with sharded.telling(model, f"Saving {task.named}"):
+                write(task, collectives)
         done = f"the save of {task.named}, which is committed"
         notify_listeners(collectives, done, partial(sharded.tell_saved, model, task.named))
     return cast(AnyPlace, task.named)

@@ -75,7 +75,8 @@ def save_stages(
         parts, taking = _named(everyone, stages, models, optimizers, step, tied or {}, extra, frozen=frozen)
         with ExitStack() as stack:
             task = prepare(everyone, models, root, step, keep, stack, taking)
-            write(task, everyone)
+            with models[0].telling(stages[0], f"Saving {task.named}"):
+                write(task, everyone)
         done = f"the save of {task.named}, which is committed"
         for part in parts:
             notify_listeners(part.sharded.collectives, done, partial(part.sharded.tell_saved, part.module, task.named))
@@ -178,9 +179,11 @@ def load_stages(
         _refuse_left_over(everyone, source, parts)
         with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
             for part, own, restore, joint in zip(parts, sources, restores, joints, strict=True):
-                own.read(restore.targets)
+                with part.sharded.telling(part.module, f"Loading {directory}"):
+                    own.read(restore.targets)
+                    if joint is not None:
+                        own.read(joint.targets)
                 if joint is not None:
-                    own.read(joint.targets)
                     joint.commit()
                 restore_casters(part.sharded, precision)
             if coordinates(everyone):
