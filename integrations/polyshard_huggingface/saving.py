@@ -146,7 +146,8 @@ def save_through(
                     with telling(None):
                         _write((by_name[name].of(whole) for name, whole in pairs), plan, placed, files)
                     done += sum(by_name[name].nbytes for name in names)
-                    with sharded.telling(model, f"Saving {folder}"):
+                    # Other ranks write nothing, and get no names.
+                    with sharded.telling(model, f"Saving {folder}") if writes else telling(None):
                         tell(done, total)
         with together(collectives, f"Writing {what}"):
             if ranks == "all" and coordinates(collectives):
