@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import ConfigError
+from polyshard.errors import ConfigError, warn_once
 from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginContext, ReduceOp, Work
 
 from . import _torch_private
@@ -328,9 +327,7 @@ class NcclCollectives(ProcessGroupCollectives):
         return torch.cuda.current_device() if self._device_index is None else self._device_index
 
     def _warn(self, text: str) -> None:
-        # Every rank would warn of the same.
-        if self._rank == 0:
-            warnings.warn(f"collectives {self._context.name!r}: {text}", stacklevel=3)
+        warn_once(f"collectives {self._context.name!r}: {text}", rank=self._rank)
 
     def close(self) -> None:
         self._scope = None

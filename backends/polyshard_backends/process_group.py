@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,6 +18,7 @@ from polyshard.errors import (
     DeviceError,
     StateError,
     WorldSizeError,
+    warn_once,
 )
 from polyshard.interfaces import BufferRole, Collectives, PluginContext
 
@@ -270,13 +270,12 @@ class ProcessGroupCollectives(Collectives):
             elif not self._named_alike():
                 obstacle = "its ranks are in different numbers of groups; shard before further groups are made"
             if obstacle:
-                if self._rank == 0:
-                    warnings.warn(
-                        f"collectives {self._context.name!r}: gathers and reductions of {len(ranks)} of "
-                        f"{dist.get_world_size()} ranks share one communicator and wait for each other, since "
-                        f"{obstacle}, or set communicators to 1",
-                        stacklevel=2,
-                    )
+                warn_once(
+                    f"collectives {self._context.name!r}: gathers and reductions of {len(ranks)} of "
+                    f"{dist.get_world_size()} ranks share one communicator and wait for each other, since "
+                    f"{obstacle}, or set communicators to 1",
+                    rank=self._rank,
+                )
                 return self._gathers
         # Where the given group is of another transport, gathers need a new group, too.
         use = "gathers" if self._gathers is None else "reductions"

@@ -39,11 +39,17 @@ class Events:
             earlier = given[:position].count(name)
             self._register(f"{name}#{earlier + 1}" if earlier else name, listener)
         self._check_pending()
+        self._steps = any(hook.get_hookimpls() for hook in (self._manager.hook.step_begin, self._manager.hook.step_end))
 
     @property
     def active(self) -> bool:
-        """Whether there are listeners at all. False lets the engine skip ``step_begin`` and ``step_end``."""
+        """Whether there are listeners at all."""
         return self._active
+
+    @property
+    def steps(self) -> bool:
+        """Whether one of them hears of steps. False lets the engine skip ``step_begin`` and ``step_end``."""
+        return self._steps
 
     def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
         self._manager.hook.before_shard(model=model, config=config)
@@ -56,6 +62,10 @@ class Events:
 
     def on_load(self, model: torch.nn.Module, path: Path | str) -> None:
         self._manager.hook.on_load(model=model, path=path)
+
+    def on_progress(self, model: torch.nn.Module, work: str, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes of ``work`` are written, or read."""
+        self._manager.hook.on_progress(model=model, work=work, done=done, total=total)
 
     def step_begin(self, model: torch.nn.Module) -> None:
         self._manager.hook.step_begin(model=model)

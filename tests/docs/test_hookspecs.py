@@ -14,6 +14,7 @@ HOOKS = {
     "after_shard": ["model"],
     "on_save": ["model", "path"],
     "on_load": ["model", "path"],
+    "on_progress": ["model", "work", "done", "total"],
     "step_begin": ["model"],
     "step_end": ["model"],
     "make_observer": ["unit"],

@@ -30,8 +30,8 @@ from polyshard.errors import (
 )
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard_tools.cli import main
-from polyshard_tools.cli.explain import folded
 from polyshard_tools.explaining import Explanation, explain
+from polyshard_tools.explaining.explanation import folded
 from torch import nn
 
 

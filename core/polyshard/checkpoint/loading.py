@@ -91,12 +91,11 @@ def load(
                     source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None
                 )
         with together(collectives, f"Reading the checkpoint {directory}"), readable(directory, collectives):
-            if restore is None:
-                source.read(targets)
-            else:
-                # At once: a file's blocks have something of both.
-                both = {**targets, **restore.targets}
+            # At once: a file's blocks have something of both.
+            both = targets if restore is None else {**targets, **restore.targets}
+            with sharded.telling(model, f"Loading {directory}"):
                 source.read(both)
+            if restore is not None:
                 restore.targets.update({key: both[key] for key in restore.targets})
                 restore.commit()
             restore_casters(sharded, precision)

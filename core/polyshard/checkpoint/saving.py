@@ -206,7 +206,9 @@ def save_now(
     """
     with ExitStack() as stack:
         task = _prepare(collectives, models, root, step, keep, stack, taking)
-        files, manifest = write_all(plan_writing(task.path, task.state, task.document, collectives), collectives)
+        first, module = models[0]
+        with first.telling(module, f"Saving {task.named}"):
+            files, manifest = write_all(plan_writing(task.path, task.state, task.document, collectives), collectives)
         with together(collectives, f"Committing {task.described}"):
             if task.commit is not None:
                 task.commit.run(files, manifest)

@@ -196,7 +196,7 @@ class Root(Step):
             self.streams.stalls.begin_forward()
         for caster in self._encoding:
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
-        if self.events.active:
+        if self.events.steps:
             self.events.step_begin(module)
 
     def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
@@ -265,7 +265,7 @@ class Root(Step):
             module_state.awaits_backward |= torch.is_grad_enabled()
         for module_state in self.module_states:
             module_state.end_forward()
-        if self.events.active and not any(module_state.awaits_backward for module_state in self.module_states):
+        if self.events.steps and not any(module_state.awaits_backward for module_state in self.module_states):
             self.events.step_end(self.module_states[0].module)
 
     def share(self, module_states: Sequence[ModuleState]) -> None:
@@ -467,7 +467,7 @@ class Root(Step):
         # A forward that differentiates inside itself goes on.
         self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
         self.end_audit()
-        if self.events.active:
+        if self.events.steps:
             self.events.step_end(self.module_states[0].module)
 
     def reduce_waiting(self) -> None:

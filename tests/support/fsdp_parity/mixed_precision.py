@@ -9,7 +9,6 @@ import itertools
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from parity import seed_all
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -47,10 +46,9 @@ from .models import (
     CUDAInitMode,
     FSDPInitMode,
     TransformerWithSharedParams,
-    expected_warnings,
     wrap_fsdp,
 )
-from .ranks import Ranks
+from .ranks import Ranks, told
 from .subtests import subtests
 
 _STEPS = 2
@@ -353,10 +351,7 @@ def norms_in_full_precision(ranks: Ranks, convert_sync_bn: bool) -> None:
         _module_classes_to_ignore=[_BatchNorm, nn.LayerNorm],
     )
     reference = CastReference(network, mixed_precision, kept=(_BatchNorm, nn.LayerNorm))
-    with (
-        expected_warnings(),
-        pytest.warns(UserWarning, match="These modules will be wrapped as separate FSDP"),
-    ):
+    with told(ranks.rank, UserWarning, "These modules will be wrapped as separate FSDP"):
         sharded = FSDP(network, mixed_precision=mixed_precision, auto_wrap_policy=lambda *args, **kwargs: False)
     for module in (sharded.ln, sharded.bn):
         assert isinstance(module, FSDP)

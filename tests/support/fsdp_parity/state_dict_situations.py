@@ -27,7 +27,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_parity.models import wrap_fsdp
-from fsdp_parity.ranks import Ranks
+from fsdp_parity.ranks import Ranks, told
 from fsdp_parity.state_dict import FULL, LOCAL, SHARDED, STRATEGIES, assert_same, kind, plain_model, step, wrapped_model
 from fsdp_parity.subtests import subtests
 from fsdp_parity.training import full_parameters
@@ -296,25 +296,22 @@ def kinds(ranks: Ranks) -> None:
     model = wrapped_model(ranks, 0, "nested")
     default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
     assert FSDP.get_state_dict_type(model) == default
-    deprecated = pytest.warns(
-        FutureWarning,
-        match=r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\) are being deprecated. Please use",
-    )
-    with deprecated as caught:
+    text = r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\) are being deprecated. Please use"
+    with told(ranks.rank, FutureWarning, text) as caught:
         before = FSDP.set_state_dict_type(
             model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig()
         )
     assert before == default
-    assert [each.filename for each in caught] == [__file__]
+    assert all(each.filename == __file__ for each in caught)
     sharded = StateDictSettings(SHARDED, ShardedStateDictConfig(True), ShardedOptimStateDictConfig())
     assert FSDP.get_state_dict_type(model) == sharded
     assert [each._state_dict_type for each in FSDP.fsdp_modules(model)] == [SHARDED] * 2
-    with pytest.warns(FutureWarning) as caught:
+    with told(ranks.rank, FutureWarning) as caught:
         context = FSDP.state_dict_type(model, LOCAL)
     with context:
         local = StateDictSettings(LOCAL, LocalStateDictConfig(), LocalOptimStateDictConfig())
         assert FSDP.get_state_dict_type(model) == local
-    assert [each.filename for each in caught] == [__file__]
+    assert all(each.filename == __file__ for each in caught)
     assert FSDP.get_state_dict_type(model) == sharded
     with pytest.raises(LookupError), kind(model, FULL):
         raise LookupError

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import ShardingStrategy, StateDictType
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_parity.ranks import Ranks
+from fsdp_parity.ranks import Ranks, told
 from fsdp_parity.subtests import subtests
 
 STRATEGIES = [
@@ -172,7 +173,7 @@ def parity_with_unsharded(ranks: Ranks, case: tuple[ShardingStrategy, bool]) -> 
 
 @contextmanager
 def state_dict_type(model: FSDP, kind: StateDictType) -> Iterator[None]:
-    with pytest.warns(FutureWarning, match="state_dict_type"):
+    with told(dist.get_rank(), FutureWarning, "state_dict_type"):
         context = FSDP.state_dict_type(model, kind)
     with context:
         yield

@@ -22,8 +22,8 @@ from polyshard_fsdp.wrap import (
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .models import CUDAInitMode, expected_warnings, wrap_fsdp
-from .ranks import Ranks
+from .models import CUDAInitMode, wrap_fsdp
+from .ranks import Ranks, told
 from .subtests import named, subtests
 
 NORMS = ("bn1", "bn2", "bn3", "sync_bn")
@@ -254,7 +254,7 @@ def batchnorm_apart_under_mixed_precision(ranks: Ranks, as_function: bool) -> No
     policy = partial(size_based_auto_wrap_policy, min_num_params=1000) if as_function else ModuleWrapPolicy(())
     low = MixedPrecision(param_dtype=torch.bfloat16)
     match = "Both mixed precision and an auto_wrap_policy were specified to FSDP.*\n.*BatchNorm1d.*\n.*instacnes"
-    with expected_warnings(), pytest.warns(UserWarning, match=match):
+    with told(ranks.rank, UserWarning, match):
         wrapped = FSDP(model, auto_wrap_policy=policy, mixed_precision=low)
     assert [type(module) for module in model] == [nn.Linear, FSDP, nn.Linear]
     assert model[1].mixed_precision == MixedPrecision()
