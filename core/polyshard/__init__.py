@@ -112,10 +112,13 @@ if not TYPE_CHECKING:
         "stream": "state.streaming",
         "tell_failures": "preemption",
     }
+    # Public modules that a program imports by their own names.
+    _MODULES = frozenset({"checkpoint", "hookspecs", "nested", "optim", "pipelining", "state"})
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            remedy = f". Write 'import {__name__}.{name}'" if name in _MODULES else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
         value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'api')}"), name)
         # Found without a call the next time.
         globals()[name] = value
