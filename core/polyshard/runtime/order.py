@@ -302,7 +302,8 @@ class BackwardOrder(Generic[T]):
     """The order of one backward, along the records of the forwards that it goes through, and how far it has come."""
 
     def __init__(self) -> None:
-        self._record: ForwardRecord[T] | None = None
+        #: The record that this backward follows; None before the first.
+        self.record: ForwardRecord[T] | None = None
         # Records that this backward is done with.
         self._left: set[ForwardRecord[T]] = set()
         self._order: list[Point[T]] = []
@@ -312,20 +313,15 @@ class BackwardOrder(Generic[T]):
         # The points that ``_order`` was made of: steps repeat.
         self._ordered: list[Point[T]] = []
 
-    @property
-    def begun(self) -> bool:
-        """Whether this backward follows a record."""
-        return self._record is not None
-
-    def follows(self, forward_record: ForwardRecord[T]) -> bool:
-        """Whether this backward follows ``forward_record``, or is done with it."""
-        return forward_record is self._record or forward_record in self._left
+    def left(self, forward_record: ForwardRecord[T]) -> bool:
+        """Whether this backward is done with ``forward_record``, and follows another one."""
+        return forward_record in self._left
 
     def begin(self, forward_record: ForwardRecord[T]) -> None:
         """Follow ``forward_record`` from its end. ``rest`` of the record before must have been done."""
-        if self._record is not None:
-            self._left.add(self._record)
-        self._record = forward_record
+        if self.record is not None:
+            self._left.add(self.record)
+        self.record = forward_record
         self._done = 0
         if self._ordered != forward_record.points:
             self._ordered = list(forward_record.points)
@@ -336,7 +332,7 @@ class BackwardOrder(Generic[T]):
     def until(self, forward_record: ForwardRecord[T], point: Point[T]) -> Sequence[Point[T]] | None:
         """The points to do before ``point``, which counts as done from now on; None where it was done already."""
         index = self._index.get(point, -1)
-        if forward_record is not self._record or index < self._done:
+        if forward_record is not self.record or index < self._done:
             return None
         before = self._order[self._done : index]
         self._done = index + 1
@@ -344,7 +340,7 @@ class BackwardOrder(Generic[T]):
 
     def rest(self) -> Sequence[Point[T]]:
         """The points that are left; they count as done from now on."""
-        if self._record is None:
+        if self.record is None:
             return ()
         left = self._order[self._done :]
         self._done = len(self._order)
@@ -356,7 +352,7 @@ class BackwardOrder(Generic[T]):
 
     def end(self) -> None:
         """The backward has ended."""
-        self._record = None
+        self.record = None
         self._left.clear()
 
 

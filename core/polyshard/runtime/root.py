@@ -27,9 +27,8 @@ from .used_parameters import UsedParameters
 _reduced = attrgetter("reduced")
 
 
-def _never() -> bool:
+def _never() -> None:
     """No backward was entered yet."""
-    return False
 
 
 def root_of(module_state: ModuleState) -> Root:
@@ -82,8 +81,8 @@ class Root(Step):
         self._unfinished = False
         #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
-        # Whether the backward that was entered last may still end.
-        self._backward_may_end: Callable[[], bool] = _never
+        # Gives None once the backward that was entered last cannot end any more.
+        self._backward_may_end: Callable[[], object] = _never
         # Whether other ranks know that it raised.
         self._failure_reported = False
         self._backward_order: BackwardOrder[ModuleState] = BackwardOrder()
@@ -287,7 +286,7 @@ class Root(Step):
         """A gradient reached one of the outputs."""
         if self.phase is not Phase.IDLE:
             if self.phase is Phase.BACKWARD:
-                if self._backward_may_end():
+                if self._backward_may_end() is not None:
                     return
                 # An earlier one raised.
                 self.abandon()
@@ -382,9 +381,9 @@ class Root(Step):
             Whether ``point`` is new: False where the backward did it already, or is on another forward.
         """
         backward_order = self._backward_order
-        if not backward_order.follows(forward_record):
+        if forward_record is not backward_order.record and not backward_order.left(forward_record):
             self._follow(backward_order.rest())
-            if backward_order.begun:
+            if backward_order.record is not None:
                 self._turn()
             for between in self._behind(forward_record):
                 self._go_through(between)
@@ -591,7 +590,7 @@ class Root(Step):
         if self.phase is not Phase.BACKWARD or self._failure_reported:
             return
         alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
-        if alone or not self._backward_may_end():
+        if alone or self._backward_may_end() is None:
             self._failure_reported = True
             self.recorder.post_error(error)
 
