@@ -9,36 +9,14 @@ import polyshard
 import pytest
 import torch
 from checkpoints import tensors_in
-from extended_models import IN, OUT, Layer, Net
-from parity import on_ranks, seed_all, sharded_copy, units_of, warns_for
+from extended_models import IN, OUT, Layer, adamw, seeded, trained
+from parity import on_ranks, sharded_copy, units_of, warns_for
 from polyshard import checkpoint
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
 UNITS = {"policy": units_of(Layer)}
-
-
-def seeded(seed: int) -> Net:
-    with torch.random.fork_rng(devices=[]):
-        seed_all(seed)
-        return Net()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    found = []
-    for step in range(2):
-        x = torch.randn(2, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        loss.backward()
-        found.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
 
 
 def test_checkpoints_go_on_at_another_number_of_ranks(tmp_path: Path) -> None:

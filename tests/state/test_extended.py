@@ -10,8 +10,8 @@ from unittest.mock import patch
 import polyshard
 import pytest
 import torch
-from extended_models import IN, OUT, Layer, Net, Pair, Rounded
-from parity import on_ranks, seed_all, sharded_copy, units_of
+from extended_models import IN, OUT, Layer, Pair, Rounded, adamw, seeded, trained
+from parity import on_ranks, sharded_copy, units_of
 from polyshard.errors import ConfigError, ParameterChangedError, StateError, UnsupportedError
 from polyshard.state import (
     StateOptions,
@@ -25,28 +25,6 @@ from torch import nn
 
 FULL = StateOptions(form="full")
 UNITS = {"policy": units_of(Layer)}
-
-
-def seeded(seed: int = 0) -> Net:
-    with torch.random.fork_rng(devices=[]):
-        seed_all(seed)
-        return Net()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
-    found = []
-    for step in range(steps):
-        x = torch.randn(2, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        loss.backward()
-        found.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
 
 
 def parts(model: Any) -> dict[str, torch.Tensor]:
