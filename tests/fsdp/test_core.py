@@ -49,11 +49,6 @@ AXES: Mapping[str, Sequence[Any]] = {
     "strategy": (None, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD),
 }
 FP16 = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
-PARITY_MODELS: Mapping[str, type[ParityModel]] = {
-    "nested": NestedWrappedModule,
-    "always_wrap": AlwaysWrapNestedWrappedModule,
-    "transformer": TransformerWithSharedParams,
-}
 LINEARS = 5
 
 
@@ -202,29 +197,6 @@ def mixture_of_experts_with_delay_before_free(
             ref_init_fn=DummyDDP,
             init_kwargs={"expert_group": own, "delay_before_free_ms": delay(ranks)},
         )
-
-
-@pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
-@pytest.mark.parametrize(
-    ("model", "world_size"),
-    [
-        ("nested", 3),
-        ("transformer", 1),
-        pytest.param("always_wrap", 4, marks=pytest.mark.nightly),
-        pytest.param("transformer", 3, marks=pytest.mark.nightly),
-    ],
-)
-@across()
-def test_other_world_sizes(ranks: Ranks, model: str) -> None:
-    """One prefetch setting, and everything else of the parity tests."""
-    axes: dict[str, list[Any]] = {
-        "cuda_init_mode": [CUDAInitMode.CUDA_BEFORE],
-        "backward_prefetch": [BackwardPrefetch.BACKWARD_PRE],
-        "forward_prefetch": [True],
-        "use_orig_params": [False, True],
-    }
-    for config in pairs(AXES):
-        _parity(ranks, PARITY_MODELS[model], *config.values(), axes=axes)
 
 
 def _transformer(ranks: Ranks, mode: CUDAInitMode, settings: Mapping[str, Any], deterministic: bool = False) -> Any:

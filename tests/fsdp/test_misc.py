@@ -392,69 +392,6 @@ def test_freezing_between_steps(ranks: Ranks, strategy: ShardingStrategy, use_or
     comparison.check()
 
 
-class Nested(nn.Module):
-    """Five blocks, each inside the one before; and one of them is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        block: Block | None = None
-        for _ in range(5):
-            block = Block(block)
-        self.outer = block
-        self.tied = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.outer is not None
-        result: torch.Tensor = self.tied(self.outer(self.tied(x)))
-        return result
-
-
-class Recursive(nn.Module):
-    """Calls itself, through whatever wraps it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(7, 7)
-        self.__dict__["itself"] = self
-
-    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-        x = torch.tanh(self.lin(x))
-        if depth:
-            x = self.itself(x, depth=depth - 1)
-        return x * (1 + self.lin.weight.mean())
-
-
-class Tiny(nn.Module):
-    """Units of one element, of which most ranks have nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x[:, :1]
-        for layer in self.layers:
-            x = layer(x) + 1
-        return x
-
-
-@across(2, 3)
-@subtests(make=[Nested, Recursive, Tiny], strategy=[FS, SGO, NS], use_orig_params=BOTH)
-def test_shapes_of_models(
-    ranks: Ranks, make: Callable[[], nn.Module], strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    """Deep nesting, a unit used twice, recursion, and shards without elements."""
-    classes: Any = {Nested: Block, Recursive: Recursive, Tiny: nn.Linear}[make]  # type: ignore[index]
-    plain, inner = build(ranks, make), build(ranks, make)
-    model = wrap(nn.Sequential(inner), strategy, use_orig_params, classes)
-    if make is Recursive:
-        inner.__dict__["itself"] = model.module[0]
-    comparison = Comparison(ranks, nn.Sequential(plain), model)
-    for step in range(3):
-        comparison.step(step)
-    comparison.check()
-
-
 class _Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
