@@ -441,7 +441,7 @@ def test_nothing_fails_over_a_sound_backend() -> None:
 
 def test_every_test_is_the_one_that_catches_something() -> None:
     alone = {planted.values[0].fails[0] for planted in FAULTS if not planted.values[0].why_several}
-    # The order of streams needs a device: tests/gpu/test_suite_faults_streams.py.
+    # The order of streams needs a device: tests/gpu/test_conformance_suites.py.
     assert names_of(CollectivesSuite) - alone == {"waiting_orders_streams"}
 
 

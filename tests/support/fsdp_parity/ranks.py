@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +20,15 @@ from fsdp_parity.subtests import every_pair
 
 #: Seconds that one body may take before the stacks of all ranks are shown.
 BODY_TIMEOUT = 110.0
+
+#: Marks of tests.
+on_cpu = pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
+orig = pytest.mark.parametrize("use_orig_params", [False, True])
+world_sizes = pytest.mark.parametrize(
+    ("ranks", "world_size"),
+    [("cpu", 1), ("cpu", 3), pytest.param("cuda", 2, marks=pytest.mark.gpu)],
+    indirect=["ranks"],
+)
 
 
 @dataclass(frozen=True)
@@ -86,3 +97,30 @@ class Pools:
         """Let all processes leave."""
         for pool in self._pools.values():
             pool.close()
+
+
+def across(*world_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a function of ``Ranks`` a test that calls it on every rank of a group of each size.
+
+    Without sizes the test is parametrized by ``world_size``. Other arguments are the test's own.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        def test(ranks: Pools, **case: Any) -> None:
+            for world_size in world_sizes or (case.pop("world_size"),):
+                ranks.run(world_size, _call_body, body.__module__, body.__qualname__, case)
+
+        signature = inspect.signature(body)
+        size = [] if world_sizes else [inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters = [*signature.parameters.values(), *size]
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _call_body(ranks: Ranks, module: str, name: str, case: dict[str, Any]) -> Any:
+    # A rank finds under this name the test, which cannot be sent itself.
+    return getattr(importlib.import_module(module), name).body(ranks, **case)
