@@ -65,7 +65,7 @@ def test_the_picture_names_units_with_sizes_and_ranks(tmp_path: Path) -> None:
         "up.weight",
         "32.0 KiB gathered, bfloat16; 2 x 16.0 KiB on each rank, float32",
     ]
-    # 64 KiB for each of 576 + 2 * 16384 + 65536 elements, divided.
+    # 576 + 2 * 16384 + 65536 elements of four bytes, over four ranks.
     assert any(each.startswith("4 units of 98,880 elements; each rank keeps 96.6 KiB of them.") for each in words)
 
 
