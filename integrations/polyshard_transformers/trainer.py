@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from accelerate import Accelerator
-from polyshard import checkpoint
-from polyshard import placement
+from polyshard import checkpoint, placement
 from polyshard.api import clip_grad_norm_, close, no_sync, shard
 from polyshard.checkpoint.contents import require_saveable
 from polyshard.config import ShardConfig

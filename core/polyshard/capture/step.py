@@ -298,7 +298,6 @@ class CapturedStep(Generic[P, T]):
             parameter.grad = gradient
 
     def _receivers(self) -> list[torch.Tensor]:
-        """Every parameter that has a gradient after a step."""
         found: dict[torch.Tensor, None] = dict.fromkeys(self._model.parameters())
         for unit in self._sharded.units:
             found.update(dict.fromkeys(unit.receivers))

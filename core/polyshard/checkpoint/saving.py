@@ -142,8 +142,6 @@ class _Commit:
 
 @dataclass(frozen=True)
 class _Task:
-    """One save, on one rank."""
-
     described: str
     path: Place
     """Where it is written."""

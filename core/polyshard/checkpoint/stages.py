@@ -166,8 +166,6 @@ def load_stages(
 
 @dataclass(frozen=True)
 class _Part:
-    """One stage on this rank."""
-
     module: nn.Module
     sharded: ShardedModel
     joint: Joint | None
@@ -244,7 +242,6 @@ def _taken(
     *,
     frozen: bool,
 ) -> Taken:
-    """What this rank's stages write, as one model."""
     beside = mapping_of(extra, "extra")
     model: dict[str, Any] = {}
     state: dict[str, Any] = {}

@@ -273,7 +273,6 @@ Outside = Callable[[], Iterable[tuple[str, torch.Tensor | None]]]
 
 
 def _first_of_each(all_of_them: Collection[Everyone]) -> dict[Everyone, Everyone]:
-    """For each the first that reaches the same ranks."""
     if len(all_of_them) < 2:
         return {each: each for each in all_of_them}
     found: dict[object, Everyone] = {}

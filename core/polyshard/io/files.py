@@ -173,7 +173,6 @@ def sync_directory(directory: Path) -> None:
 
 
 def _take_off(pieces: list[memoryview], count: int) -> None:
-    """Take the first ``count`` bytes off."""
     while pieces and count >= len(pieces[0]):
         count -= len(pieces.pop(0))
     if count:

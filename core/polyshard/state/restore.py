@@ -133,7 +133,9 @@ class OptimizerRestore:
         #: Whose state is the source's afterwards. Of a parameter without elements here an optimizer may keep what
         #: it began with.
         self._taken: list[nn.Parameter] = []
-        saved = self._saved()
+        saved: dict[str, dict[str, str]] = {}
+        for key, path in source.paths(OPTIMIZER, "state").items():
+            saved.setdefault(path[2], {})[path[3]] = key
         if kind is None:
             self._refuse_full_precision(held, saved)
         #: Parameters with state in blocks, and state of the classes that theirs are to have.
@@ -157,7 +159,7 @@ class OptimizerRestore:
                 if not holding.here and not is_dtensor(parameter):
                     continue
                 self._taken.append(parameter)
-                own = saved.get(holding.names[0], {})
+                own: Mapping[str, str] = saved.get(holding.names[0], {})
                 if is_in_blocks(own):
                     try:
                         own = self._blocks(parameter, holding, own, group)
@@ -267,12 +269,6 @@ class OptimizerRestore:
         shape = holding.sharded[0].shape if holding.sharded else tuple(holding.parameter.shape)
         entries = map(self._source.entry, keys.values())
         return any(isinstance(each, TensorStorageMetadata) and tuple(each.size) == tuple(shape) for each in entries)
-
-    def _saved(self) -> SavedState:
-        found: dict[str, dict[str, str]] = {}
-        for key, path in self._source.paths(OPTIMIZER, "state").items():
-            found.setdefault(path[2], {})[path[3]] = key
-        return found
 
     def _names_of_numbers(self, held: Iterable[Holding], saved: SavedState) -> frozenset[str]:
         """Names of states that are one number for a parameter, not one for each element: the same for a scalar one.
@@ -596,7 +592,6 @@ def _require_same_kind(
 
 
 def _choice(name: str, value: Any) -> object:
-    """The part of a setting that may not change."""
     if value is None or isinstance(value, bool):
         return value
     return bool(value != 0) if name == "momentum" else "a value"

@@ -213,7 +213,6 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _cast(kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor of dtype ``kept`` is handed out."""
     return kept if wanted is None or not kept.is_floating_point else wanted
 
 
@@ -291,7 +290,6 @@ class _Receivers:
     """Who gets weights, and the gathers that reach them."""
 
     def __init__(self, sharded: ShardedModel, ranks: Ranks) -> None:
-        """Every rank calls it."""
         self.sharded = sharded
         #: Whether this rank does.
         self.receives = True
