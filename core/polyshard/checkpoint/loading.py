@@ -14,16 +14,17 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import ConfigError, PolyshardError, StateError
 from ..inspect import savable_model
 from ..interfaces import Collectives
+from ..io.boxes import Box
 from ..state.contents import Joint, Optimizers
 from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
 from ..state.restore import ModelRestore, OptimizerRestore, same_values
 from ..state.sharded import MODEL, OPTIMIZER, holdings
-from ..state.source import Source, listed, opening, require_name
+from ..state.source import Entry, Source, listed, opening, require_name
 from .contents import restore_casters
 from .folder import Line
 from .manifest import Marker
@@ -91,14 +92,11 @@ def load(
                     source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None
                 )
         with together(collectives, f"Reading the checkpoint {directory}"), readable(directory, collectives):
-            if restore is None:
-                source.read(targets)
-            else:
-                # At once: a file's blocks have something of both.
-                both = {**targets, **restore.targets}
-                source.read(both)
-                restore.targets.update({key: both[key] for key in restore.targets})
-                restore.commit()
+            # At once: a file's blocks have something of both.
+            both = targets if restore is None else {**targets, **restore.targets}
+            source.read(both)
+            if restore is not None:
+                restore.commit(both)
             restore_casters(sharded, precision)
             if coordinates(collectives):
                 history.line = Line.from_loaded(directory, marker)
@@ -160,7 +158,7 @@ def load_dcp(
             source.read(targets)
             if restore is not None:
                 source.read(restore.targets)
-                restore.commit()
+                restore.commit(restore.targets)
         notify_listeners(collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, directory))
 
 
@@ -287,8 +285,12 @@ class ForeignSource(Source):
                         "groups as they were when it was saved."
                     )
 
-    def entry(self, key: str) -> Any | None:
-        return BytesStorageMetadata() if key in self._made else self.metadata.state_dict_metadata.get(key)
+    def entry(self, key: str) -> Entry | None:
+        found = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(found, TensorStorageMetadata):
+            return None
+        boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in found.chunks]
+        return Entry(tuple(found.size), found.properties.dtype, boxes)
 
     def _below(self, what: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
         start = self.keys.path(what)

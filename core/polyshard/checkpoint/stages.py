@@ -24,7 +24,7 @@ from ..state.contents import Joint, names_of, saved_names
 from ..state.exchange import coordinates, from_first, gather_to_first, notify_listeners, require_same, together
 from ..state.restore import ModelRestore, OptimizerRestore
 from ..state.sharded import MODEL, OPTIMIZER, holdings
-from ..state.source import Source, listed
+from ..state.source import Entry, Source, listed
 from .contents import caster_states, mapping_of, restore_casters
 from .folder import Line
 from .loading import REMEDY, readable, require_file_seen
@@ -154,7 +154,7 @@ def load_stages(
                 own.read(restore.targets)
                 if joint is not None:
                     own.read(joint.targets)
-                    joint.commit()
+                    joint.commit(joint.targets)
                 restore_casters(part.sharded, precision)
             if coordinates(everyone):
                 models[0].attached(History).line = Line.from_loaded(directory, marker)
@@ -319,7 +319,7 @@ class _StageSource(Source):
                 value = [name for name, first in self._names.items() if first in set(value) or name in set(value)]
             targets[key] = value
 
-    def entry(self, key: str) -> Any | None:
+    def entry(self, key: str) -> Entry | None:
         return self._source.entry(self._inner.get(key, key))
 
 

@@ -323,6 +323,5 @@ def _set(
     source.read(targets)
     source.read_from_others(targets)
     if restore is not None:
-        restore.targets.update({key: targets[key] for key in restore.targets})
-        restore.commit()
+        restore.commit(targets)
     return unmatched
