@@ -174,10 +174,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 @contextmanager
 def readable(directory: Place, collectives: Collectives) -> Iterator[None]:
-    """Name the checkpoint and the rank where torch raises what does not.
-
-    Files of the right size may hold anything: what they then raise is torch's, pickle's and zip's.
-    """
+    """Name the checkpoint and the rank where torch, pickle and zip raise what does not."""
     try:
         yield
     except (PolyshardError, OSError):
@@ -342,10 +339,7 @@ class ForeignSource(Source):
 
 
 def read_state(directory: Path, targets: dict[str, Any], metadata: Metadata) -> None:
-    """Fill the tensors of ``targets`` in place and replace its other values, by key of the checkpoint.
-
-    Each rank reads by itself: what it needs depends on no other rank.
-    """
+    """Fill tensors of ``targets`` in place and replace other values, by key of the checkpoint; each rank by itself."""
     reader = FileSystemReader(directory)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(targets, metadata, is_coordinator=True)

@@ -198,10 +198,7 @@ _Models = Sequence[tuple[ShardedModel, nn.Module]]
 def save_now(
     collectives: Collectives, models: _Models, root: AnyPlace, step: int, keep: int | None, taking: Callable[[], Taken]
 ) -> AnyPlace:
-    """Save what ``taking`` gives, and call the models' listeners; returns the checkpoint's directory.
-
-    ``collectives``: all ranks that save together.
-    """
+    """Save what ``taking`` gives, of all ranks of ``collectives``, and call listeners; returns the directory."""
     with ExitStack() as stack:
         task = _prepare(collectives, models, root, step, keep, stack, taking)
         files, manifest = write_all(plan_writing(task.path, task.state, task.document, collectives), collectives)

@@ -105,10 +105,7 @@ class ShardedModel:
         return found
 
     def refuse_inside_step(self, call: str) -> None:
-        """Raise StateError unless the model is between steps, open, and not whole; ``call`` begins the message.
-
-        A backward that raised is given up.
-        """
+        """Give up a backward that raised. Raise StateError unless the model is between steps, open, and not whole."""
         root = self._root
         root.leave_failed_backward()
         root.refuse_ended(call)
@@ -211,10 +208,7 @@ class ShardedModel:
             )
 
     def replacing_values(self, context: str, values: str) -> AbstractContextManager[None]:
-        """Inside, masters hold other values than the trained ones: optimizers and backwards refuse the model.
-
-        For messages ``context`` is what the program calls, and ``values`` what the masters hold.
-        """
+        """Inside, masters hold other values than the trained ones: optimizers and backwards refuse the model."""
         return replacing_values(self._root, context, values)
 
     @contextmanager
@@ -243,10 +237,7 @@ class ShardedModel:
             return WholeGather([(unit._unit, unit.master, dtype, among) for unit, dtype, among in units])
 
     def gather_stored(self, unit: ShardedUnit, wanted: Sequence[ShardedParameter]) -> list[torch.Tensor]:
-        """Whole tensors of ``wanted``, some of what ``unit.stored`` has, where its parameters gather themselves.
-
-        Every rank of the unit calls it. What arrives is memory of its own.
-        """
+        """Whole tensors of ``wanted``, of ``unit.stored``, in memory of their own. Every rank of the unit calls it."""
         inner = unit._unit
         assert isinstance(inner, ExtendedUnit)
         with self.meeting(f"gather of whole '{unit.name}'", (unit.shard,)):

@@ -440,10 +440,7 @@ class Exchanges:
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def issue(self, start: Callable[[], Work]) -> Callable[[], None]:
-        """Start an exchange, behind what was computed so far.
-
-        Returns a call that orders what is computed after it behind the exchange.
-        """
+        """Start an exchange behind what was computed so far; returns what orders later compute behind it."""
         if self._stream is None:
             return start().wait
         computing = torch.cuda.current_stream(self._stream.device)

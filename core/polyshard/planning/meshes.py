@@ -460,10 +460,7 @@ def _joined(one: Groups, other: Groups) -> Groups:
 
 
 def _orthogonal(one: Groups, other: Groups) -> bool:
-    """Whether, where groups are connected, each of the one kind meets each of the other in as many ranks.
-
-    Both have all ranks.
-    """
+    """Whether, where groups are connected, each of one kind meets each of the other in as many ranks."""
     mine, theirs = ({rank: index for index, each in enumerate(groups) for rank in each} for groups in (one, other))
     for ranks in _joined(one, other):
         met = Counter((mine[rank], theirs[rank]) for rank in ranks)

@@ -156,10 +156,7 @@ class TensorPart:
 
 @torch.no_grad()
 def whole_tensors(parts: Sequence[TensorPart], locals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The whole tensors of which ranks have ``locals`` each, all of one dtype. Every rank of their meshes calls it.
-
-    Those that one dimension of the same mesh cuts evenly travel in one gather.
-    """
+    """The whole tensors of which ranks have ``locals`` each, all of one dtype. Every rank of their meshes calls it."""
     alike: dict[tuple[DeviceMesh, int], list[int]] = {}
     found: dict[int, torch.Tensor] = {}
     for index, part in enumerate(parts):

@@ -81,10 +81,7 @@ def refuse_faults(where: str, faults: Iterable[str]) -> None:
 
 
 def faults_of(group: Group, factory: Any) -> Iterator[str]:
-    """A sentence for each reason why the contract cannot call ``factory``, or the class that it is.
-
-    A function is only known to take a context; ``instance_faults`` checks its result.
-    """
+    """A sentence for each reason why the contract cannot call ``factory``, or the class that it is."""
     if not _takes_context(factory):
         yield f"it must take a PluginContext as its first argument, but has the signature {inspect.signature(factory)}"
     if isinstance(factory, type):

@@ -183,10 +183,7 @@ def _own(instance: object, where: str) -> str | None:
 
 
 def _code_digest(factory: object) -> str:
-    """A digest of the Python files in the folders that define ``factory`` and its bases; empty where none is known.
-
-    Of a module outside of packages, its file alone.
-    """
+    """A digest of the Python files that define ``factory`` and its bases; empty where none is known."""
     cls = factory if isinstance(factory, type) else type(factory)
     defined: list[object] = [factory] if inspect.isfunction(factory) else list(inspect.getmro(cls))
     return _digest(tuple(sorted({found for each in defined for found in _files(each)})))

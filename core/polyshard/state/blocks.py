@@ -33,10 +33,7 @@ _LAYOUT = "layout={'name': 'blocks', 'size': 4096}"
 def entry_of(
     parameter: ShardedParameter, name: str, value: torch.Tensor, role: Role, elements: int
 ) -> tuple[str, CheckpointTensor]:
-    """The tensor ``name`` of this rank's state of ``parameter`` as a part of the whole's, and how it is told.
-
-    ``elements``: how many elements of the parameter one number is of.
-    """
+    """``value``, a number for every ``elements`` of ``parameter``, as a part of the whole's; and how it is told."""
     value = value.detach()
     label = label_of(parameter)
     found: CheckpointTensor | None
@@ -54,10 +51,7 @@ def entry_of(
 
 
 def of_blocks(parameter: ShardedParameter, local: torch.Tensor, elements: int) -> CheckpointTensor | None:
-    """``local``, a number for every ``elements`` of this rank's piece, as a part of the whole parameter's numbers.
-
-    None where the piece is not made of whole blocks of the parameter.
-    """
+    """``local``, a number for every ``elements`` here, as a part of the whole's; None where blocks are cut."""
     numel = math.prod(parameter.shape)
     found = _range_of(parameter)
     if found is None or found[0] % elements or (found[1] % elements and found[1] != numel):

@@ -353,10 +353,7 @@ def saved_names(module: nn.Module) -> Collection[str]:
 def _entries(
     holding: Holding, state: Mapping[str, Any], blocks: Blocks | None, rank: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The ``state`` of each parameter that ``holding`` stands for: names, and values by key.
-
-    ``blocks``: those of the optimizer; None where it has none.
-    """
+    """The ``state`` of each parameter that ``holding`` stands for: names, and values by key."""
     require_state(holding, state, rank)
     for key, value in taken_apart(state).items():
         tensor = value.value if isinstance(value, StateTensor) else value

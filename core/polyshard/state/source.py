@@ -71,10 +71,7 @@ class Source(ABC):
 
 
 def problem_with(source: Source, key: str, what: str, target: Any, where: str) -> str | None:
-    """Why not all of ``target`` can be read from ``source`` under ``key``; None where it can.
-
-    ``what`` names the target, ``where`` the rank.
-    """
+    """Why not all of ``target`` can be read from ``source`` under ``key``; None where it can."""
     entry = source.entry(key)
     if entry is None:
         return f"{what} is no tensor in {source.described} {where}. Load it into the model that it was saved from."
