@@ -120,9 +120,6 @@ def _short(text: str) -> str:
     return f"{text[:_LONG]}... (sha256 {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]})"
 
 
-# The identity of plugins, which ranks compare: origin, options, code, and a fingerprint of their own.
-
-
 #: Method by which a plugin adds to what ranks compare.
 FINGERPRINT = "fingerprint"
 
