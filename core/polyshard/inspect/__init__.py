@@ -29,7 +29,7 @@ from ..functions.optimizers import NOT_BY_ELEMENT
 from ..functions.recorded_streams import Stream, StreamRecorder
 from ..functions.whole import state_dicts_of_pieces
 from ..planning.extensions import Insides, inner_tensors
-from ..planning.layout import FlatLayout, Piece, Slot
+from ..planning.layout import Piece, Slot
 from ..planning.parts import TensorPart, is_dtensor, local_of, whole_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from ..planning.plan import refuse_unshardable as refuse_unshardable_parameters
@@ -40,7 +40,7 @@ from ..runtime.root import root_of
 from ..runtime.step import Phase
 from ..setup.build import refuse_broken
 from ..setup.materialize import Initializer
-from .model import EndsWithModel, RecordedModel, ShardedModel, WaitingTimes, WholeFlats, gathers_to
+from .model import RecordedModel, ShardedModel, WaitingTimes, WholeFlats, gathers_to
 from .unit import ShardedParameter, ShardedUnit
 
 
