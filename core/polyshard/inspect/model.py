@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import CollectiveError, StateError, UnsupportedError
 from ..functions.recorded_streams import RecordedStreams, StreamRecorder
 from ..functions.torch_functions import replacing_values
-from ..functions.whole import ToSome, WholeGather, gather_inner, whole_on_this_rank
+from ..functions.whole import WholeGather, gather_inner, whole_on_this_rank
 from ..runtime import graph
 from ..runtime.extended import ExtendedUnit
 from ..runtime.step import Phase
@@ -226,11 +226,11 @@ class ShardedModel:
         finally:
             root.phase = Phase.IDLE if root.recorder.failure is None else Phase.FAILED
 
-    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype, Collectives | None]]) -> WholeFlats:
+    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype, Collectives | None]]) -> WholeGather:
         """Issue gathers of whole masters: one communication for all units that have the same ranks.
 
-        ``units``: at least one, each with the dtype in which it travels, and its ``shard`` or what ``gathers_to`` made
-        of that. Every rank of a unit calls it. What arrives is memory of its own.
+        ``units``: at least one, each with the dtype in which it travels, and its ``shard`` or ``ToSome`` of
+        that. Every rank of a unit calls it. What arrives is memory of its own.
         """
         names = ", ".join(f"'{unit.name}'" for unit, *_ in units)
         with self.meeting(f"gather of whole {names}", dict.fromkeys(among for *_, among in units)):
@@ -327,18 +327,6 @@ class ShardedModel:
     def tell_loaded(self, model: nn.Module, path: Path | str) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
-
-
-class WholeFlats(Protocol):
-    """Whole units on their way."""
-
-    def wait(self) -> list[torch.Tensor]:
-        """Order the current stream behind them; each unit whole (``[padded_numel]``). Called once."""
-
-
-def gathers_to(receivers: Sequence[int], among: Collectives) -> Collectives:
-    """Collectives of the same ranks, whose gathers reach ``receivers`` of them alone."""
-    return ToSome(among, receivers)
 
 
 class RecordedModel(Protocol):
