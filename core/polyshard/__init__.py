@@ -102,10 +102,13 @@ if not TYPE_CHECKING:
         "state.streaming": ("load_stream", "stream"),
     }
     _HOME = {name: module for module, names in _NAMES.items() for name in names}
+    # Public modules that a program imports by their own names.
+    _MODULES = frozenset({"checkpoint", "hookspecs", "nested", "optim", "pipelining", "state"})
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            remedy = f". Write 'import {__name__}.{name}'" if name in _MODULES else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
         value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'api')}"), name)
         # Found without a call the next time.
         globals()[name] = value

@@ -66,18 +66,17 @@ def may_recompute_reentrantly() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
-def queue_after_backward(callback: Callable[[], None]) -> Callable[[], bool]:
+def queue_after_backward(callback: Callable[[], None]) -> Callable[[], object]:
     """Run ``callback`` when the current backward has ended, on the thread that called it.
 
-    Returns a function that tells whether it may still run: autograd lets go of it when the backward has ended, and also
-    when that raises, in which case nothing is called.
+    Returns a reference that gives None once it cannot run any more: autograd lets go of it when the backward has ended,
+    and also when that raises, in which case nothing is called.
 
     No public hook fires once per backward after all gradients have been accumulated.
     """
     once = partial(callback)
-    alive = weakref.ref(once)
     Variable._execution_engine.queue_callback(once)
-    return lambda: alive() is not None
+    return weakref.ref(once)
 
 
 def in_transform() -> bool:

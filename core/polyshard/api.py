@@ -19,7 +19,7 @@ from .functions.norms import clip_grad_norm, norm_dtype
 from .functions.torch_functions import follow
 from .functions.whole import state_dicts_of_pieces, unsharded_parameters
 from .interfaces import ReduceOp
-from .planning.plan import MODULE_STATE_ATTRIBUTE
+from .planning.plan import MODULE_STATE_ATTRIBUTE, modules_in
 from .registry import UsedPlugin
 from .runtime.grouped import hooks_of
 from .runtime.hooks import ForwardHooks
@@ -432,7 +432,7 @@ def _module_state(module: nn.Module, call: str) -> ModuleState:
 
 
 def _refuse_unsharded(model: nn.Module, call: str) -> None:
-    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in model.modules()):
+    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in modules_in(model)):
         raise StateError(
             f"{call} needs a sharded module, but nothing in this {type(model).__name__} is sharded. Call its own "
             "state_dict() or load_state_dict()."

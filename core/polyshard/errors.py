@@ -1,4 +1,4 @@
-"""Every exception that polyshard raises, and the warning that it gives of what will be gone.
+"""Every exception that polyshard raises, and how it warns: once, by one rank, of what all ranks see alike.
 
 Each leaf is also the built-in exception that ``torch.distributed.fsdp`` raises for the same input, so that ``except``
 clauses written for FSDP go on working. A message has three parts, in this order: what was
@@ -8,6 +8,10 @@ wrong, where (fully-qualified name, rank), what to do.
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
 
 __all__ = [
     "AlreadyShardedError",
@@ -47,6 +51,7 @@ __all__ = [
     "UnsupportedError",
     "WorldSizeError",
     "deprecation",
+    "warn_once",
 ]
 
 
@@ -209,6 +214,48 @@ def deprecation(what: str, *, since: str, gone: str, instead: str) -> str:
     the line that uses it.
     """
     return f"{what} is deprecated since polyshard {since} and will be gone in {gone}. {instead}."
+
+
+#: Beginnings of names of modules that call each other until somebody is warned.
+_INSIDE = ("polyshard", "torch.", "contextlib", "functools")
+#: What ``warn_once`` has said.
+_said: set[tuple[type[Warning], str]] = set()
+
+
+def warn_once(text: str, category: type[Warning] = UserWarning, *, rank: int | None = None) -> bool:
+    """Warn of what every rank sees alike: on rank 0 alone, and of each text once a process.
+
+    The warning points at the line of the program that led here. What one rank may see alone is for ``warnings.warn``,
+    on that rank and with its number. Python's filters are asked each time: ``always`` (also in ``pytest.warns``) shows
+    and ``error`` raises it each time, and what ``ignore`` hides counts as not said.
+
+    Args:
+        text: What is wrong, where, and what to do.
+        category: As of ``warnings.warn``.
+        rank: This rank among those that see it. None for the job's, as ``torch.distributed`` has it; without that, 0.
+
+    Returns:
+        Whether this rank is the one that warns, also where it has done so before.
+    """
+    if (_rank_of_job() if rank is None else rank) > 0:
+        return False
+    if (category, text) not in _said:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_INSIDE):
+            frame = frame.f_back
+        module, shown = frame.f_globals.get("__name__"), dict[Any, Any]()
+        warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, shown)
+        # By its key, Python notes what it need not show again.
+        if (text, category, frame.f_lineno) in shown:
+            _said.add((category, text))
+    return True
+
+
+def _rank_of_job() -> int:
+    # Here, since the errors are imported before torch is.
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def words(error: BaseException) -> str:

@@ -30,7 +30,7 @@ class Events:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
         self._manager.add_hookspecs(hookspecs)
         self._hook_names = frozenset(hook for hook in dir(hookspecs) if hasattr(self._manager.hook, hook))
-        #: Whether there are listeners at all. False lets the engine skip ``step_begin`` and ``step_end``.
+        #: Whether there are listeners at all.
         self.active = bool(listeners)
         given = [name for name, _ in listeners]
         # pluggy calls the last registered first.
@@ -40,6 +40,8 @@ class Events:
             earlier = given[:position].count(name)
             self._register(f"{name}#{earlier + 1}" if earlier else name, listener)
         self._check_pending()
+        #: Whether one of them hears of steps. False lets the engine skip ``step_begin`` and ``step_end``.
+        self.steps = any(hook.get_hookimpls() for hook in (self._manager.hook.step_begin, self._manager.hook.step_end))
 
     def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
         self._manager.hook.before_shard(model=model, config=config)
@@ -52,6 +54,10 @@ class Events:
 
     def on_load(self, model: torch.nn.Module, path: Path | str) -> None:
         self._manager.hook.on_load(model=model, path=path)
+
+    def on_progress(self, model: torch.nn.Module, work: str, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes of ``work`` are written, or read."""
+        self._manager.hook.on_progress(model=model, work=work, done=done, total=total)
 
     def step_begin(self, model: torch.nn.Module) -> None:
         self._manager.hook.step_begin(model=model)

@@ -55,6 +55,15 @@ def on_load(model: torch.nn.Module, path: Path | str) -> None:
 
 
 @hookspec
+def on_progress(model: torch.nn.Module, work: str, done: int, total: int) -> None:
+    """Of ``work``, such as ``"Saving runs/step-00000100"``, ``done`` of ``total`` bytes are written, or read.
+
+    Called on every rank with its own bytes, every few MiB, on the thread that saves or loads ``model``. ``done`` grows
+    to ``total``, unless the work fails. Not called for saves in the background.
+    """
+
+
+@hookspec
 def step_begin(model: torch.nn.Module) -> None:
     """The outermost forward of ``model`` is about to start. Must not synchronize with the device."""
 

@@ -94,7 +94,8 @@ def load(
         with together(collectives, f"Reading the checkpoint {directory}"), readable(directory, collectives):
             # At once: a file's blocks have something of both.
             both = targets if restore is None else {**targets, **restore.targets}
-            source.read(both)
+            with sharded.telling(model, f"Loading {directory}"):
+                source.read(both)
             if restore is not None:
                 restore.commit(both)
             restore_casters(sharded, precision)

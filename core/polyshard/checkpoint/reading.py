@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..errors import CheckpointDamagedError, ConfigError
 from ..io.boxes import Box, box_within, row_major, span
 from ..io.files import MOST, carried_out, damaged, digest_of
 from ..io.memory import flat_bytes, view_of
+from ..io.progress import tell
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Entry, Source, chunks_of, in_lines
 from .encoding import Json, checked, decode, tensor_entry
@@ -90,11 +92,13 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
             for file in {file for file, _ in order}
         }
         results = carried_out(_calls(manifest, inputs, order, buffers), len(order))
-        for _, parts in zip(results, order.values(), strict=True):
+        ends = list(accumulate(min(BLOCK, manifest.files[file].size - index * BLOCK) for file, index in order))
+        for _, parts, done in zip(results, order.values(), ends, strict=True):
             for each in parts:
                 each.left -= 1
                 if not each.left:
                     each.end()
+            tell(done, ends[-1])
 
 
 def _wanted(target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:

@@ -198,7 +198,9 @@ def save_now(
     """Save what ``taking`` gives, of all ranks of ``collectives``, and call listeners; returns the directory."""
     with ExitStack() as stack:
         task = _prepare(collectives, models, root, step, keep, stack, taking)
-        files, manifest = write_all(task.writing, collectives)
+        first, module = models[0]
+        with first.telling(module, f"Saving {task.named}"):
+            files, manifest = write_all(task.writing, collectives)
         with together(collectives, f"Committing {task.described}"):
             if task.commit is not None:
                 task.commit.run(files, manifest)

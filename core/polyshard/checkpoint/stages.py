@@ -151,9 +151,11 @@ def load_stages(
         _refuse_left_over(everyone, source, parts)
         with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
             for part, own, restore, joint in zip(parts, sources, restores, joints, strict=True):
-                own.read(restore.targets)
+                with part.sharded.telling(part.module, f"Loading {directory}"):
+                    own.read(restore.targets)
+                    if joint is not None:
+                        own.read(joint.targets)
                 if joint is not None:
-                    own.read(joint.targets)
                     joint.commit(joint.targets)
                 restore_casters(part.sharded, precision)
             if coordinates(everyone):

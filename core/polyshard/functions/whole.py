@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import ParameterChangedError, StateError
+from ..errors import ParameterChangedError, StateError, UnsupportedError
 from ..interfaces import Collectives, CollectivesDecorator, Work
 from ..planning.extensions import InnerTensor, own_rows, rows_of
 from ..planning.parts import is_dtensor, local_of
@@ -40,7 +40,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
 
     Raises:
         StateError: inside a forward or backward, or when entered twice.
-        UnsupportedError: a parameter gathers itself, and what it is made of cannot be told.
+        UnsupportedError: as ``refuse_flat_parameters``, or it cannot be told what a parameter is made of.
         ParameterChangedError: on leaving, what is to be kept has another shape, or was tied to another parameter.
     """
     root.leave_failed_backward()
@@ -59,6 +59,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
     for unit in units:
         if isinstance(unit, ExtendedUnit):
             unit.require_insides("unsharded()")
+    refuse_flat_parameters(units, "unsharded()")
     root.adopt_changes(trains=False)
     root.outdate()
     root.unsharded = frozenset(units)
@@ -87,6 +88,23 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
         refusals.close()
         _show_originals(flats)
         root.unsharded = ()
+
+
+def refuse_flat_parameters(units: Iterable[Unit], call: str) -> None:
+    """Raise where modules have a flat parameter in the place of their own: FSDP's ``use_orig_params=False``.
+
+    Raises:
+        UnsupportedError: naming a parameter; ``call`` begins the message.
+    """
+    for unit in units:
+        for parameter in unit.parameters:
+            site, key = parameter.sites[0]
+            if key not in site._parameters:
+                raise UnsupportedError(
+                    f"{call}: the module of '{parameter.names[0]}' has a flat parameter in its place (rank "
+                    f"{unit.ranks.world.rank}). Use the wrapper's own summon_full_params, state_dict and "
+                    "optim_state_dict, or wrap with use_orig_params=True."
+                )
 
 
 def units_within(root: Root, module: nn.Module) -> Sequence[Unit]:

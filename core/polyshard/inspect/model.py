@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from ..errors import CollectiveError, StateError, UnsupportedError
 from ..functions.recorded_streams import RecordedStreams, StreamRecorder
 from ..functions.torch_functions import replacing_values
-from ..functions.whole import WholeGather, gather_inner, whole_on_this_rank
+from ..functions.whole import WholeGather, gather_inner, refuse_flat_parameters, whole_on_this_rank
+from ..io.progress import telling
 from ..runtime import graph
 from ..runtime.extended import ExtendedUnit
 from ..runtime.step import Phase
@@ -159,6 +161,10 @@ class ShardedModel:
         self._root.adopt_changes(trains=trains, all_modules=all_modules)
         # Whoever asks between steps may write to masters.
         self._root.outdate()
+
+    def refuse_flat_parameters(self, call: str) -> None:
+        """Raise where modules have flat parameters; see ``functions.whole.refuse_flat_parameters``."""
+        refuse_flat_parameters(self._root.units, call)
 
     def refuse_moved(self) -> None:
         """Raise ParameterChangedError where modules moved, so that a name is another parameter's now."""
@@ -319,6 +325,11 @@ class ShardedModel:
     def begin_gathers(self) -> None:
         """Order the next gathers behind the current stream."""
         self._root.streams.begin_forward()
+
+    def telling(self, model: nn.Module, work: str) -> AbstractContextManager[None]:
+        """Inside, what this thread tells of its progress (``io.progress``) is for the listeners' ``on_progress``."""
+        events = self._root.events
+        return telling(partial(events.on_progress, model, work)) if events.active else nullcontext()
 
     def tell_saved(self, model: nn.Module, path: Path | str) -> None:
         """Call the listeners' ``on_save``."""

@@ -28,6 +28,7 @@ from .. import _torch_private
 from ..errors import (
     AlreadyShardedError,
     ConfigError,
+    ConfigTypeError,
     DeviceError,
     EmptyUnitError,
     ParameterError,
@@ -469,7 +470,13 @@ def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
 
 
 def modules_in(root: nn.Module) -> list[nn.Module]:
-    """``root`` and all modules inside it, each once, in no order: without names, for a fraction of what these cost."""
+    """``root`` and all modules inside it, each once, in no order: without names, for a fraction of what these cost.
+
+    Raises:
+        ConfigTypeError: ``root`` is no module.
+    """
+    if not isinstance(root, nn.Module):
+        raise ConfigTypeError(f"{type(root).__name__!r} was given as the model. Give a torch.nn.Module.")
     found = {root: None}
     waiting = [root]
     while waiting:
