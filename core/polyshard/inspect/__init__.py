@@ -30,7 +30,7 @@ from ..functions.recorded_streams import Stream, StreamRecorder
 from ..functions.whole import ToSome, WholeGather, state_dicts_of_pieces
 from ..planning.extensions import Insides, inner_tensors
 from ..planning.layout import Piece, Slot
-from ..planning.parts import TensorPart, is_dtensor, local_of, whole_tensors
+from ..planning.parts import TensorPart, is_dtensor, local_of, placed_as, whole_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from ..planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from ..planning.values import send_from_first
