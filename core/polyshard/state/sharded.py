@@ -157,7 +157,7 @@ def _metadata_of(box: Box) -> ChunkStorageMetadata:
 def of_piece(parameter: ShardedParameter, piece: Piece | None, flat: torch.Tensor) -> CheckpointTensor:
     """``parameter``, or a tensor of its geometry, of which this rank holds ``piece``.
 
-    ``piece``: None for no element. ``flat``: shape ``[piece.numel]``, contiguous: the elements as they lie in the shard.
+    ``piece``: None for no element. ``flat``: shape ``[piece.numel]``, contiguous: these as they lie in the shard.
     """
     slot = parameter.slot
     chunks: list[Chunk] = []
