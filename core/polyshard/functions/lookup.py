@@ -114,8 +114,10 @@ class LiveRoots:
     def around(self, tensors: Sequence[torch.Tensor]) -> Root | None:
         """The first root whose model has one of ``tensors`` outside of its units; None for no such root."""
         asked = set(map(id, tensors))
-        outermost = ((root, root.module_states[0].module) for root, _ in self._entries())
-        return next((root for root, module in outermost if not asked.isdisjoint(map(id, module.parameters()))), None)
+        for root, places in self._entries():
+            if not asked.difference(places).isdisjoint(map(id, root.module_states[0].module.parameters())):
+                return root
+        return None
 
     def _entries(self) -> list[tuple[Root, dict[int, tuple[int, int]]]]:
         with self._lock:
