@@ -53,8 +53,6 @@ TARGETS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was run."""
-
     rounds: int
     steps: int
     warmup: int
@@ -414,7 +412,6 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def environment(commit: str | None) -> dict[str, Any]:
-    """Versions, processor and commit."""
     cpu = next(
         (line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")),
         platform.processor(),
@@ -489,7 +486,6 @@ def _row(label: str, ours: float, theirs: float, ratio: dict[str, float], target
 
 
 def main() -> None:
-    """Run, print the table last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     parser.add_argument("--commit", help="recorded instead of what git says")

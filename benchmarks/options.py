@@ -19,8 +19,6 @@ _DEFAULT_PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked for."""
-
     workloads: tuple[Workload, ...]
     contenders: tuple[Contender, ...]
     rounds: int
@@ -33,12 +31,10 @@ class Settings:
     kernels: bool
 
     def steps_of(self, workload: Workload) -> int:
-        """Timed steps in a round."""
         return self.steps if self.steps is not None else workload.steps
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """The command line of ``peers.py``."""
     sizes = "\n".join(f"  {workload.describe()}" for workload in WORKLOADS.values())
     parser = runs.make_parser(
         description,

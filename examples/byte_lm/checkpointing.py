@@ -69,7 +69,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoint_root(folder: Path) -> Path:
-    """Where the run in ``folder`` keeps its checkpoints."""
     return folder / "checkpoints"
 
 

@@ -22,5 +22,4 @@ class History:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> History:
-        """The inverse of ``as_table``."""
         return cls(list(table["train"]), [(int(step), float(loss)) for step, loss in table["held_out"]])
