@@ -210,10 +210,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -
 
 
 def test_one_flag_begins_and_goes_on_and_a_restart_goes_on_without_it(tmp_path: Path) -> None:
-    checkpointing, launch = part("checkpointing"), part("launch")
+    checkpointing = part("checkpointing")
 
     def chosen(job: str, restarts: int = 0, *, resume: bool = False) -> str:
-        folder: Path = checkpointing.run_folder(tmp_path, launch.Launch(job, restarts), resume=resume)
+        folder: Path = checkpointing.run_folder(tmp_path, checkpointing.Launch(job, restarts), resume=resume)
         return folder.name
 
     # Nothing is there yet: to go on is to begin.
@@ -247,8 +247,8 @@ def test_one_flag_begins_and_goes_on_and_a_restart_goes_on_without_it(tmp_path: 
     ids=["named", "restarted", "alone"],
 )
 def test_a_launch_is_what_torchrun_says(variables: dict[str, str], job: str, restarts: int) -> None:
-    launch = part("launch")
-    assert launch.Launch.from_environment(variables) == launch.Launch(job, restarts)
+    launch = part("checkpointing").Launch
+    assert launch.from_environment(variables) == launch(job, restarts)
 
 
 @pytest.mark.slow
