@@ -259,8 +259,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_truncated_one(tmp_path: Path
     corpus = part("data").Corpus(text, text, "one")
     alone = ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False)
     first, again = (part("training").Training(loaded, alone, corpus) for _ in range(2))
-    launch = part("launch")
-    folder = checkpointing.run_folder(tmp_path, launch.Launch("a", 0), resume=False)
+    folder = checkpointing.run_folder(tmp_path, checkpointing.Launch("a", 0), resume=False)
 
     def trained(training: Any, step: int) -> Path:
         training.step(step - 1)
@@ -273,7 +272,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_truncated_one(tmp_path: Path
     good, bad = trained(first, 1), trained(first, 2)
     os.truncate(bad / "rank-00000.bin", 10)
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
-        found = checkpointing.run_folder(tmp_path, launch.Launch("b", 0), resume=True)
+        found = checkpointing.run_folder(tmp_path, checkpointing.Launch("b", 0), resume=True)
     assert found == folder
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
         directory = checkpointing.latest_checkpoint(found)
@@ -314,7 +313,7 @@ def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -
     training = part("training").Training(loaded, ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False), corpus)
     training.step(0)
     model, optimizer, history = training.model, training.optimizer, training.history
-    folder = checkpointing.new_run_folder(tmp_path, part("launch").Launch("a", 0))
+    folder = checkpointing.run_folder(tmp_path, checkpointing.Launch("a", 0), resume=False)
     checkpointing.save_checkpoint(folder, 1, model, optimizer, run=run, digest="one", history=history)
 
     def resumed(run: Any, digest: str) -> int:
