@@ -7,11 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import polyshard
 import pytest
 from fake_distribution import install
-from polyshard import inspect
+from polyshard import ShardConfig, errors, inspect
+from torch import nn
 
 #: A fresh interpreter runs these one after another: what one must not import, those before it must not either.
 STATEMENTS = (
@@ -25,6 +29,7 @@ STATEMENTS = (
 
 #: Packages that are installed beside; one in so many offers plugins, some under names that the default settings use.
 CROWD, WITH_PLUGINS = 300, 3
+
 _NAMES = {
     "collectives": "fake",
     "precision": "none",
@@ -99,3 +104,40 @@ def test_the_door_hands_out_no_class_of_the_runtime() -> None:
         returned = function.returns
         named = set() if returned is None else {node.id for node in ast.walk(returned) if isinstance(node, ast.Name)}
         assert not named & inner, f"{function.name} of polyshard.inspect hands out {named & inner}"
+
+
+def sharded(**settings: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    config = ShardConfig(collectives={"name": "fake", "world_size": 4}, policy="always", **settings)
+    return polyshard.shard(model, config)
+
+
+@pytest.mark.parametrize("call", [lambda m: polyshard.no_sync(m).__enter__(), polyshard.report, polyshard.close])
+def test_calls_on_an_inner_module(call: Callable[[Any], Any]) -> None:
+    model = sharded()
+    with pytest.raises(
+        errors.StateError, match=r"needs the outermost sharded module, but was given the inner one '1' .*rank 0"
+    ) as caught:
+        call(model[1])
+    assert "FSDP" not in str(caught.value)
+
+
+def _texts(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every string in ``file`` that is no docstring."""
+    tree = ast.parse(file.read_text())
+    told = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.lineno, node.value
+
+
+@pytest.mark.slow
+def test_no_message_of_core_names_fsdp() -> None:
+    core = Path(polyshard.__file__).parent
+    # What joins trainers refuses theirs by name.
+    joined = [core / name for name in ("accelerate", "lightning", "trainers", "transformers")]
+    files = [file for file in core.rglob("*.py") if not any(file.is_relative_to(each) for each in joined)]
+    found = [f"{file}:{line}: {text}" for file in files for line, text in _texts(file) if "FSDP" in text]
+    assert not found

@@ -24,7 +24,6 @@ from parity import (
     units_of,
 )
 from polyshard import FullyShardedDataParallel, ShardConfig
-from polyshard.errors import AlreadyShardedError, ParameterError, StateError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
@@ -207,19 +206,6 @@ def test_arguments_of_shard_are_taken() -> None:
     assert torch.equal(made.weight.detach(), torch.full((10,), 7.0))
 
 
-def test_errors_are_those_of_shard() -> None:
-    bad = nn.Linear(2, 2)
-    bad.odd = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
-    with pytest.raises(ParameterError, match="'odd'"):
-        wrapped(bad)
-    sharded = wrapped(seeded(Net))
-    with pytest.raises(AlreadyShardedError):
-        wrapped(sharded)
-    outer = nn.Sequential(sharded)
-    with pytest.raises(StateError, match="needs a sharded module"):
-        polyshard.clip_grad_norm_(outer, 1.0)
-
-
 def test_a_wrapper_may_stand_inside_a_larger_model() -> None:
     inside = wrapped(seeded(Net))
     model = nn.Sequential(nn.Linear(3, 3).double(), inside)
@@ -227,18 +213,3 @@ def test_a_wrapper_may_stand_inside_a_larger_model() -> None:
     assert root_of(inside.module).gathered == ()
     assert model[0].weight.grad is not None
     assert inside.first.weight.grad is not None
-
-
-def test_the_state_dict_of_a_larger_model_goes_round() -> None:
-    def made() -> nn.Module:
-        return nn.Sequential(seeded(lambda: nn.Linear(3, 3)), wrapped(seeded(Net)))
-
-    source, target = made(), made()
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.add_(1.0)
-    state = polyshard.local_state_dict(source)
-    assert "1.first.weight" in state
-    polyshard.load_local_state_dict(target, state)
-    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
-        assert torch.equal(mine, theirs)

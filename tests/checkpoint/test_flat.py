@@ -239,29 +239,6 @@ def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
     assert_third_step(results, adam)
 
 
-def test_what_is_saved_is_what_the_models_own_parameters_would_have_saved() -> None:
-    def described(choose: Callable[[nn.Module], list[nn.Parameter]]) -> list[Any]:
-        def on_rank(rank: int, world: ThreadedWorld) -> Any:
-            model = shard(Net(), rank, world)
-            optimizer = adam(choose(model))
-            train(model, optimizer, range(2))
-            state = checkpoint.optimizer_state(model, optimizer)
-            shapes = {
-                (name, key): (tuple(value.shape), [chunk.box for chunk in getattr(value, "chunks", ())])
-                for name, values in state["state"].items()
-                for key, value in values.items()
-            }
-            (group,) = state["param_groups"]
-            return shapes, sorted(group["params"]), {name for name in group if name != "params"}
-
-        return on_ranks(3, on_rank)
-
-    assert described(flat) == described(own)
-    shapes = described(flat)[0][0]
-    assert shapes["blocks.0.conv.weight", "exp_avg"][0] == (3, 2, 3, 3)
-    assert shapes["blocks.0.conv.weight", "step"][0] == ()
-
-
 def test_groups_and_names_of_parameters_are_the_models(tmp_path: Path) -> None:
     def grouped(model: nn.Module, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         # The loose parameter comes last; the second group is of its own learning rate.
@@ -433,29 +410,3 @@ def test_a_unit_is_given_once(tmp_path: Path) -> None:
             checkpoint.optimizer_state(model, twice)
 
     on_ranks(2, on_rank)
-
-
-def test_one_rank_of_a_pretended_world_takes_back_its_own_part(tmp_path: Path) -> None:
-    def pretended(seed: int, rank: int) -> tuple[Net, list[nn.Parameter]]:
-        model = Net(seed)
-        config = polyshard.ShardConfig(
-            collectives={"name": "fake", "rank": rank, "world_size": 4}, policy=units_of(Block), check_ranks=False
-        )
-        polyshard.shard(model, config, ignored_parameters=[model.aside])
-        return model, flat(model)
-
-    model, parameters = pretended(0, 1)
-    optimizer = adam(parameters)
-    train(model, optimizer, range(2))
-    directory = checkpoint.save(tmp_path, 2, model, optimizer)
-    again, others = pretended(1, 1)
-    fresh = adam(others)
-    checkpoint.load(directory, again, fresh)
-    assert fresh.state
-    for one, other in zip(parameters, others, strict=True):
-        assert optimizer.state[one].keys() == fresh.state[other].keys()
-        for key, value in optimizer.state[one].items():
-            assert torch.equal(value, fresh.state[other][key])
-    stranger, theirs = pretended(1, 2)
-    with pytest.raises(ConfigError, match=r"has no|one rank of a pretended world saved it"):
-        checkpoint.load(directory, stranger, adam(theirs))

@@ -198,20 +198,6 @@ def test_the_fallback_stays_with_the_run(tmp_path: Path) -> None:
         assert checkpoint.latest(tmp_path) == tmp_path / "step-00000100"
 
 
-@pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json", "COMMITTED"])
-def test_files_that_hold_something_else_are_an_error_by_name(tmp_path: Path, name: str) -> None:
-    directory = checkpoint.save(tmp_path, 1, alone())
-    path = directory / name
-    path.write_bytes(bytes(byte ^ 0x5A for byte in path.read_bytes()))
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = polyshard.shard(filled(7.0), threaded(world, rank, policy=units_of(Block)))
-        with pytest.raises(PolyshardError, match=f"step-00000001 is damaged: '{name}'"):
-            checkpoint.load(directory, model)
-
-    on_ranks(2, on_rank)
-
-
 def test_what_an_ended_save_left_is_removed_and_what_a_running_one_writes_is_not(tmp_path: Path) -> None:
     model = line_of_three(tmp_path)
     ended, running = tmp_path / ".unfinished-ended", tmp_path / ".unfinished-running"

@@ -177,16 +177,6 @@ time.sleep(60)
 """
 
 
-def test_a_lock_that_was_removed_is_made_anew_with_a_warning(tmp_path: Path) -> None:
-    model = sharded()
-    checkpoint.save(tmp_path, 1, model)
-    (tmp_path / ".job-lock").unlink()
-    with pytest.warns(UserWarning, match=r"\.job-lock was removed while this job saves there"):
-        checkpoint.save(tmp_path, 2, model)
-    checkpoint.save(tmp_path, 3, model)
-    assert json.loads((tmp_path / ".job-lock").read_text())["process"][1] == os.getpid()
-
-
 def test_a_model_keeps_the_folder_when_another_of_its_process_is_closed(tmp_path: Path) -> None:
     one, other = sharded(), sharded()
     checkpoint.save(tmp_path, 1, one)

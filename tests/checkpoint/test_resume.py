@@ -163,17 +163,6 @@ def test_resuming_twice_is_not_stopping(tmp_path: Path, name: str, sharding: str
         torch.testing.assert_close(values, unsharded_values(name, ranks), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("name", "sharding"),
-    [
-        *(("AdamW", each) for each in ("full_shard 2", "shard_grad_op 3", "no_shard 2", "hybrid_shard 2 x 2")),
-        *(pytest.param(name, "full_shard 2", marks=pytest.mark.slow) for name in ("NAdam", "Adagrad", "SGD")),
-    ],
-)
-def test_flat_parameters_resume_twice_as_well(tmp_path: Path, name: str, sharding: str) -> None:
-    assert_bit_equal(tmp_path, OPTIMIZERS[name], flat_parameters, *SHARDINGS[sharding])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [(own, own, own), (own, flat_parameters, own)], ids=["own", "flat between"])
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import inspect
 import json
 import logging
 import os
+import pydoc
 import re
 import shlex
 import subprocess
@@ -33,9 +34,12 @@ from pathlib import Path
 from types import ModuleType
 
 import polyshard
+import polyshard.checkpoint
+import polyshard.errors
 import pytest
 from fake_distribution import install
-from polyshard import errors
+from polyshard import errors, hookspecs
+from polyshard.config.sources import NO_SETTINGS
 from polyshard_tools.cli import main as polyshard_command
 from processes import run_script
 from torch.distributed.fsdp import (
@@ -48,16 +52,25 @@ from torch.distributed.fsdp import (
 from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parents[2]
+
 #: The page that shows ``net.py``, the model of the guides.
 MODEL_PAGE = ROOT / "docs" / "sharding.md"
+
 #: Folders with source.
 _ROOMS = ("core", "backends", "policies", "layouts", "plugins", "faces", "integrations", "tools", "testing")
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
 _FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
 _NAMED = re.compile(r"^`([\w./-]+)`$")
+
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+
 _DECIMAL = re.compile(r"-?\d+\.\d+")
+
 _FOLDERS = "core|engine|backends|policies|layouts|plugins|tests|docs|examples|benchmarks"
+
 _FILE = re.compile(rf"`((?:{_FOLDERS})/[\w./-]*|\w+\.py)`")
 
 
@@ -282,7 +295,7 @@ def test_every_setting_and_strategy_is_in_the_tables() -> None:
 def test_the_tree_of_errors_is_the_tree_of_classes() -> None:
     text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     drawn = re.findall(r"^([│ ]*[├└]──) (\w+)(?: \((\w+)\))?", text, re.MULTILINE)
-    raised = {name for name in errors.__all__ if name not in ("PolyshardDeprecationWarning", "deprecation")}
+    raised = {name for name in errors.__all__ if name[0].isupper() and name != "PolyshardDeprecationWarning"}
     assert {name for _, name, _ in drawn} == raised - {"PolyshardError"}
     parent = errors.PolyshardError
     for branch, name, built_in in drawn:
@@ -368,3 +381,56 @@ def test_the_architecture_page_shows_todays_files_and_imports(monkeypatch: pytes
     ]
     assert back == [], "a room imports a room above it"
     del sys.modules["draw_rooms"]
+
+
+HOOKS_PAGE = Path(__file__).parents[2] / "SECURITY.md"
+
+
+def test_names_and_variables_exist() -> None:
+    text = HOOKS_PAGE.read_text()
+    names = re.findall(r"`polyshard\.(checkpoint|errors)\.(\w+)", text)
+    assert len(names) >= 3
+    for module, name in names:
+        assert hasattr(getattr(polyshard, module), name), name
+    variables = set(re.findall(r"POLYSHARD_\w+", text))
+    assert variables == set(NO_SETTINGS)
+
+
+#: Every hook, with its arguments: a listener written against these goes on working.
+HOOKS = {
+    "before_shard": ["model", "config"],
+    "after_shard": ["model"],
+    "on_save": ["model", "path"],
+    "on_load": ["model", "path"],
+    "on_progress": ["model", "work", "done", "total"],
+    "step_begin": ["model"],
+    "step_end": ["model"],
+    "make_observer": ["unit"],
+}
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return pydoc.render_doc(hookspecs, renderer=pydoc.plaintext)
+
+
+def test_there_are_these_hooks_and_no_others() -> None:
+    # What pluggy finds is what a listener's methods are compared with.
+    found = {name: each for name, each in vars(hookspecs).items() if hasattr(each, "polyshard_spec")}
+    assert {name: list(inspect.signature(each).parameters) for name, each in found.items()} == HOOKS
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_page_shows_each_with_signature_and_docstring(page: str, name: str) -> None:
+    hook = getattr(hookspecs, name)
+    _, _, entry = page.partition(f"\n    {name}(")
+    signature, _, told = entry.partition("\n")
+    assert [each.partition(":")[0].strip() for each in signature.partition(")")[0].split(",")] == HOOKS[name]
+    assert hook.__doc__
+    first_line = inspect.getdoc(hook).splitlines()[0]
+    assert told.startswith(f"        {first_line}")
+
+
+def test_the_page_shows_the_marker_and_says_how_hooks_are_called(page: str) -> None:
+    assert "a method becomes a hook implementation by ``@polyshard.hookimpl``" in page
+    assert "hookimpl = " in page

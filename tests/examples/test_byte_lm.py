@@ -251,42 +251,6 @@ def test_a_launch_is_what_torchrun_says(variables: dict[str, str], job: str, res
     assert launch.from_environment(variables) == launch(job, restarts)
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_from_the_checkpoint_before_a_truncated_one(tmp_path: Path) -> None:
-    checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
-    loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
-    text = torch.zeros(100, dtype=torch.uint8)
-    corpus = part("data").Corpus(text, text, "one")
-    alone = ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False)
-    first, again = (part("training").Training(loaded, alone, corpus) for _ in range(2))
-    folder = checkpointing.run_folder(tmp_path, checkpointing.Launch("a", 0), resume=False)
-
-    def trained(training: Any, step: int) -> Path:
-        training.step(step - 1)
-        training.history.train.append(float(step))
-        directory: Path = checkpointing.save_checkpoint(
-            folder, step, training.model, training.optimizer, run=loaded.run, digest="one", history=training.history
-        )
-        return directory
-
-    good, bad = trained(first, 1), trained(first, 2)
-    os.truncate(bad / "rank-00000.bin", 10)
-    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
-        found = checkpointing.run_folder(tmp_path, checkpointing.Launch("b", 0), resume=True)
-    assert found == folder
-    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
-        directory = checkpointing.latest_checkpoint(found)
-    assert directory == good
-    found = checkpointing.load_checkpoint(directory, again.model, again.optimizer, run=loaded.run, digest="one")
-    assert (found.step, found.draws_on) == (1, True)
-    again.history = found.history
-    saved = trained(again, 2)
-    assert checkpointing.latest_checkpoint(folder) == saved != bad
-    assert again.history.train == [1.0, 2.0]
-    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("ranks_before", [0, 3], ids=["none were saved", "of three ranks"])
 def test_random_numbers_that_cannot_go_on_are_told(tmp_path: Path, ranks_before: int) -> None:
     checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")

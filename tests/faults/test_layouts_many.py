@@ -56,15 +56,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@given(**CASES)
-@settings(deadline=None, max_examples=100)
-def test_elements_lie_in_one_slice_each(
-    shapes: list[tuple[int, ...]], shards: int, layout: Layout, itemsize: int
-) -> None:
-    check(shapes, shards, layout, itemsize)
-
-
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
 def test_elements_of_many_units_lie_in_one_slice_each() -> None:

@@ -261,27 +261,6 @@ def test_a_layout_that_leaves_a_rank_without_elements_is_clipped_by_and_refused_
         torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("order", [2.0, math.inf])
-def test_what_is_not_finite_on_one_rank_is_an_error_on_all_where_that_is_asked_for(bad: float, order: float) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        backward(model, rank)
-        if rank == 1:
-            next(p.grad for p in model.parameters() if p.grad is not None)[0] = bad
-        before = pieces(model)
-        with pytest.raises(RuntimeError, match="non-finite"):
-            clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
-        for name, gradient in pieces(model).items():
-            assert torch.equal(gradient.nan_to_num(), before[name].nan_to_num())
-        return clip_grad_norm_(model.parameters(), math.inf, order), polyshard.clip_grad_norm_(model, math.inf, order)
-
-    for one, other in on_ranks(2, on_rank):
-        torch.testing.assert_close(one, torch.tensor(bad, dtype=torch.float64), equal_nan=True)
-        # The first call has multiplied by it.
-        assert not torch.isfinite(other)
-
-
 @pytest.mark.slow
 def test_ranks_wait_for_one_that_leaves_its_empty_parameters_out_and_say_so() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:

@@ -77,6 +77,9 @@ def test_the_first_unit_in_module_order_is_named_with_all_its_ranks() -> None:
         spoil(model, "blocks.1", math.nan)
         if rank != 1:
             spoil(model, "blocks.0", math.inf)
+        for order in (2.0, math.inf):
+            with pytest.raises(RuntimeError, match="non-finite"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
         with pytest.raises(RuntimeError) as caught:
             polyshard.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
         assert isinstance(caught.value, PolyshardError)

@@ -27,6 +27,7 @@ from parity import (
     units_of,
     whole,
 )
+from polyshard import ShardConfig
 from polyshard._torch_private import when_imported
 from polyshard.errors import ParameterChangedError, PolyshardError, StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
@@ -34,19 +35,22 @@ from torch import nn
 from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
-
-# By name, as scripts do, long before anything is sharded.
 from torch.nn.init import kaiming_uniform_, normal_
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, stateless, vector_to_parameters
+from torch.optim import optimizer as optimizers
 
 BLOCKS = {"policy": units_of(Block)}
+
 CUT = [
     (2, {"strategy": "full_shard"}),
     (3, {"strategy": "shard_grad_op", "layout": "rows"}),
     (4, {"strategy": "hybrid_shard", "shard_size": 2, "layout": {"name": "blocks", "size": 8, "smallest": 1}}),
 ]
+
 WHOLE = (2, {"strategy": "no_shard"})
+
 INPUTS = draw(4, 3)
+
 _JVP = threading.Lock()
 
 
@@ -426,3 +430,49 @@ def test_modules_that_are_imported_later_are_reached_then(tmp_path: Path, monkey
     assert seen == [1, 1]
     assert sys.meta_path == before
     assert importlib.reload(sys.modules["acme_imported_late"]).answer() == 1
+
+
+EXCHANGED = {
+    "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+    "torch.autograd.backward",
+    "torch.nn.init.normal_",
+    "torch.nn.utils.clip_grad.clip_grad_norm_",
+    "torch.nn.utils.clip_grad._get_total_norm",
+    "torch.nn.utils.convert_parameters.parameters_to_vector",
+    "torch.nn.utils.parametrize.register_parametrization",
+    "torch.utils.checkpoint.checkpoint",
+}
+
+
+def sharded() -> nn.Module:
+    return polyshard.shard(nn.Linear(4, 2), ShardConfig(collectives={"name": "fake", "rank": 0, "world_size": 2}))
+
+
+def test_torch_gets_its_functions_back() -> None:
+    polyshard.restore_torch()
+    assert polyshard.exchanged_functions() == ()
+    hooks = len(optimizers._global_optimizer_pre_hooks)  # type: ignore[attr-defined]
+    initialise, backward = nn.init.normal_.__code__, torch.autograd.backward.__code__
+    unscale = torch.amp.GradScaler._unscale_grads_
+    piece = next(sharded().parameters())
+    assert set(polyshard.exchanged_functions()) >= EXCHANGED
+    assert nn.init.normal_.__code__ is not initialise
+    polyshard.restore_torch()
+    assert polyshard.exchanged_functions() == ()
+    assert nn.init.normal_.__code__ is initialise
+    assert torch.autograd.backward.__code__ is backward
+    assert torch.amp.GradScaler._unscale_grads_ is unscale
+    assert len(optimizers._global_optimizer_pre_hooks) == hooks  # type: ignore[attr-defined]
+    # Torch's own again, which takes a piece for a parameter.
+    nn.init.normal_(piece, std=0.0)
+    assert piece.detach().eq(0).all()
+
+
+def test_the_next_shard_exchanges_them_again() -> None:
+    polyshard.restore_torch()
+    model = sharded()
+    first = set(polyshard.exchanged_functions())
+    polyshard.restore_torch()
+    sharded()
+    assert set(polyshard.exchanged_functions()) == first >= EXCHANGED
+    assert model(torch.ones(1, 4)).shape == (1, 2)

@@ -13,12 +13,15 @@ import torch
 from extended_models import IN, Layer, Net, Reference
 from parity import seed_all, units_of
 from processes import KeptRanks, device_of, gpu_ranks
+from qlora import Block, adapted, base_bytes, loss_of, train
 from torchao_tensors import trains_and_is_saved
 
 pytestmark = pytest.mark.gpu
 
 WORLD_SIZE = gpu_ranks()
+
 RANKS = KeptRanks("nccl")
+
 run = partial(RANKS.run, WORLD_SIZE)
 
 
@@ -71,3 +74,69 @@ def test_torchaos_classes_train_and_are_saved(kind: str, tmp_path: Path) -> None
         pytest.importorskip("torchao")
     for found, wanted in run(of_torchao, kind, str(tmp_path)):
         assert found == pytest.approx(wanted, rel=2e-2)
+
+
+with warnings.catch_warnings(action="ignore"):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+
+
+#: Bytes of the four 4-bit weights.
+PACKED = 4 * 64 * 192 // 2
+
+
+def quiet() -> None:
+    # Of bitsandbytes and PEFT about each other, and of one GPU being a world of one.
+    warnings.simplefilter("ignore")
+
+
+def of_twenty_steps(rank: int, storage: torch.dtype, begins: str) -> tuple[list[float], list[float], bool, int]:
+    """Losses, those of the unsharded model, whether the base stayed the same to the bit, and bytes of this rank."""
+    quiet()
+    device = device_of(rank)
+    plain = adapted(storage, device)
+    wanted = [step[rank] for step in train(plain, list(range(WORLD_SIZE)), device=device)]
+    # Quantized on the host, what its bytes mean moves to the device with them.
+    model = adapted(storage, device if begins == "device" else "cpu")
+    if begins == "host":
+        for module in model.modules():
+            if hasattr(module, "quant_state"):
+                assert module.weight.quant_state.absmax.device.type == "cpu"
+    before = base_bytes(model)
+    polyshard.shard(model, polyshard.ShardConfig(collectives="nccl", policy=units_of(Block), device=device))
+    losses = [loss for (loss,) in train(model, [rank], device=device)]
+    packed = polyshard.report(model).packed_nbytes
+    with polyshard.unsharded(model):
+        found = base_bytes(model)
+    same = all(torch.equal(found[name], value) for name, value in before.items())
+    polyshard.close(model)
+    return losses, wanted, same, packed
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
+def test_twenty_steps_are_the_unsharded_models(storage: torch.dtype) -> None:
+    for losses, wanted, same, packed in run(of_twenty_steps, storage, "device"):
+        assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+        assert same
+        assert packed <= PACKED / WORLD_SIZE + 2 * 16
+
+
+def test_what_was_quantized_on_the_host_computes_on_the_device() -> None:
+    # Either quantises, and nearly alike.
+    for losses, wanted, same, _ in run(of_twenty_steps, torch.uint8, "host"):
+        assert losses == pytest.approx(wanted, rel=5e-2)
+        assert same
+
+
+def of_evaluation(rank: int) -> tuple[float, float]:
+    quiet()
+    device = device_of(rank)
+    plain, model = adapted(device=device).eval(), adapted(device=device).eval()
+    polyshard.shard(model, polyshard.ShardConfig(collectives="nccl", policy=units_of(Block)))
+    with torch.no_grad():
+        return loss_of(model, 0, rank, device).item(), loss_of(plain, 0, rank, device).item()
+
+
+def test_evaluation_gives_the_unsharded_models_loss() -> None:
+    for ours, wanted in run(of_evaluation):
+        assert ours == pytest.approx(wanted, rel=1e-5)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import polyshard
 import pytest
 import torch
-from processes import KeptRanks, device_of, gpu_ranks
+from processes import KeptRanks, device_of, gpu_ranks, run_script, share_device
 from torch import nn
 
 pytestmark = pytest.mark.gpu
 
 WORLD_SIZE = gpu_ranks()
+
 RANKS = KeptRanks("nccl")
+
 WIDTH, LAYERS = 2048, 6
+
 UNIT = 4 * WIDTH * WIDTH
 
 
@@ -72,3 +78,19 @@ def test_weights_are_the_present_ones_and_two_units_whole(settings: dict[str, An
         assert tensors == (3 * LAYERS if only in (None, rank) else 0)
         # Beside them, what a comparison takes, and on its way to one rank the shards of a layout with segments.
         assert most <= (2.5 if only is None or settings.get("layout") != "rows" else 3.5) * UNIT
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rollout"
+
+
+@pytest.mark.skipif(share_device(), reason="the example gives each trainer a GPU of its own")
+def test_a_generator_copies_out_of_the_trainers_memory(tmp_path: Path) -> None:
+    """The generator has a GPU of its own where one is left, and shares rank 0's where none is."""
+    settings = ("steps=6", "every=2", "verify=true", f"output={tmp_path}")
+    arguments = [word for each in settings for word in ("--set", each)]
+    done = run_script(gpu_ranks() + 1, EXAMPLE / "train.py", arguments, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert not any(done.codes), done.output + done.errors
+    history: list[dict[str, Any]] = json.loads((tmp_path / "history.json").read_text())
+    assert [entry["step"] for entry in history] == [2, 4, 6]
+    assert [entry["arrived"] for entry in history] == [entry["sent"] for entry in history]
+    assert len({entry["sent"] for entry in history}) == 3

@@ -249,62 +249,6 @@ def test_a_model_with_a_head_is_read_into_its_base(transformers: ModuleType, tmp
         assert all(torch.equal(values[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_names(transformers: ModuleType, tmp_path: Path) -> None:
-    other = saved(built(transformers, "llama", num_hidden_layers=4, intermediate_size=64), tmp_path / "other")
-    given = saved(built(transformers, "llama"), tmp_path / "given")
-
-    def read(rank: int, world: ThreadedWorld) -> tuple[str, bool]:
-        model = sharded(on_meta(lambda: built(transformers, "llama"), world), world, rank, "llama")
-        with pytest.raises(ConfigError) as refused:
-            polyshard_huggingface.load(model, other)
-        # Nothing was read, and the right checkpoint still can be.
-        untouched = all(bool(parameter.isnan().all()) for parameter in model.parameters())
-        polyshard_huggingface.load(model, given)
-        return str(refused.value), untouched
-
-    for text, untouched in ThreadedWorld(2).run(read):
-        assert untouched
-        assert "is not a checkpoint of this LlamaForCausalLM" in text
-        assert "18 in the files and not in the model: " in text
-        assert "'model.layers.{2-3}.mlp.up_proj.weight'" in text
-        assert (
-            "4 of shape (64, 32) in the files and (48, 32) in the model: 'model.layers.{0-1}.mlp.gate_proj.weight', "
-            "'model.layers.{0-1}.mlp.up_proj.weight'"
-        ) in text
-        assert (
-            "2 of shape (32, 64) in the files and (32, 48) in the model: 'model.layers.{0-1}.mlp.down_proj.weight'"
-        ) in text
-
-
-def test_dtypes_are_cast_on_both_ways(transformers: ModuleType, tmp_path: Path) -> None:
-    given = saved(built(transformers, "llama").to(torch.bfloat16), tmp_path / "given")
-    expected = transformers.LlamaForCausalLM.from_pretrained(given, dtype=torch.bfloat16).state_dict()
-
-    def read(rank: int, world: ThreadedWorld) -> Values:
-        model = sharded(on_meta(lambda: built(transformers, "llama"), world), world, rank, "llama")
-        polyshard_huggingface.load(model, given)
-        polyshard_huggingface.save(model, tmp_path / "written", dtype=torch.bfloat16)
-        return whole(model)
-
-    for values in ThreadedWorld(2).run(read):
-        assert all(value.dtype == torch.float32 for value in values.values())
-        assert all(torch.equal(values[name], expected[name].float()) for name in expected)
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "written")
-    assert again.dtype == torch.bfloat16
-    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
-
-
-def test_an_untied_checkpoint_is_not_read_into_a_tied_model(transformers: ModuleType, tmp_path: Path) -> None:
-    given = saved(built(transformers, "llama"), tmp_path / "given")
-
-    def read(rank: int, world: ThreadedWorld) -> None:
-        model = sharded(on_meta(lambda: built(transformers, "tied llama"), world), world, rank, "tied llama")
-        polyshard_huggingface.load(model, given)
-
-    with pytest.raises(ConfigError, match=r"ties 'model.embed_tokens.weight' and 'lm_head.weight', but .* different"):
-        ThreadedWorld(2).run(read)
-
-
 def test_what_transformers_reorders_inside_of_rows_is_refused_by_name(transformers: ModuleType, tmp_path: Path) -> None:
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,

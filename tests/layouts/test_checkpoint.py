@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import polyshard
 import pytest
 import torch
-from checkpoints import tensors_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity import Block, on_ranks, threaded, units_of
@@ -143,20 +142,3 @@ def test_every_layout_into_every_other(one: Run, other: Run, tmp_path: Path) -> 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_else_changes(one: Run, other: Run, kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     carried(tmp_path_factory.mktemp("run"), one, other, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", EVERY)
-def test_any_program_reads_whole_parameters(layout: str, tmp_path: Path) -> None:
-    def save(rank: int, world: ThreadedWorld) -> None:
-        mine, optimizer = made(rank, world, Run(layout, "full_shard", 3), "adamw")
-        checkpoint.save(tmp_path, 1, mine, optimizer)
-
-    on_ranks(3, save)
-    found = checkpoint.read(tmp_path / "step-00000001")["model"]
-    plainly = tensors_in(tmp_path / "step-00000001")
-    expected = dict(mixed().named_parameters(remove_duplicate=False))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-        assert torch.equal(plainly[f"model.{name}"], value), name

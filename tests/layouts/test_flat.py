@@ -54,24 +54,6 @@ def test_parameters_lie_aligned_in_order_and_apart(
     assert layout.numel == end
 
 
-@given(SHAPES, WORLD_SIZES, ITEM_SIZES)
-def test_the_pieces_of_all_ranks_tile_every_parameter_once(
-    shapes: list[tuple[int, ...]], world_size: int, itemsize: int
-) -> None:
-    layout = planned(shapes, world_size, itemsize)
-    seen = [[0] * math.prod(shape) for shape in shapes]
-    for rank in range(world_size):
-        for piece in layout.pieces(rank):
-            assert piece.numel > 0
-            assert 0 <= piece.shard_offset <= layout.shard_numel - piece.numel
-            # The piece stands at its parameter's own place in the whole buffer.
-            place = rank * layout.shard_numel + piece.shard_offset
-            assert place == layout.slots[piece.slot].offset + piece.start
-            for element in range(piece.start, piece.stop):
-                seen[piece.slot][element] += 1
-    assert all(count == 1 for counts in seen for count in counts)
-
-
 @given(SHAPES, WORLD_SIZES, ITEM_SIZES, st.data())
 def test_pieces_in_an_inclusive_range_are_those_found_element_by_element(
     shapes: list[tuple[int, ...]], world_size: int, itemsize: int, data: st.DataObject
@@ -94,17 +76,6 @@ def test_pieces_in_an_inclusive_range_are_those_found_element_by_element(
         else:
             expected.append(Piece(index, element, element + 1, place - start))
     assert layout.pieces_in(start, end) == tuple(expected)
-
-
-@given(SHAPES, WORLD_SIZES, ITEM_SIZES)
-def test_gaps_are_exactly_the_elements_of_no_parameter(
-    shapes: list[tuple[int, ...]], world_size: int, itemsize: int
-) -> None:
-    layout = planned(shapes, world_size, itemsize)
-    free = {place for place, owner in enumerate(owners(layout)) if owner is None}
-    gaps = [set(range(offset, offset + numel)) for offset, numel in layout.gaps()]
-    assert set().union(*gaps) == free
-    assert sum(len(gap) for gap in gaps) == len(free)
 
 
 @given(st.integers(1, 200_000), st.integers(1, 16), ITEM_SIZES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import polyshard
@@ -26,7 +25,6 @@ from parity import (
 )
 from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_plugins.trace import read_trace
 from processes import RankPool
 from reference_models import LAYOUTS, WIDTH, WORDS, Frozen, Halves, Tailed, mixed, mixed_step, tailed_step
 from torch import nn
@@ -146,15 +144,6 @@ def trained(ranks: int, turns: int = 3, double: bool = False, **settings: Any) -
     return on_ranks(ranks, on_rank)
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("layout", EVERY)
-def test_low_precision_is_that_of_flat_to_the_bit(layout: str, offload: str) -> None:
-    # Each element travels, is reduced and is updated alike, wherever it lies.
-    expected = trained(3, precision="bf16", layout="flat")
-    for got, wanted in zip(trained(3, precision="bf16", layout=EVERY[layout], offload=offload), expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("layout", EVERY)
 def test_an_encoded_wire_trains(layout: str) -> None:
     # One scale of 8 bits a rank, whose elements are others in each layout.
@@ -162,22 +151,6 @@ def test_an_encoded_wire_trains(layout: str) -> None:
     for got in trained(3, precision=Int8Wire(), layout=EVERY[layout]):
         for name, value in got.items():
             assert (value - expected[name]).abs().max() < 0.05
-
-
-@pytest.mark.parametrize("layout", EVERY)
-def test_listeners_change_nothing_and_are_told_each_unit(layout: str, tmp_path: Path) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> set[str]:
-        watching = [{"name": "trace", "folder": str(tmp_path), "rank": rank, "picture": "none"}]
-        mine = cut(rank, world, layout=EVERY[layout], listeners=watching)
-        for turn in range(4):
-            mixed_step(mine, turn, rank)
-        polyshard.close(mine)
-        return {unit.name for unit in root_of(mine).units}
-
-    names = on_ranks(2, on_rank)[0]
-    trace = read_trace(next(tmp_path.glob("*rank-0.json")))
-    assert {each.unit for each in trace.spans} == names
-    assert len(names) == 5
 
 
 @pytest.mark.parametrize("layout", EVERY)

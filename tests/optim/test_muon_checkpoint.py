@@ -87,16 +87,6 @@ def test_resuming_elsewhere_gives_the_run_that_never_stopped(saves: str, loads: 
     assert most_apart(resumed, went_on) <= (0.0 if same_means else 1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["whole-2", "replicas-3", "tiles-4"])
-def test_a_run_that_is_resumed_twice_is_the_one_that_never_stopped(sharding: str, tmp_path: Path) -> None:
-    """Replicas share the work: of what all of them loaded, one alone goes on with each momentum."""
-    went_on = trained(sharding, tmp_path, saves=2)
-    trained(sharding, tmp_path, saves=4, resumes=True)
-    resumed = trained(sharding, tmp_path, resumes=True)
-    assert most_apart(resumed, went_on) == 0.0
-
-
 def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
         model = sharded_copy(seeded(Zoo), rank, world, policy=units_of(Cell))
@@ -139,45 +129,6 @@ def test_momentum_is_saved_whole_under_ordinary_names(tmp_path: Path) -> None:
     found = tensors_in(directory)["optimizer.state.cells.0.up.weight.momentum_buffer"]
     expected = muon.state[plain.cells[0].up.weight]["momentum_buffer"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
-
-
-def test_state_dicts_of_pieces_serve_the_same_rank_again() -> None:
-    start = seeded(Zoo)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[Values, Values]:
-        model = sharded_copy(start, rank, world, policy=units_of(Cell))
-        muon = Muon(for_matrices(model).matrices, dtype=torch.float64)
-        train(model, muon, range(3))
-        pieces, state = polyshard.local_state_dict(model), copy.deepcopy(muon.state_dict())
-        pieces = {name: value.clone() for name, value in pieces.items()}
-        train(model, muon, range(3, 6))
-        other = sharded_copy(start, rank, world, policy=units_of(Cell))
-        again = Muon(for_matrices(other).matrices, dtype=torch.float64)
-        polyshard.load_local_state_dict(other, pieces)
-        again.load_state_dict(state)
-        train(other, again, range(3, 6))
-        return whole_parameters(model), whole_parameters(other)
-
-    for went_on, resumed in on_ranks(3, on_rank):
-        assert most_apart(went_on, resumed) == 0
-
-
-def test_another_optimizers_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    start = seeded(Zoo)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        model = sharded_copy(start, rank, world, policy=units_of(Cell))
-        matrices = for_matrices(model).matrices
-        adamw = torch.optim.AdamW(matrices)
-        train(model, adamw, range(1))
-        directory = checkpoint.save(tmp_path, 1, model, adamw)
-        with pytest.raises(ConfigError) as caught:
-            checkpoint.load(directory, model, Muon(matrices))
-        return str(caught.value)
-
-    for message in on_ranks(2, on_rank):
-        assert "AdamW" in message
-        assert "Muon" in message
 
 
 class Counting(WholeTensorOptimizer):

@@ -207,30 +207,6 @@ def test_bf16_gradients_reach_fp32_masters() -> None:
     assert most_apart(trained, dict(master.named_parameters())) < 1e-3
 
 
-@pytest.mark.slow
-def test_a_model_built_on_the_meta_device() -> None:
-    start = seeded(Zoo)
-    values = {name: value.clone() for name, value in start.state_dict().items()}
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        with world.lock, torch.device("meta"):
-            model = Zoo().double()
-        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        assert len(frozen) == 2
-        polyshard.shard(model, threaded(world, rank, device="cpu", layout="rows", **BLOCKS))
-        optimizer = exact(model)
-        model.load_state_dict(values)
-        for turn in range(TURNS):
-            zoo_step(model, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole_parameters(model)
-
-    expected = reference_zoo(2, exact)
-    for trained in on_ranks(2, on_rank):
-        assert most_apart(trained, expected) < 1e-11
-
-
 def trained_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     for turn in range(TURNS):
         zoo_step(model, turn, 0)

@@ -328,21 +328,6 @@ def test_a_forward_that_was_replaced_after_sharding_is_refused() -> None:
         model(torch.ones(2, 32))
 
 
-def test_losses_are_near_those_of_bf16() -> None:
-    model = model_of()
-
-    def train(precision: object, rank: int, world: ThreadedWorld) -> list[float]:
-        mine = sharded_copy(model, rank, world, precision=precision, policy=units_of(Feed), layout=ROWS)
-        return trained(mine, rank, 20)
-
-    plain, fp8 = (
-        torch.tensor(on_ranks(2, lambda rank, world, p=precision: train(p, rank, world))).mean(0)
-        for precision in ("bf16", caster(weight_gradient="fp8"))
-    )
-    assert plain[-1] < 0.7 * plain[0]
-    torch.testing.assert_close(fp8[-5:].mean(), plain[-5:].mean(), rtol=0.02, atol=0.0)
-
-
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
 def test_compiled_blocks_compute_as_eager_ones_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:

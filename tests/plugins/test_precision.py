@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
-from dataclasses import dataclass, field
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -201,39 +200,6 @@ def test_inputs_are_cast_where_the_settings_say_so() -> None:
 # Casts
 
 
-def test_floating_tensors_are_cast_wherever_they_are() -> None:
-    @dataclass(frozen=True)
-    class Batch:
-        hidden: torch.Tensor
-        tokens: torch.Tensor
-        length: int = field(init=False, default=7)
-
-    tokens, mask, phase = torch.arange(3), torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.complex64)
-    x = torch.randn(3)
-    args, kwargs = cast_inputs(
-        Bf16(context()),
-        Batch(x, tokens),
-        [x.double(), (mask, "text")],
-        Pair(phase, {"deep": x.half()}),
-        table=OrderedDict(a=1, b=x),
-        counts=defaultdict(list, k=[x]),
-    )
-    batch, listed, pair = args
-    assert (batch.hidden.dtype, batch.length) == (BF16, 7)
-    assert batch.tokens is tokens
-    assert listed[0].dtype == BF16
-    assert listed[1][0] is mask
-    assert isinstance(pair, Pair)
-    assert pair.first is phase
-    assert pair.second["deep"].dtype == BF16
-    assert isinstance(kwargs["table"], OrderedDict)
-    assert list(kwargs["table"]) == ["a", "b"]
-    assert kwargs["table"]["b"].dtype == BF16
-    assert kwargs["counts"]["new"] == []
-    assert kwargs["counts"]["k"][0].dtype == BF16
-    assert torch.equal(batch.hidden, x.to(BF16))
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -259,33 +225,6 @@ def test_what_needs_no_cast_is_handed_on_itself(value: Any) -> None:
     cast_output = Mixed(context(), output="bf16").output_cast(unit())
     assert cast_output is not None
     assert cast_output(value) is value
-
-
-def test_a_tensor_given_twice_stays_one_tensor() -> None:
-    x = torch.randn(2, 3)
-    (query, key), kwargs = cast_inputs(Bf16(context()), x, x, value=[x])
-    assert query is key
-    assert query.dtype == BF16
-    assert kwargs["value"][0].dtype == BF16
-
-
-def test_outputs_are_cast_in_containers_too_and_stay_differentiable() -> None:
-    cast = Mixed(context(), param="bf16", output="fp32").output_cast(unit())
-    assert cast is not None
-    logits = torch.ones(2, dtype=BF16, requires_grad=True)
-    out = cast({"logits": logits, "tokens": torch.arange(2)})
-    assert (out["logits"].dtype, out["tokens"].dtype) == (F32, torch.int64)
-    out["logits"].sum().backward()
-    assert logits.grad is not None
-    assert logits.grad.tolist() == [1.0, 1.0]
-
-
-def test_packed_sequences_keep_their_class_and_their_sizes() -> None:
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-    (cast,), _ = cast_inputs(Bf16(context()), packed)
-    assert isinstance(cast, nn.utils.rnn.PackedSequence)
-    assert cast.data.dtype == BF16
-    assert cast.batch_sizes.tolist() == [2, 1, 1]
 
 
 # Settings that are refused

@@ -309,33 +309,6 @@ def test_half_of_the_bytes_of_bf16_travel(name: str) -> None:
     assert len(plain) == len(encoded)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_model_trains_as_with_bf16(name: str) -> None:
-    model = seeded(Net).float()
-
-    def train(precision: object, rank: int, world: ThreadedWorld) -> list[float]:
-        mine = sharded_copy(model, rank, world, precision=precision, **BLOCKS)
-        optimizer = torch.optim.AdamW(mine.parameters(), lr=3e-2)
-        losses = []
-        for turn in range(20):
-            x = draw(16, 3, turn=turn, rank=rank).float()
-            loss = (mine(x).float() - torch.stack([x.sum(1), x[:, 0] - x[:, 1]], 1)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    plain, encoded = (
-        torch.tensor(on_ranks(2, lambda rank, world, p=precision: train(p, rank, world))).mean(0)
-        for precision in ("bf16", caster(name, block=16))
-    )
-    assert plain[-5:].mean() < 0.3 * plain[0]
-    assert encoded.tolist() != plain.tolist()
-    assert float((encoded - plain).abs().max()) < 0.1 * float(plain[0])
-
-
 def test_ranks_that_would_cut_other_blocks_are_told() -> None:
     model = nn.Linear(16, 16)
 

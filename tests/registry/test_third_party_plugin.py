@@ -15,7 +15,6 @@ import torch
 from fake_distribution import install
 from parity import Net, adam, on_ranks, root_of, seeded, square_step, train_reference
 from polyshard import ShardConfig
-from polyshard.errors import PluginConflictError, RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -386,25 +385,3 @@ def test_its_collectives_serve_every_strategy(acme: Any, settings: dict[str, Any
         return trained(config, mine, rank, torch.float64)
 
     assert_trained(model, on_ranks(4, on_rank))
-
-
-def test_its_backend_finds_ranks_that_disagree(acme: Any) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        collectives = {"name": "mail", "box": "disagree", "rank": rank, "size": 2}
-        precision = {"name": "bf16"} if rank else "none"
-        with pytest.raises(RankMismatchError) as caught:
-            polyshard.shard(nn.Linear(2, 2), ShardConfig(collectives=collectives, precision=precision, timeout_s=10.0))
-        return str(caught.value)
-
-    assert all("'bf16'" in text and "'none'" in text for text in on_ranks(2, on_rank))
-
-
-def test_another_package_with_the_same_name_must_be_told_apart(acme: Any, tmp_path: Path) -> None:
-    install(tmp_path, "other-shard", "1.0", [("polyshard.policies", "odd", "acme_shard:Odd2")])
-    collectives = {"name": "mail", "box": "alone", "rank": 0, "size": 1}
-    with pytest.raises(PluginConflictError, match='"acme-shard:odd" or "other-shard:odd"'):
-        polyshard.shard(seeded(Net), ShardConfig(collectives=collectives, policy="odd"))
-    model = seeded(Net)
-    with pytest.warns(UserWarning, match="NO_SHARD"):
-        polyshard.shard(model, ShardConfig(collectives=collectives, policy="acme-shard:odd"))
-    assert [unit.name for unit in root_of(model).units] == ["(root)", "blocks.1"]

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from parity import seed_all
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
@@ -168,3 +169,28 @@ class Reference(nn.Module):
         hidden = torch.relu(nn.functional.linear(torch.relu(self.up(x)), self.decoded, self.bias))
         weight = self.weight + (self.weight.float().double() - self.weight).detach()
         return nn.functional.linear(hidden, weight, self.last)
+
+
+def seeded(seed: int = 0) -> Net:
+    """The same at every call."""
+    with torch.random.fork_rng(devices=[]):
+        seed_all(seed)
+        return Net()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Over what is trained."""
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
+    """Losses of ``steps``, the same batches on every rank."""
+    found = []
+    for step in range(steps):
+        x = torch.randn(2, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        found.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found

@@ -91,48 +91,30 @@ def failing(suite: type[Any], fault: Fault) -> set[str]:
         def make(self) -> Any:
             return fault.make()
 
-    return {name for name in names_of(fault.within or suite) if not _passes(Suite, f"test_{name}")}
+    return {name for name in names_of(fault.within or suite) if not passes(Suite(), f"test_{name}")}
 
 
-def _passes(suite: type[Any], name: str) -> bool:
-    for arguments in _cases(getattr(suite, name)):
-        try:
-            getattr(suite(), name)(**arguments)
-        except pytest.skip.Exception:
-            return True
-        except (Exception, pytest.fail.Exception):
-            return False
-    return True
-
-
-def _cases(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """Every case of a test that has marks of ``parametrize``."""
-    axes = []
+def cases(test: Callable[..., None], world_size: int = 2) -> Iterator[dict[str, Any]]:
+    """Every case of a test that has marks of ``parametrize``, with so many ranks."""
+    axes: list[list[dict[str, Any]]] = []
     for mark in getattr(test, "pytestmark", ()):
         names, values = mark.args
         if isinstance(names, str):
             axes.append([{names: value} for value in values])
         else:
             axes.append([dict(zip(names, value, strict=True)) for value in values])
-    assert set(inspect.signature(test).parameters) == {"self"} | {name for axis in axes for name in axis[0]}
-    for case in itertools.product(*axes):
-        yield {name: value for part in case for name, value in part.items()}
-
-
-def cases(test: Callable[..., None], world_size: int) -> Iterator[dict[str, Any]]:
-    axes = [[{mark.args[0]: value} for value in mark.args[1]] for mark in getattr(test, "pytestmark", ())]
     if "world_size" in inspect.signature(test).parameters:
         axes.append([{"world_size": world_size}])
     for case in itertools.product(*axes):
         yield {name: value for part in case for name, value in part.items()}
 
 
-def passes(suite: Any, name: str, world_size: int) -> bool:
+def passes(suite: Any, name: str, world_size: int = 2) -> bool:
     """Whether every case of the test ``name`` passes with so many ranks."""
     test = getattr(suite, name)
     try:
         for arguments in cases(test, world_size):
-            test(**arguments)
+            getattr(type(suite)(), name)(**arguments)
     except pytest.skip.Exception:
         return True
     except (Exception, pytest.fail.Exception):

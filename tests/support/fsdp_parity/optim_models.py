@@ -21,6 +21,7 @@ from polyshard_fsdp import (
 )
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_parity.ranks import Ranks
 
@@ -298,3 +299,17 @@ def assert_raises(kind: type[BaseException], words: str, call: Callable[[], Any]
     with pytest.raises(kind) as caught:
         call()
     assert words in str(caught.value), str(caught.value)
+
+
+#: Over one rank nothing is ever cut; over three, the cuts are what differs from two.
+FEWER = {1: [NO_SHARD], 3: [FULL_SHARD]}
+
+
+def strategies(ranks: Ranks) -> list[ShardingStrategy]:
+    """Those that matter at this world size."""
+    return FEWER.get(ranks.world_size, [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+
+
+def mesh_of(ranks: Ranks) -> Any:
+    """A mesh of all ranks."""
+    return init_device_mesh(ranks.device.type, (ranks.world_size,))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +20,15 @@ from fsdp_parity.subtests import every_pair
 
 #: Seconds that one body may take before the stacks of all ranks are shown.
 BODY_TIMEOUT = 110.0
+
+#: Marks of tests.
+on_cpu = pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
+orig = pytest.mark.parametrize("use_orig_params", [False, True])
+world_sizes = pytest.mark.parametrize(
+    ("ranks", "world_size"),
+    [("cpu", 1), ("cpu", 3), pytest.param("cuda", 2, marks=pytest.mark.gpu)],
+    indirect=["ranks"],
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,16 @@ class Ranks:
     def on_cpu(self) -> bool:
         """Whether there is one place alone: a model moved before wrapping, after it, or never, is the same there."""
         return self.device.type == "cpu"
+
+
+@contextmanager
+def told(rank: int, category: type[Warning], match: str = "") -> Iterator[list[warnings.WarningMessage]]:
+    """Rank 0 warns inside, and no other rank does; yields what was caught."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+    caught[:] = [each for each in caught if each.category is category and re.search(match, str(each.message))]
+    assert bool(caught) == (rank == 0), [str(each.message) for each in caught]
 
 
 def _enter(
@@ -73,3 +97,30 @@ class Pools:
         """Let all processes leave."""
         for pool in self._pools.values():
             pool.close()
+
+
+def across(*world_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a function of ``Ranks`` a test that calls it on every rank of a group of each size.
+
+    Without sizes the test is parametrized by ``world_size``. Other arguments are the test's own.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        def test(ranks: Pools, **case: Any) -> None:
+            for world_size in world_sizes or (case.pop("world_size"),):
+                ranks.run(world_size, _call_body, body.__module__, body.__qualname__, case)
+
+        signature = inspect.signature(body)
+        size = [] if world_sizes else [inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters = [*signature.parameters.values(), *size]
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _call_body(ranks: Ranks, module: str, name: str, case: dict[str, Any]) -> Any:
+    # A rank finds under this name the test, which cannot be sent itself.
+    return getattr(importlib.import_module(module), name).body(ranks, **case)

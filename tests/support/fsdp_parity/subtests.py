@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,9 +66,12 @@ def subtests(**axes: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[.
 
     def decorated(body: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(body)
-        def run(*args: Any) -> None:
-            run_subtests(axes, body, *args)
+        def run(*args: Any, **kwargs: Any) -> None:
+            run_subtests(axes, body, *args, **kwargs)
 
+        signature = inspect.signature(body)
+        left = [each for name, each in signature.parameters.items() if name not in axes]
+        run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
         return run
 
     return decorated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -10,17 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from polyshard_fsdp import CPUOffload, MixedPrecision
+from polyshard_fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import TrainingState, clean_tensor_name
 from polyshard_fsdp._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_parity.models import CUDAInitMode, FSDPInitMode, ParityModel, expected_warnings, wrap_fsdp
+from fsdp_parity.models import (
+    CUDAInitMode,
+    FSDPInitMode,
+    ParityModel,
+    TransformerWithSharedParams,
+    expected_warnings,
+    wrap_fsdp,
+)
 from fsdp_parity.ranks import Ranks
 
 LEARNING_RATE = 1e-2
+STRATEGIES = {
+    "no_shard": ShardingStrategy.NO_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "full_shard": ShardingStrategy.FULL_SHARD,
+}
 
 
 def ddp(ranks: Ranks, model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
@@ -175,3 +188,38 @@ def assert_same_parameters(got: Mapping[str, torch.Tensor], wanted: Mapping[str,
     assert [clean_tensor_name(name) for name in got] == list(wanted)
     for mine, (name, theirs) in zip(got.values(), wanted.items(), strict=True):
         torch.testing.assert_close(mine, theirs, msg=f"FSDP did not match DDP: {name}: {{}}".format)
+
+
+def plain_transformer(ranks: Ranks, mode: CUDAInitMode = CUDAInitMode.CUDA_BEFORE) -> TransformerWithSharedParams:
+    model: TransformerWithSharedParams = TransformerWithSharedParams.init(
+        ranks.group, FSDPInitMode.NO_FSDP, mode, deterministic=True, device=ranks.device
+    )
+    return model
+
+
+class HostStep:
+    """An optimizer that steps copies of a model's parameters on the CPU, whose arithmetic is not quite a GPU's.
+
+    The model itself stays where it is: DDP no longer reduces gradients of parameters that were moved away and back.
+    """
+
+    def __init__(self, model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+        self._parameters = list(model.parameters())
+        twin = copy.deepcopy(model).cpu()
+        self._copies = list(twin.parameters())
+        self._optimizer = make(twin)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self._parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def step(self) -> None:
+        for parameter, on_cpu in zip(self._parameters, self._copies, strict=True):
+            on_cpu.grad = None if parameter.grad is None else parameter.grad.cpu()
+        self._optimizer.step()
+        with torch.no_grad():
+            for parameter, on_cpu in zip(self._parameters, self._copies, strict=True):
+                parameter.copy_(on_cpu)

@@ -1,0 +1,306 @@
+"""What PyTorch's FSDP tests ask of the execution-order checks under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_parity.models import wrap_fsdp
+from fsdp_parity.ranks import Pools, Ranks, across
+from fsdp_parity.training import assert_same_parameters, ddp, full_parameters
+from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp import ShardingStrategy, _runtime_utils
+from polyshard_fsdp.wrap import ModuleWrapPolicy
+from torch import nn
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+
+strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+DIFFERS = "Forward order differs from that of the first iteration on rank"
+
+
+class Fork(nn.Module):
+    """Two units of 36 elements, whose collectives would be matched silently; a forward takes one of them."""
+
+    def __init__(self, right: nn.Module) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 6)
+        self.left: nn.Module = nn.Linear(6, 6, bias=False)
+        self.right = right
+        self.goes_right = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        result: torch.Tensor = (self.right if self.goes_right else self.left)(x)
+        return result
+
+
+def narrow() -> nn.Module:
+    """36 elements in two parameters."""
+    return nn.Sequential(nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False))
+
+
+def wide() -> nn.Module:
+    """36 elements in one parameter."""
+    return nn.Linear(6, 6, bias=False)
+
+
+def fork(ranks: Ranks, strategy: ShardingStrategy, right: nn.Module) -> FSDP:
+    """A wrapped `Fork`, the same on all ranks."""
+    torch.manual_seed(0)
+    model = Fork(right).to(ranks.device)
+    model.left = FSDP(model.left, sharding_strategy=strategy)
+    model.right = FSDP(model.right, sharding_strategy=strategy)
+    return FSDP(model, sharding_strategy=strategy)
+
+
+@contextmanager
+def detailed() -> Iterator[None]:
+    """The debug level that asks for checks."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+def train(ranks: Ranks, model: FSDP, step: int) -> torch.Tensor:
+    """One iteration; returns the loss."""
+    torch.manual_seed(step)
+    loss: torch.Tensor = model(torch.randn(8, 5, device=ranks.device)).sum()
+    loss.backward()
+    return loss.detach()
+
+
+def messages(ranks: Ranks, model: FSDP, step: int) -> list[str]:
+    """What one iteration warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(ranks, model, step)
+    return [str(each.message) for each in caught if str(each.message).startswith("Forward order")]
+
+
+@strategies
+@across(2)
+def test_invalid_first_iter_order(ranks: Ranks, strategy: ShardingStrategy) -> None:
+    """All ranks raise, before anything is gathered wrongly, and train rightly once they agree."""
+    with detailed():
+        model = fork(ranks, strategy, wide())
+        model.module.goes_right = ranks.rank != 0
+        words = (
+            r"^Forward order differs across ranks: rank 0 is all-gathering parameters for \['left.weight'\] while rank "
+            r"1 is all-gathering parameters for \['right.weight'\]"
+        )
+        with pytest.raises(RuntimeError, match=words):
+            train(ranks, model, 0)
+        model.module.goes_right = False
+        loss = train(ranks, model, 0)
+    right = wide()
+    torch.manual_seed(0)
+    plain = Fork(right).to(ranks.device)
+    torch.manual_seed(0)
+    torch.testing.assert_close(loss, plain(torch.randn(8, 5, device=ranks.device)).sum().detach())
+
+
+@strategies
+@across(2)
+def test_number_of_parameters_differs(ranks: Ranks, strategy: ShardingStrategy) -> None:
+    """The message says how many parameters each gathers where that differs."""
+    with detailed():
+        model = fork(ranks, strategy, narrow())
+        model.module.goes_right = ranks.rank != 0
+        words = (
+            "^Forward order differs across ranks: rank 0 is all-gathering 1 parameters while rank 1 is all-gathering 2 "
+            "parameters"
+        )
+        with pytest.raises(RuntimeError, match=words):
+            train(ranks, model, 0)
+
+
+@strategies
+@pytest.mark.parametrize("iterations", [1, 3])
+@across(2)
+def test_invalid_later_iter_order(ranks: Ranks, strategy: ShardingStrategy, iterations: int) -> None:
+    """A rank that departs from its own first iteration warns in that iteration alone; the others do not."""
+    with detailed():
+        model = fork(ranks, strategy, wide())
+        for step in range(iterations):
+            assert messages(ranks, model, step) == []
+        model.module.goes_right = ranks.rank != 0
+        seen = messages(ranks, model, iterations)
+        if ranks.rank == 0:
+            assert seen == []
+        else:
+            assert len(seen) == 1
+            assert seen[0].startswith(f"{DIFFERS} {ranks.rank}. Collectives are unchecked and may give incorrect")
+            assert "Expected to all-gather for ['left.weight'] but trying to all-gather" in seen[0]
+            assert seen[0].endswith("['right.weight']")
+        assert messages(ranks, model, iterations + 1) == []
+
+
+@across(2)
+def test_more_gathers_than_at_first(ranks: Ranks) -> None:
+    """A second forward before the backward is more than the first iteration had."""
+    with detailed():
+        model = fork(ranks, ShardingStrategy.FULL_SHARD, wide())
+        train(ranks, model, 0)
+        x = torch.ones(8, 5, device=ranks.device)
+        first = model(x)
+        with pytest.warns(UserWarning, match="Expected to not all-gather any more parameters in the forward") as caught:
+            second = model(x)
+        (first + second).sum().backward()
+        assert len(caught) == 2
+
+
+@strategies
+@across(2)
+def test_train_eval(ranks: Ranks, strategy: ShardingStrategy) -> None:
+    """Forwards in eval mode, or without gradients, end no iteration and belong to none."""
+    with detailed():
+        model = fork(ranks, strategy, wide())
+        for epoch in range(2):
+            for step in range(3):
+                assert messages(ranks, model.train(), 3 * epoch + step) == []
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.module.goes_right = True
+                model.eval()(torch.ones(8, 5, device=ranks.device))
+                with torch.no_grad():
+                    model.train()(torch.ones(8, 5, device=ranks.device))
+                model.module.goes_right = False
+            assert not [each for each in caught if str(each.message).startswith("Forward order")]
+
+
+def gathers(ranks: Ranks) -> tuple[list[int], list[int]]:
+    """All-gathers in the forwards of three iterations: without checks, and with them."""
+
+    def count() -> list[int]:
+        model = fork(ranks, ShardingStrategy.SHARD_GRAD_OP, wide())
+        counts = []
+        for step in range(3):
+            name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+            with patch(f"torch.distributed.{name}", side_effect=getattr(dist, name)) as gather:
+                train(ranks, model, step)
+            counts.append(gather.call_count)
+        return counts
+
+    unchecked = count()
+    with detailed():
+        return unchecked, count()
+
+
+def test_checks_cost_two_gathers_a_unit_in_the_first_iteration_alone(ranks: Pools) -> None:
+    # Two units run in a forward: the root and one of the two paths.
+    assert ranks.run(2, gathers) == [([2, 2, 2], [6, 2, 2])] * 2
+
+
+LAYERS = 6
+
+
+@contextmanager
+def _counted(name: str) -> Iterator[list[int]]:
+    """The number of calls of ``torch.distributed.<name>``, which go through."""
+    # The name that newer versions of torch prefer, where the old one would warn.
+    newer = name.replace("_into_tensor", "_single").replace("_tensor", "_single")
+    original: Callable[..., Any] = getattr(dist, newer, None) or getattr(dist, name)
+    calls = [0]
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return original(*args, **kwargs)
+
+    with mock.patch(f"torch.distributed.{name}", counting):
+        yield calls
+
+
+def gathers_under_no_sync(ranks: Ranks, strategy: str) -> list[tuple[int, int]]:
+    """(gathers, reduce-scatters) of each of five iterations; the first two are under ``no_sync``.
+
+    The parameters after every synchronising iteration's step are DDP's.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(LAYERS))).to(ranks.device)
+    sharded = wrap_fsdp(
+        copy.deepcopy(plain),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+    )
+    reference = ddp(ranks, plain)
+    models = (sharded, reference)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    generator = torch.Generator().manual_seed(1 + ranks.rank)
+    seen = []
+    for turn in range(5):
+        x = torch.randn(4, 3, generator=generator).to(ranks.device)
+        with _counted("all_gather_into_tensor") as gathers, _counted("reduce_scatter_tensor") as reductions:
+            _run(sharded, x, turn < 2)
+            seen.append((gathers[0], reductions[0]))
+        _run(reference, x, turn < 2)
+        if turn >= 2:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same_parameters(full_parameters(sharded), dict(plain.named_parameters()))
+    return seen
+
+
+def _run(model: Any, x: torch.Tensor, without_sync: bool) -> None:
+    if without_sync:
+        with model.no_sync():
+            model(x).square().sum().backward()
+    else:
+        model(x).square().sum().backward()
+
+
+def ends_of_backward(ranks: Ranks, inputs_require_grad: bool) -> list[int]:
+    """How often a unit's own backward let go of it: with the first unit frozen, then trained."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3).to(ranks.device) for _ in range(LAYERS)]
+    for parameter in layers[0].parameters():
+        parameter.requires_grad_(False)
+    model: FSDP = wrap_fsdp(
+        nn.Sequential(*(wrap_fsdp(layer, use_orig_params=True) for layer in layers)), use_orig_params=True
+    )
+    seen = []
+    for trained in (False, True):
+        for parameter in model.module[0].parameters():
+            parameter.requires_grad_(trained)
+        original = _runtime_utils._post_backward_reshard
+        with mock.patch.object(
+            _runtime_utils, "_post_backward_reshard", side_effect=original, autospec=True
+        ) as post_backward:
+            x = torch.randn(2, 3, device=ranks.device, requires_grad=inputs_require_grad)
+            model(x).sum().backward()
+            seen.append(post_backward.call_count)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        # Six units; the root, whose parameters would stay, has none.
+        ("FULL_SHARD", [(12, 0), (12, 0), (12, 6), (12, 6), (12, 6)]),
+        # Kept from one iteration under no_sync to the next forward.
+        ("SHARD_GRAD_OP", [(6, 0), (0, 0), (0, 6), (6, 6), (6, 6)]),
+        ("NO_SHARD", [(0, 0)] * 5),
+    ],
+)
+def test_gathers_under_no_sync(ranks: Pools, strategy: str, expected: list[tuple[int, int]]) -> None:
+    assert ranks.run(2, gathers_under_no_sync, strategy) == [expected, expected]
+
+
+@pytest.mark.parametrize(("inputs_require_grad", "expected"), [(True, [6, 6]), (False, [5, 6])])
+def test_ends_of_backward(ranks: Pools, inputs_require_grad: bool, expected: list[int]) -> None:
+    """A frozen unit whose inputs want no gradient is let go of when the whole backward ends."""
+    assert ranks.run(2, ends_of_backward, inputs_require_grad) == [expected, expected]

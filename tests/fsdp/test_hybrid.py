@@ -1,0 +1,232 @@
+"""What PyTorch's FSDP tests ask of the hybrid strategies, with numbers at world size 4."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_parity.ranks import Ranks, across
+from fsdp_parity.subtests import subtests
+from fsdp_parity.training import ddp, full_parameters
+from polyshard.errors import UnsupportedError
+from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp import MixedPrecision, ShardingStrategy
+from polyshard_fsdp._init_utils import _init_intra_and_inter_node_groups
+from polyshard_fsdp.wrap import ModuleWrapPolicy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+GROUPS = ["tuple", "mesh", "world"]
+
+
+class Net(nn.Module):
+    """Three layers, of sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin1 = nn.Linear(7, 5)
+        self.lin2 = nn.Linear(5, 5)
+        self.lin3 = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.lin3(torch.tanh(self.lin2(torch.tanh(self.lin1(x)))))
+        return result
+
+
+@functools.cache
+def pair_of_groups(world_size: int) -> tuple[Any, Any]:
+    """Two ranks a shard group. Made once a process: every pair costs connections."""
+    group = dist.group.WORLD
+    assert group is not None
+    assert group.size() == world_size
+    return _init_intra_and_inter_node_groups(group, 2)
+
+
+@functools.cache
+def square_mesh(device_type: str) -> Any:
+    """Two replicas of two shards."""
+    return init_device_mesh(device_type, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def hybrid(
+    ranks: Ranks, model: nn.Module, strategy: ShardingStrategy, groups: str, use_orig_params: bool, **kwargs: Any
+) -> FSDP:
+    """``model`` with every linear layer a unit, over groups of the given kind."""
+    places: dict[str, Any] = {}
+    if groups == "tuple":
+        places["process_group"] = pair_of_groups(ranks.world_size)
+    elif groups == "mesh":
+        places["device_mesh"] = square_mesh(ranks.device.type)
+    return FSDP(
+        model,
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=use_orig_params,
+        **places,
+        **kwargs,
+    )
+
+
+def net(ranks: Ranks) -> Net:
+    """The same on all ranks."""
+    torch.manual_seed(0)
+    return Net().to(ranks.device)
+
+
+def batch(ranks: Ranks, step: int) -> torch.Tensor:
+    """Another on every rank."""
+    torch.manual_seed(100 * step + ranks.rank)
+    return torch.randn(4, 7, device=ranks.device)
+
+
+@across(4)
+@subtests(strategy=HYBRID, groups=GROUPS, use_orig_params=[False, True])
+def test_parity_with_ddp(ranks: Ranks, strategy: ShardingStrategy, groups: str, use_orig_params: bool) -> None:
+    """Losses and parameters of every hybrid strategy are DDP's, and groups are what was asked for."""
+    reference = ddp(ranks, net(ranks))
+    model = hybrid(ranks, net(ranks), strategy, groups, use_orig_params)
+    shards = 2 if groups != "world" else ranks.world_size
+    assert dist.get_world_size(model.process_group) == model.world_size == shards
+    assert dist.get_world_size(model._inter_node_pg) == ranks.world_size // shards
+    assert all(each.process_group is model.process_group for each in FSDP.fsdp_modules(model))
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
+    for step in range(2):
+        losses = []
+        for each, optimizer in zip((reference, model), optimizers, strict=True):
+            loss = each(batch(ranks, step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0])
+    for (name, mine), theirs in zip(full_parameters(model).items(), reference.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
+
+
+@across(4)
+@subtests(strategy=HYBRID, groups=["tuple"], use_orig_params=[False, True])
+def test_accumulation(ranks: Ranks, strategy: ShardingStrategy, groups: str, use_orig_params: bool) -> None:
+    """Two microbatches under ``no_sync`` and a synchronising one come to DDP's gradients of the same three."""
+    reference = ddp(ranks, net(ranks))
+    model = hybrid(ranks, net(ranks), strategy, groups, use_orig_params)
+    for each in (reference, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        for step in range(3):
+            with each.no_sync() if step < 2 else nullcontext():
+                each(batch(ranks, step)).square().mean().backward()
+        optimizer.step()
+    for (name, mine), theirs in zip(full_parameters(model).items(), reference.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
+
+
+@across(4)
+@subtests(strategy=HYBRID, use_orig_params=[False, True])
+def test_mixed_precision(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """bfloat16 compute with float32 reduction comes to what a model in bfloat16 gives, averaged in float32."""
+    masters = net(ranks)
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = hybrid(ranks, net(ranks), strategy, "tuple", use_orig_params, mixed_precision=policy)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (masters, model)]
+    for step in range(2):
+        low = net(ranks).to(torch.bfloat16)
+        low.load_state_dict(masters.state_dict())
+        expected = low(batch(ranks, step).bfloat16()).float().square().mean()
+        expected.backward()
+        for master, parameter in zip(masters.parameters(), low.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+            dist.all_reduce(master.grad)
+            master.grad /= ranks.world_size
+        loss = model(batch(ranks, step)).float().square().mean()
+        loss.backward()
+        assert torch.equal(loss, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(full_parameters(model).items(), masters.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
+
+
+@across(4)
+def test_other_groups_are_refused(ranks: Ranks) -> None:
+    """The first forward refuses instances with other groups than the first one's, before anything is communicated."""
+    shard, replicate = pair_of_groups(ranks.world_size)
+    other = dist.new_group()
+    cases = [((other, replicate), "intra-node process groups do not match"), ((shard, other), "inter-node process gr")]
+    for groups, words in cases:
+        model = net(ranks)
+        wrap = functools.partial(FSDP, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        model.lin1 = wrap(model.lin1, process_group=groups)
+        outer = wrap(model, process_group=(shard, replicate))
+        with pytest.raises(ValueError, match=words):
+            outer(batch(ranks, 0))
+    for strategy in HYBRID:
+        with pytest.raises(ValueError, match="requires explicit specification of process group or device_mesh"):
+            FSDP(net(ranks), sharding_strategy=strategy)
+        with pytest.raises(ValueError, match="Expected process_group to be passed in"):
+            hybrid(ranks, net(ranks), strategy, "world", True, process_group=shard)
+
+
+@across(4)
+@subtests(hybrid_outside=[False, True], use_orig_params=[False, True])
+def test_a_mixture(ranks: Ranks, hybrid_outside: bool, use_orig_params: bool) -> None:
+    """A hybrid instance beside others over the same ranks, whichever is the outer one: DDP's norms and parameters."""
+    pair: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        "process_group": pair_of_groups(ranks.world_size),
+    }
+    plain: dict[str, Any] = {"sharding_strategy": ShardingStrategy.FULL_SHARD}
+    inner, outer = (plain, pair) if hybrid_outside else (pair, plain)
+    reference, model = ddp(ranks, net(ranks)), net(ranks)
+    model.lin1 = FSDP(model.lin1, use_orig_params=use_orig_params, **inner)  # type: ignore[assignment]
+    wrapped = FSDP(model, use_orig_params=use_orig_params, **outer)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, wrapped)]
+    for step in range(3):
+        losses = []
+        for each in (reference, wrapped):
+            loss = each(batch(ranks, step)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        norms = [
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.1),
+            wrapped.clip_grad_norm_(0.1),
+        ]
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        torch.testing.assert_close(losses[1], losses[0])
+        torch.testing.assert_close(norms[1], norms[0])
+    for (name, mine), theirs in zip(full_parameters(wrapped).items(), reference.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
+
+
+@across(4)
+def test_a_mixture_over_fewer_ranks_is_refused(ranks: Ranks) -> None:
+    """An instance over other ranks than a hybrid one reaches, in one model: by name, with nothing changed."""
+    groups = pair_of_groups(ranks.world_size)
+    model = net(ranks)
+    model.lin1 = FSDP(  # type: ignore[assignment]
+        model.lin1, use_orig_params=True, sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=groups
+    )
+    wrapped = FSDP(model, use_orig_params=True, process_group=groups[0])
+    before = [parameter.detach().clone() for parameter in wrapped.parameters()]
+    words = "'lin1' has ShardingStrategy.HYBRID_SHARD over 4 ranks and '.root.' has ShardingStrategy.FULL_SHARD over 2"
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=words):
+            wrapped(batch(ranks, 0))
+    torch.testing.assert_close([parameter.detach() for parameter in wrapped.parameters()], before, rtol=0, atol=0)
+
+
+@across(4)
+def test_sync_module_states(ranks: Ranks) -> None:
+    """``sync_module_states`` reaches every shard of every replica."""
+    model = net(ranks)
+    for parameter in model.parameters():
+        parameter.data.fill_(ranks.rank + 1)
+    wrapped = hybrid(ranks, model, ShardingStrategy.HYBRID_SHARD, "mesh", True, sync_module_states=True)
+    assert all(bool((parameter == 1).all()) for parameter in full_parameters(wrapped).values())

@@ -1,0 +1,470 @@
+"""Unused units, optimizers in backward, and unusual ways to train, beside a model without FSDP."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_parity.models import expected_warnings
+from fsdp_parity.ranks import Pools, Ranks, across
+from fsdp_parity.subtests import run_subtests, subtests
+from fsdp_parity.training import ddp, full_parameters
+from polyshard_fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, _runtime_utils
+from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp._common_utils import HandleTrainingState, _get_handle_fqns_from_root
+from polyshard_fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL, _FSDP_USE_UNSAFE_SETATTR
+from polyshard_fsdp._runtime_utils import HOMOGENEOUS_ATTR_NAMES
+from polyshard_fsdp.wrap import ModuleWrapPolicy
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+FS, SGO, NS = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+BOTH = [False, True]
+Loss = Callable[[Any], torch.Tensor]
+
+
+@contextmanager
+def environment(name: str, value: str | None) -> Iterator[None]:
+    """``name`` set to ``value`` in this process, or absent."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+class Block(nn.Module):
+    """A residual block of 7 features, whose parameters no number of ranks divides."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 11)
+        self.down = nn.Linear(11, 7)
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(torch.tanh(self.up(x)))
+        return x if self.inner is None else x + self.inner(x)
+
+
+class Two(nn.Module):
+    """Two branches of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Linear(7, 7)
+        self.a = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        unused = self.b(x)
+        return self.a(x), unused
+
+
+class Stack(nn.Module):
+    """Blocks in line, run through ``run``."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.run: Callable[[nn.Module, torch.Tensor], torch.Tensor] = _call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+def _call(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = module(x)
+    return result
+
+
+def _mean(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def batch(ranks: Ranks, rank: int, step: int) -> torch.Tensor:
+    """Rank ``rank``'s input."""
+    torch.manual_seed(100 * step + rank)
+    return torch.randn(5, 7, device=ranks.device, dtype=torch.float64)
+
+
+def build(ranks: Ranks, make: Callable[[], nn.Module]) -> nn.Module:
+    """The same model on all ranks, in float64: sums in another order then stay close over many layers."""
+    torch.manual_seed(0)
+    return make().to(ranks.device, torch.float64)
+
+
+def wrap(model: nn.Module, strategy: ShardingStrategy, use_orig_params: bool, classes: Any = Block) -> FSDP:
+    """``model``, with every module of ``classes`` a unit."""
+    with expected_warnings():
+        return FSDP(
+            model,
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            auto_wrap_policy=ModuleWrapPolicy({classes}),
+        )
+
+
+class Comparison:
+    """One wrapped model and one plain one that train alike."""
+
+    def __init__(self, ranks: Ranks, plain: nn.Module, model: nn.Module) -> None:
+        self.ranks = ranks
+        self.plain = plain
+        self.model = model
+        self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+
+    def step(self, step: int, loss: Loss = _mean, plain_loss: Loss | None = None) -> None:
+        """One update of both; losses are equal."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        everyone = [
+            (plain_loss or loss)(self.plain(batch(self.ranks, rank, step))) for rank in range(self.ranks.world_size)
+        ]
+        torch.stack(everyone).mean().backward()
+        mine = loss(self.model(batch(self.ranks, self.ranks.rank, step)))
+        mine.backward()
+        torch.testing.assert_close(mine.detach(), everyone[self.ranks.rank].detach())
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def check(self) -> None:
+        """Parameters are equal."""
+        wanted = self.plain.state_dict()
+        for name, mine in full_parameters(self.model).items():
+            key = name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
+            torch.testing.assert_close(mine, wanted[key], msg=f"{name}: {{}}".format)
+
+
+def step_in_backward(model: nn.Module, optimizer_class: Any, options: dict[str, Any]) -> None:
+    """Give every parameter an optimizer of its own, as torch does it."""
+    with warnings.catch_warnings():
+        # What torch imports along is deprecated in torch itself.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        _apply_optimizer_in_backward(optimizer_class, model.parameters(), options, register_hook=False)
+
+
+@across(2)
+@subtests(strategy=[FS, SGO, NS], use_orig_params=BOTH, accumulates=BOTH)
+def test_unused_output_has_no_gradient(
+    ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """Nobody's loss uses a unit's output: no gradient, and an optimizer with weight decay leaves it alone."""
+    model = wrap(build(ranks, Two), strategy, use_orig_params, nn.Linear)
+    before = full_parameters(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for step in range(3):
+        with model.no_sync() if accumulates else nullcontext():
+            model(batch(ranks, ranks.rank, step))[0].sum().backward()
+        if accumulates:
+            model(batch(ranks, ranks.rank, step))[0].sum().backward()
+        assert all(parameter.grad is None for parameter in model.module.b.parameters())
+        assert any(parameter.grad is not None for parameter in model.module.a.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    after = full_parameters(model)
+    for name in before:
+        assert torch.equal(before[name], after[name]) == ("b." in name), name
+
+
+@across(2)
+@subtests(strategy=[FS, SGO, NS], use_orig_params=BOTH)
+def test_output_used_on_some_ranks(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """Only rank 0's loss uses a unit: the others reduce zeros with it, and training is DDP's."""
+    reference = ddp(ranks, build(ranks, Two), find_unused_parameters=True)
+    model = wrap(build(ranks, Two), strategy, use_orig_params, nn.Linear)
+    for each in (reference, model):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+        for step in range(4):
+            a, b = each(batch(ranks, ranks.rank, step))
+            uses = ranks.rank == 0 and step != 2
+            (a.square().sum() + (b.square().sum() if uses else 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(full_parameters(model).items(), reference.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
+
+
+@across(2)
+def test_optimizer_in_backward(ranks: Ranks) -> None:
+    """Parameters step during backward as an optimizer would after it, and keep no gradient."""
+    optimizers = [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.01})]
+    axes = {"optimizer": optimizers, "strategy": [FS, SGO, NS], "offload": BOTH}
+    run_subtests(axes, _optimizer_in_backward, ranks)
+
+
+def _optimizer_in_backward(ranks: Ranks, optimizer: Any, strategy: ShardingStrategy, offload: bool) -> None:
+    optimizer_class, options = optimizer
+    plain = build(ranks, Stack)
+    with expected_warnings():
+        model = FSDP(
+            build(ranks, Stack),
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            cpu_offload=CPUOffload(offload_params=offload),
+        )
+    step_in_backward(model, optimizer_class, options)
+    reference = optimizer_class(plain.parameters(), **options)
+    for step in range(3):
+        everyone = [_mean(plain(batch(ranks, rank, step))) for rank in range(ranks.world_size)]
+        torch.stack(everyone).mean().backward()
+        _mean(model(batch(ranks, ranks.rank, step))).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        reference.step()
+        reference.zero_grad()
+        for (name, mine), wanted in zip(full_parameters(model).items(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.to(ranks.device), wanted.detach(), msg=f"{name}: {{}}".format)
+
+
+@across(2)
+def test_optimizer_in_backward_needs_original_parameters(ranks: Ranks) -> None:
+    """One flat parameter with such an optimizer is refused before anything is computed."""
+    model = wrap(build(ranks, Stack), FS, False)
+    step_in_backward(model, torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(RuntimeError, match=r"^FSDP optimizer in backward only supported with use_orig_params=True!"):
+        model(torch.ones(1, device=ranks.device))
+
+
+class Told(nn.Module):
+    """Writes down what is assigned to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 7))
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.__dict__["seen"] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "seen" in self.__dict__:
+            self.seen.append((name, tuple(value.shape)))
+        super().__setattr__(name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() + self.bias
+
+
+@across(1, 2)
+def test_setattr_overrides(ranks: Ranks) -> None:
+    """A module's own ``__setattr__`` is told of whole parameters, unless the environment says not to; names stay."""
+    for use_orig_params, value in itertools.product(BOTH, [None, "0", "1"]):
+        with environment(_FSDP_USE_UNSAFE_SETATTR, value), expected_warnings():
+            inner = Told().to(ranks.device)
+            model = FSDP(inner, use_orig_params=use_orig_params)
+        names = [name for name, _ in model.named_parameters()]
+        inner.seen.clear()
+        output = model(torch.ones(2, 7, device=ranks.device))
+        assert torch.equal(output, torch.full_like(output, 7.0))
+        assert inner.seen[:2] == ([] if value == "1" else [("weight", (5, 7)), ("bias", (5,))])
+        output.sum().backward()
+        assert [name for name, _ in model.named_parameters()] == names
+        assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+@across(2)
+def test_homogeneous_attributes(ranks: Ranks) -> None:
+    """Instances of one model that differ in what must be the same are refused at the first forward."""
+    assert HOMOGENEOUS_ATTR_NAMES == ["_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"]
+    for attribute in HOMOGENEOUS_ATTR_NAMES:
+        model = build(ranks, Stack)
+        assert isinstance(model, Stack)
+        in_eval = attribute == "_use_full_prec_in_eval"
+        keyword = attribute.lstrip("_")
+        model.blocks[0] = FSDP(model.blocks[0], **({} if in_eval else {keyword: False}))
+        with environment(_FSDP_USE_FULL_PREC_IN_EVAL, "1" if in_eval else None):
+            outer = FSDP(model, **({} if in_eval else {keyword: True}))
+        with pytest.raises(ValueError, match=f"^Expects one homogeneous value for {attribute} but got"):
+            outer(batch(ranks, ranks.rank, 0))
+
+
+def prefetched(ranks: Ranks, prefetch: BackwardPrefetch | None, training_state: HandleTrainingState) -> list[Any]:
+    """What each unit of a stack of four prefetches in backward, in each of two iterations.
+
+    The third block lies in an instance without parameters of its own.
+    """
+    model = build(ranks, functools.partial(Stack, 4))
+    assert isinstance(model, Stack)
+    shard = functools.partial(FSDP, backward_prefetch=prefetch)
+    for index, block in enumerate(list(model.blocks)):
+        wrapped = shard(block)
+        model.blocks[index] = shard(nn.Sequential(wrapped)) if index == 2 else wrapped
+    root = shard(model)
+    seen: list[list[tuple[str, str | None]]] = []
+    original = _runtime_utils._get_handle_to_prefetch
+
+    def record(state: Any, current: Any) -> Any:
+        handle = original(state, current)
+        if _runtime_utils._get_training_state(current) is training_state:
+            names = [_get_handle_fqns_from_root(state, each) for each in (current, handle)]
+            seen[-1].append(tuple(each and each[0][len("blocks.") :][0] for each in names))  # type: ignore[arg-type]
+        return handle
+
+    with patch("polyshard_fsdp._runtime_utils._get_handle_to_prefetch", record):
+        for step in range(2):
+            seen.append([])
+            _mean(root(batch(ranks, ranks.rank, step))).backward()
+    return seen
+
+
+@across(2)
+@subtests(
+    place=["around", "inside", "wrapper_around", "wrapper_inside"],
+    reentrant=BOTH,
+    strategy=[FS, SGO],
+    use_orig_params=BOTH,
+)
+def test_checkpointing(
+    ranks: Ranks, place: str, reentrant: bool, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Activation checkpoints around and inside instances, of both kinds."""
+    plain, model = build(ranks, Stack), build(ranks, Stack)
+    assert isinstance(model, Stack)
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    shard = functools.partial(FSDP, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for index, block in enumerate(list(model.blocks)):
+        assert isinstance(block, Block)
+        if place == "inside":
+            block.forward = functools.partial(_checkpointed, block.forward, reentrant)  # type: ignore[method-assign]
+        if place == "wrapper_inside":
+            block = checkpoint_wrapper(block, checkpoint_impl=impl)
+        wrapped: nn.Module = shard(block)
+        model.blocks[index] = (
+            checkpoint_wrapper(wrapped, checkpoint_impl=impl) if place == "wrapper_around" else wrapped
+        )
+    if place == "around":
+        model.run = functools.partial(_checkpointed, reentrant=reentrant)
+    comparison = Comparison(ranks, plain, _Scaled(shard(model)) if reentrant else shard(model))
+    for step in range(3):
+        comparison.step(step)
+    comparison.check()
+
+
+class _Scaled(nn.Module):
+    """Lets the input require gradients: a re-entrant checkpoint passes none on otherwise."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._fsdp_wrapped_module(x.requires_grad_())
+        return result
+
+
+def _checkpointed(function: Callable[..., Any], *args: Any, reentrant: bool | None = None) -> Any:
+    if reentrant is None:
+        reentrant, *args = args  # type: ignore[assignment]
+    return checkpoint(function, *args, use_reentrant=reentrant)
+
+
+@across(2)
+@subtests(strategy=[FS, SGO, NS], use_orig_params=BOTH)
+def test_freezing_between_steps(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """A unit that is frozen, and later thawed, between steps."""
+    plain = build(ranks, Stack)
+    model = wrap(build(ranks, Stack), strategy, use_orig_params)
+    comparison = Comparison(ranks, plain, model)
+    for step in range(6):
+        if step in (2, 4):
+            for each in (plain, model.module):
+                for parameter in each.blocks[1].parameters():
+                    parameter.requires_grad_(step == 4)
+        comparison.step(step)
+        frozen = 2 <= step < 4
+        assert all((parameter.grad is None) for parameter in model.module.blocks[1].parameters()) is frozen
+    comparison.check()
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in backward")
+
+
+def _raise_in_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError("in forward")
+
+
+def _raise_in_backward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return _call(module, _Raises.apply(x))  # type: ignore[no-untyped-call]
+
+
+@across(2)
+@subtests(where=[_raise_in_forward, _raise_in_backward], strategy=[FS, SGO, NS], use_orig_params=BOTH)
+def test_after_exceptions(ranks: Ranks, where: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """A forward or a backward that raised on all ranks leaves nothing behind: the next step is right."""
+    plain = build(ranks, Stack)
+    model = wrap(build(ranks, Stack), strategy, use_orig_params)
+    comparison = Comparison(ranks, plain, model)
+    for step in range(4):
+        comparison.step(step)
+        broken = model.module.blocks[1]
+        model.module.run = lambda block, x, broken=broken: where(block, x) if block is broken else block(x)
+        with pytest.raises(ArithmeticError, match="in "):
+            _mean(model(batch(ranks, ranks.rank, 9))).backward()
+        model.module.run = _call
+    comparison.check()
+
+
+@across(2)
+def test_cpu_is_a_device(ranks: Ranks) -> None:
+    """A model on the CPU trains there, whatever other devices there are, over a group that moves host memory."""
+    group = dist.new_group(backend="gloo")
+    run_subtests({"strategy": [FS, SGO, NS], "use_orig_params": BOTH}, _on_cpu, ranks, group)
+
+
+def _on_cpu(ranks: Ranks, group: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    here = Ranks(ranks.rank, ranks.world_size, torch.device("cpu"))
+    plain = build(here, Stack)
+    with expected_warnings():
+        model = FSDP(
+            build(here, Stack),
+            process_group=group,
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+    assert model.compute_device == torch.device("cpu")
+    comparison = Comparison(here, plain, model)
+    for step in range(4):
+        comparison.step(step)
+    comparison.check()
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "state", "expected"),
+    [
+        (BackwardPrefetch.BACKWARD_PRE, HandleTrainingState.BACKWARD_PRE, "321"),
+        (BackwardPrefetch.BACKWARD_POST, HandleTrainingState.BACKWARD_POST, "321"),
+        (None, HandleTrainingState.BACKWARD_PRE, ""),
+    ],
+)
+def test_order_of_prefetches_in_backward(
+    ranks: Pools, prefetch: BackwardPrefetch | None, state: HandleTrainingState, expected: str
+) -> None:
+    follows = {"3": "2", "2": "1", "1": "0"}
+    order = [(current, follows[current]) for current in expected]
+    one = [*order, ("0", None)] if order else []
+    assert ranks.run(2, prefetched, prefetch, state) == [[one, one]] * 2

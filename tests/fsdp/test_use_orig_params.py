@@ -1,0 +1,562 @@
+"""What PyTorch's tests of ``use_orig_params=True`` assert."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
+from fsdp_parity.ranks import Pools, Ranks, across
+from fsdp_parity.subtests import subtests
+from fsdp_parity.training import STRATEGIES, HostStep, assert_same_parameters, ddp, full_parameters, plain_transformer
+from polyshard_fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
+from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp._common_utils import clean_tensor_name
+from polyshard_fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
+from polyshard_fsdp._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
+from polyshard_fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+NUM_SIZE0_TENSORS = 1000
+
+
+@dataclass
+class _Trio:
+    """FSDP without and with original parameters, and DDP, all of the same transformer, each with its optimizer."""
+
+    models: tuple[Any, Any, Any]
+    optimizers: list[torch.optim.Optimizer | HostStep]
+
+    def run(self, model_input: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """All three outputs, which agree."""
+        outputs = [model(*model_input) for model in self.models]
+        for other in outputs[1:]:
+            torch.testing.assert_close(other, outputs[0])
+        return outputs
+
+    def step(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Backward from the sum of each model's outputs, and its optimizer's step."""
+        losses = [torch.stack([output.sum() for output in of_one]).sum() for of_one in zip(*outputs, strict=True)]
+        for other in losses[1:]:
+            torch.testing.assert_close(other, losses[0])
+        for model, loss in zip(self.models, losses, strict=True):
+            model.module.run_backward(loss)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def assert_same(self) -> None:
+        """Inside ``summon_full_params`` names and values of both sharded models are the same, and DDP's."""
+        flat, original, reference = self.models
+        with FSDP.summon_full_params(flat), FSDP.summon_full_params(original):
+            for (name, mine), (theirs_name, theirs) in zip(
+                flat.named_parameters(), original.named_parameters(), strict=True
+            ):
+                assert name == theirs_name
+                torch.testing.assert_close(mine, theirs)
+            assert_same_parameters(dict(original.named_parameters()), dict(reference.module.named_parameters()))
+
+
+def _trio(ranks: Ranks, strategy: str, offload_params: bool) -> _Trio:
+    def wrapped(use_orig_params: bool) -> FSDP:
+        settings = {
+            "sharding_strategy": STRATEGIES[strategy],
+            "cpu_offload": CPUOffload(offload_params=offload_params),
+            "use_orig_params": use_orig_params,
+        }
+        model: FSDP = TransformerWithSharedParams.init(
+            ranks.group,
+            FSDPInitMode.RECURSIVE,
+            CUDAInitMode.CUDA_BEFORE,
+            settings,
+            deterministic=True,
+            device=ranks.device,
+        )
+        return model
+
+    # Broadcasting buffers before the second forward would change what the first one saved.
+    models = (wrapped(False), wrapped(True), ddp(ranks, plain_transformer(ranks), broadcast_buffers=False))
+    optimizers: list[torch.optim.Optimizer | HostStep] = [_adam(model) for model in models]
+    if offload_params:
+        optimizers[2] = HostStep(models[2].module, _adam)
+    return _Trio(models, optimizers)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), foreach=False, lr=1e-2)
+
+
+@subtests(strategy=list(STRATEGIES))
+def multiple_forward(ranks: Ranks, offload_params: bool, strategy: str) -> None:
+    """Two forwards before one backward."""
+    trio = _trio(ranks, strategy, offload_params)
+    for _ in range(2):
+        first = trio.models[0].get_input(ranks.device)
+        second = tuple(tokens + torch.ones_like(tokens) for tokens in trio.models[0].get_input(ranks.device))
+        trio.zero_grad()
+        trio.step([trio.run(first), trio.run(second)])
+    trio.assert_same()
+
+
+@subtests(strategy=list(STRATEGIES))
+def summon_between_two_forwards(ranks: Ranks, offload_params: bool, strategy: str) -> None:
+    """A forward, a look at the whole parameters, another forward, and one backward."""
+    trio = _trio(ranks, strategy, offload_params)
+    for _ in range(2):
+        trio.zero_grad()
+        first = trio.run(trio.models[0].get_input(ranks.device))
+        trio.assert_same()
+        second = trio.run(trio.models[0].get_input(ranks.device))
+        trio.step([first, second])
+    trio.assert_same()
+
+
+class _TwoLinears(nn.Module):
+    """Each layer a unit, over two ranks, in float32, with parameters aligned to 16 bytes.
+
+    ``lin1``: 25 elements, padded to 26, 13 a rank. ``lin2``: 35, one of alignment, 7; 43, padded to 44, 22 a rank:
+    22 of the weight on rank 0; 13 of the weight and the bias on rank 1.
+    """
+
+    SHARDS: Mapping[str, tuple[slice, slice]] = {
+        "lin1.weight": (slice(0, 13), slice(13, 25)),
+        "lin2.weight": (slice(0, 22), slice(22, 35)),
+        "lin2.bias": (slice(0, 0), slice(0, 7)),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.lin1 = nn.Linear(5, 5, bias=False)
+        self.lin2 = nn.Linear(5, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.lin2(torch.relu(self.lin1(x)))
+        return output
+
+
+@across(2)
+@subtests(strategy=["no_shard", "full_shard", "shard_grad_op"])
+def test_access_params_after_forward(ranks: Ranks, strategy: str) -> None:
+    """Between forward and backward a parameter is this rank's shard, or whole where nothing was resharded."""
+    plain = _TwoLinears().to(ranks.device)
+    reference = ddp(ranks, plain)
+    model = wrap_fsdp(
+        _TwoLinears().to(ranks.device),
+        sharding_strategy=STRATEGIES[strategy],
+        auto_wrap_policy=always_wrap_policy,
+        use_orig_params=True,
+    )
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
+
+    def assert_shards(between_forward_and_backward: bool) -> None:
+        whole = STRATEGIES[strategy] is ShardingStrategy.NO_SHARD or (
+            between_forward_and_backward and STRATEGIES[strategy] in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+        )
+        for (name, mine), (plain_name, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert clean_tensor_name(name) == plain_name
+            expected = theirs if whole else theirs.flatten()[_TwoLinears.SHARDS[plain_name][ranks.rank]]
+            torch.testing.assert_close(mine, expected)
+
+    torch.manual_seed(1 + ranks.rank)
+    for _ in range(2):
+        x = torch.randn((2, 5)).to(ranks.device)
+        outputs = [reference(x), model(x)]
+        torch.testing.assert_close(outputs[0], outputs[1])
+        assert_shards(True)
+        for output in outputs:
+            output.sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_shards(False)
+
+
+@across(2)
+def test_named_parameters_in_forward(ranks: Ranks) -> None:
+    """Inside forward names and shapes are those of the model before wrapping."""
+    seen: list[tuple[str, torch.Size, torch.Tensor]] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.extend((clean_tensor_name(name), p.shape, p.detach().clone()) for name, p in self.named_parameters())
+            output: torch.Tensor = self.lin(x)
+            return output
+
+    torch.manual_seed(0)
+    plain = Model().to(ranks.device)
+    values = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    wrap_fsdp(plain, use_orig_params=True)(torch.randn((2, 5)).to(ranks.device))
+    assert [name for name, _, _ in seen] == ["lin.weight", "lin.bias"]
+    assert [shape for _, shape, _ in seen] == [(5, 5), (5,)]
+    for name, _, value in seen:
+        torch.testing.assert_close(value, values[name])
+
+
+@across(2)
+@subtests(strategy=["full_shard", "shard_grad_op", "no_shard"])
+def test_no_sync_correctness(ranks: Ranks, strategy: str) -> None:
+    """Gradients of a backward inside ``no_sync()`` are this rank's own, whole; the next backward adds to them."""
+    torch.manual_seed(0)
+    plain = nn.Linear(7, 1, bias=False).to(ranks.device)
+    flat, original = (
+        wrap_fsdp(copy.deepcopy(plain), sharding_strategy=STRATEGIES[strategy], use_orig_params=use_orig_params)
+        for use_orig_params in (False, True)
+    )
+    optimizers = [torch.optim.AdamW(model.parameters(), foreach=True) for model in (flat, original)]
+    torch.manual_seed(1 + ranks.rank)
+    x = torch.randn((2, 7)).to(ranks.device)
+    upstream = torch.randn((2, 1)).to(ranks.device)
+    own = upstream.t() @ x
+    average = own.clone()
+    dist.all_reduce(average)
+    average /= ranks.world_size
+
+    def backward(inside_no_sync: bool) -> None:
+        outputs = []
+        for model in (flat, original):
+            with model.no_sync() if inside_no_sync else nullcontext():
+                outputs.append(model(x))
+                outputs[-1].backward(upstream)
+        torch.testing.assert_close(outputs, [plain(x)] * 2)
+
+    def assert_gradients(whole: torch.Tensor, unsharded: bool) -> None:
+        """Both models hold ``whole``, or their part of it; the flat one may have padding behind it."""
+        ((mine,), (flat_parameter,)) = ([*model.parameters()] for model in (original, flat))
+        sharded = STRATEGIES[strategy] is not ShardingStrategy.NO_SHARD
+        part = slice(4 * ranks.rank, 4 * ranks.rank + 4) if sharded else slice(None)
+        weight = plain.weight.detach().flatten()[part]
+        torch.testing.assert_close(mine.detach().flatten(), weight)
+        torch.testing.assert_close(flat_parameter.detach()[: weight.numel()], weight)
+        assert mine.grad is not None
+        assert flat_parameter.grad is not None
+        expected = whole if unsharded or not sharded else whole.flatten()[part]
+        torch.testing.assert_close(mine.grad, expected)
+        torch.testing.assert_close(flat_parameter.grad.flatten()[: expected.numel()], expected.flatten())
+
+    backward(inside_no_sync=False)
+    assert_gradients(average, unsharded=False)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    backward(inside_no_sync=True)
+    assert_gradients(own, unsharded=True)
+    backward(inside_no_sync=False)
+    assert_gradients(2 * average, unsharded=False)
+
+
+@across(2)
+@subtests(strategy=["full_shard", "shard_grad_op", "no_shard"])
+def test_no_sync_mixed_precision(ranks: Ranks, strategy: str) -> None:
+    """Gradients accumulate in the compute dtype inside ``no_sync()``, and come out in the parameters' dtype."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 3).to(ranks.device)
+    model = wrap_fsdp(
+        copy.deepcopy(plain),
+        sharding_strategy=STRATEGIES[strategy],
+        mixed_precision=MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32),
+        use_orig_params=True,
+    )
+    torch.manual_seed(1 + ranks.rank)
+    x = torch.randn((2, 3)).to(ranks.device)
+
+    def backward(dtype: torch.dtype) -> None:
+        model(x).sum().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} <= {dtype}
+
+    with model.no_sync():
+        backward(torch.float16)
+        backward(torch.float16)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    backward(torch.float32)
+    assert any(p.grad is not None for p in model.parameters())
+    # Three backwards of the same loss, averaged over the ranks.
+    for _ in range(3):
+        plain(x).sum().backward()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.sub_(parameter.grad, alpha=1 / ranks.world_size)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for mine, theirs in zip(full_parameters(model).values(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=2e-3, atol=1e-2)
+
+
+@across(2)
+def test_non_uniform_requires_grad(ranks: Ranks) -> None:
+    """Weights that train and biases that do not, in one unit."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(ranks.device)
+    for layer in model:
+        layer.bias.requires_grad_(False)
+    wrapped = wrap_fsdp(model, use_orig_params=True)
+    for layer in (wrapped[0], wrapped[1]):
+        assert layer.weight.requires_grad
+        assert not layer.bias.requires_grad
+    wrapped(torch.randn((2, 3)).to(ranks.device)).sum().backward()
+    for layer in (wrapped[0], wrapped[1]):
+        assert layer.bias.grad is None
+        assert (layer.weight.grad is not None) == (layer.weight.numel() > 0)
+
+
+def multi_tensor_apply(device: torch.device) -> None:
+    """A multi-tensor kernel over tensors that are all empty: what a rank without any part of its parameters runs."""
+    tensors = [torch.empty(0, device=device) for _ in range(NUM_SIZE0_TENSORS)]
+    torch._foreach_mul_(tensors, 0.1)
+    assert {tensor.shape for tensor in tensors} == {(0,)}
+
+
+def multi_tensor_step_over_empty_shards(ranks: Ranks) -> None:
+    """The optimizer's multi-tensor step where as many shards are empty on each of two ranks."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(2 * NUM_SIZE0_TENSORS))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat(list(self.scales)) * x
+
+    model = wrap_fsdp(Model().to(ranks.device), use_orig_params=True)
+    assert sum(parameter.numel() == 0 for parameter in model.parameters()) == NUM_SIZE0_TENSORS
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+    model(torch.full((2 * NUM_SIZE0_TENSORS,), 0.25, device=ranks.device)).sum().backward()
+    optimizer.step()
+    values = torch.cat([value.flatten() for value in full_parameters(model).values()])
+    torch.testing.assert_close(values, torch.full_like(values, 1 - 0.5 * 0.25))
+
+
+class Model(nn.Module):
+    """Two linear layers with biases, the same on every rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.lin1 = nn.Linear(5, 5).to(device)
+        self.lin2 = nn.Linear(5, 7).to(device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.lin2(torch.relu(self.lin1(x)))
+        return output
+
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return (torch.randn((2, 5)).to(device),)
+
+    def get_loss(self, model_input: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+
+def _pair(ranks: Ranks) -> tuple[DistributedDataParallel, FSDP]:
+    """DDP and one FSDP unit of the same model. Inputs drawn afterwards differ from rank to rank."""
+    pair = ddp(ranks, Model(ranks.device)), wrap_fsdp(Model(ranks.device), use_orig_params=True)
+    torch.manual_seed(1 + ranks.rank)
+    return pair
+
+
+def _twos(like: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(like.detach()) * 2
+
+
+def _assert_same_parameters(reference: DistributedDataParallel, model: FSDP) -> None:
+    """Inside ``summon_full_params`` no name shows a wrapper. Entering it takes over what the user changed."""
+    with FSDP.summon_full_params(model):
+        for (theirs_name, theirs), (name, mine) in zip(
+            reference.module.named_parameters(), model.named_parameters(), strict=True
+        ):
+            assert name == theirs_name
+            torch.testing.assert_close(mine, theirs)
+
+
+def _backward(pair: tuple[DistributedDataParallel, FSDP], device: torch.device) -> None:
+    model_input = pair[1].get_input(device)
+    outputs = [each(*model_input) for each in pair]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    for output in outputs:
+        output.sum().backward()
+
+
+@across(2)
+@subtests(change_first_weight=[True, False], change_data=[True, False])
+def test_param_writeback(ranks: Ranks, change_first_weight: bool, change_data: bool) -> None:
+    """A parameter's values, or the parameter itself, changed between wrapping and the next use."""
+    reference, model = _pair(ranks)
+    modules: list[Any] = [reference.module, model.module]
+    for module in modules:
+        layer = module.lin1 if change_first_weight else module.lin2
+        if change_data:
+            layer.weight.data = _twos(layer.weight)
+        else:
+            layer.weight = nn.Parameter(_twos(layer.weight))
+    _assert_same_parameters(reference, model)
+    changed = "lin1.weight" if change_first_weight else "lin2.weight"
+    assert {value.item() for value in full_parameters(model)[changed].flatten()} == {2.0}
+    # And the next forward computes with it.
+    model_input = model.get_input(ranks.device)
+    torch.testing.assert_close(model(*model_input), reference.module(*model_input))
+
+
+@across(2)
+@subtests(change_first_weight_grad=[False, True], change_data=[False, True], set_to_none=[False, True])
+def test_grad_writeback(ranks: Ranks, change_first_weight_grad: bool, change_data: bool, set_to_none: bool) -> None:
+    """A gradient's values, or the gradient itself, changed before the optimizer's step, and added to after it."""
+    if change_data and set_to_none:
+        # The data of a gradient cannot be None.
+        return
+    pair = reference, model = _pair(ranks)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in pair]
+    _backward(pair, ranks.device)
+    modules: list[Any] = [reference.module, model.module]
+    for module in modules:
+        weight = (module.lin1 if change_first_weight_grad else module.lin2).weight
+        if not change_data:
+            weight.grad = None if set_to_none else _twos(weight)
+        elif weight.grad is not None:
+            weight.grad.data = _twos(weight)
+    for optimizer in optimizers:
+        optimizer.step()
+    _assert_same_parameters(*pair)
+    # Without zeroing: the next backward adds to what was written.
+    _backward(pair, ranks.device)
+    for optimizer in optimizers:
+        optimizer.step()
+    _assert_same_parameters(*pair)
+
+
+@across(2)
+def test_writeback_shape_mismatch(ranks: Ranks) -> None:
+    """A parameter and gradient of another shape are refused, on each rank that did it, before anything is gathered."""
+    model = wrap_fsdp(Model(ranks.device), use_orig_params=True)
+    # The first weight lies on rank 0; of the second, a part lies on rank 1.
+    layer: Any = model.module.lin1 if ranks.rank == 0 else model.module.lin2
+    larger = [size + 1 for size in layer.weight.shape]
+    layer.weight = nn.Parameter(torch.randn(larger, device=ranks.device))
+    layer.weight.grad = torch.randn(larger, device=ranks.device)
+    with (
+        pytest.raises(RuntimeError, match="Cannot writeback") as caught,
+        FSDP.summon_full_params(model),
+    ):
+        pass
+    assert f"lin{ranks.rank + 1}.weight" in str(caught.value)
+
+
+@across(2)
+@subtests(change_data=[True, False])
+def test_writeback_between_forward_and_backward(ranks: Ranks, change_data: bool) -> None:
+    """Where forward left parameters whole, changing one before backward is refused; the next step is a plain one's."""
+    model = wrap_fsdp(
+        Model(ranks.device),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=True,
+    )
+    loss = model(*model.get_input(ranks.device)).sum()
+    if change_data:
+        model.lin1.weight.data = model.lin1.weight.clone()
+    else:
+        model.lin1._fsdp_wrapped_module.weight = nn.Parameter(model.lin1.weight.clone())
+    words = "FSDP does not support changing the parameters between forward and backward"
+    with pytest.raises(AssertionError, match=words):
+        loss.backward()
+    # As in PyTorch, a backward that failed has left what it had reduced before: on CUDA devices that is at once.
+    model.zero_grad()
+    plain = Model(ranks.device)
+    model_input = model.get_input(ranks.device)
+    losses = [each(*model_input).square().sum() for each in (model, plain)]
+    torch.testing.assert_close(losses[0], losses[1])
+    for each in losses:
+        each.backward()
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= ranks.world_size
+    with FSDP.summon_full_params(model, with_grads=True):
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@across(2)
+@subtests(use_full_prec_in_eval=[False, True])
+def test_no_reshard_and_mixed_precision(ranks: Ranks, use_full_prec_in_eval: bool) -> None:
+    """Views in another dtype, which the engine itself leaves in place, are not taken for the user's changes."""
+    setting = {_FSDP_USE_FULL_PREC_IN_EVAL: "1" if use_full_prec_in_eval else "0"}
+    with mock.patch.dict(os.environ, setting):
+        model = wrap_fsdp(
+            Model(ranks.device),
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(param_dtype=torch.float16),
+            use_orig_params=True,
+        )
+        plain = Model(ranks.device)
+        torch.manual_seed(1 + ranks.rank)
+        model_input = model.get_input(ranks.device)
+
+        def forward(training: bool) -> Any:
+            model.train(training)
+            output = model(*model_input)
+            full_precision = use_full_prec_in_eval and not training
+            assert output.dtype == (torch.float32 if full_precision else torch.float16)
+            tolerance: dict[str, Any] = {} if full_precision else {"rtol": 1e-2, "atol": 5e-3}
+            torch.testing.assert_close(output, plain(*model_input).detach(), check_dtype=False, **tolerance)
+            return output
+
+        # Training, whole parameters in full precision, training.
+        forward(training=True)
+        with FSDP.summon_full_params(model):
+            pass
+        forward(training=True)
+        # Training, then eval.
+        forward(training=False)
+        # Training with backward, eval, a checkpoint; and then backward in eval.
+        forward(training=True).sum().backward()
+        forward(training=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                model.load_state_dict(model.state_dict())
+        forward(training=False).sum().backward()
+        for (name, mine), theirs in zip(full_parameters(model).items(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs.detach()), f"{name} changed without a step"
+
+
+@pytest.mark.parametrize(
+    ("body", "offload_params"),
+    [
+        (multiple_forward, True),
+        (summon_between_two_forwards, False),
+        pytest.param(multiple_forward, False, marks=pytest.mark.nightly),
+        pytest.param(summon_between_two_forwards, True, marks=pytest.mark.nightly),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_unshard_more_than_once(ranks: Pools, body: Callable[..., Any], offload_params: bool) -> None:
+    ranks.run(2, body, offload_params)
+
+
+def test_multi_tensor_apply_size0_tensors_cpu() -> None:
+    multi_tensor_apply(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_multi_tensor_apply_size0_tensors_cuda() -> None:
+    multi_tensor_apply(torch.device("cuda"))
+
+
+def test_step_over_empty_shards(ranks: Pools) -> None:
+    ranks.run(2, multi_tensor_step_over_empty_shards)
