@@ -34,6 +34,8 @@ class Contribution(NamedTuple):
     launch_numel: int
     """Elements by which launches are planned, in the dtype of ``input``: the same on all ranks of the model."""
     input: ReductionInput
+    kind: Hashable
+    """As ``kind_of`` its ranks and input."""
     places: Sequence[object]
     """The places (``CommStreams.here``) at which the gradients were computed."""
     observers: tuple[Observer, ...]
@@ -90,7 +92,7 @@ class Reducer:
 
     def reduce_together(self, units: Sequence[tuple[Contribution, list[torch.Tensor | None]]]) -> None:
         """``reduce`` for each of ``units``, of one module, by as few launches as they may share."""
-        for same in alike(units, [kind_of(each.ranks, each.input) for each, _ in units]):
+        for same in alike(units, [each.kind for each, _ in units]):
             members, gradients = zip(*same, strict=True)
             whole = members[0].ranks.reduction is None
             if whole or len(members) == 1:
@@ -119,7 +121,7 @@ class Reducer:
                 call = each.spec.label, "reduce", each.launch_numel, input.dtype
                 with self._recorder.during("comparison of a reduction", (each.spec,), True):
                     self.streams.meet(self.audit.agree, each.ranks.world, *call)
-        for bucket in self.buckets.put(kind_of(members[0].ranks, members[0].input), members, nbytes, mode):
+        for bucket in self.buckets.put(members[0].kind, members, nbytes, mode):
             self._issue(bucket)
 
     def flush(self) -> None:
@@ -230,7 +232,9 @@ class Reducer:
             # A backward passed these units twice: their memory serves one reduction at a time.
             self.streams.make_room(0)
         for each in members:
-            self._make_room(each)
+            if each.observers or each.input.travels:
+                self._make_room(each)
+        self.streams.make_room()
         copies = merged.collect()
         return _Launch(members, [merged.flat], [inputs[0].new_result(merged.numel)], copies, merged)
 
