@@ -73,10 +73,10 @@ transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_activ
 def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` for where no transform is active, and ``function.backward`` called by autograd itself.
 
-    What lies between in Python looks for torch.func and for ``vjp``: eight calls in each forward and backward of a unit.
+    What lies between in Python looks for torch.func and for ``vjp``: eight calls a unit in a step.
     """
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 

@@ -81,8 +81,8 @@ class Gradients:
         self._reduced_once = False
         # The last one, which steps repeat.
         self._contributed: Contribution | None = None
-        #: The places (``CommStreams.here``) at which the gradients of the next reduction were computed, and those in the
-        #: sum added up.
+        #: The places (``CommStreams.here``) at which the gradients of the next reduction were computed, and those in
+        #: the sum added up.
         self.places: list[object] = []
         # The last reduced gradient, which lives as long as any ``.grad`` that views it: ``zero_grad`` frees its memory.
         self._delivered: TensorWeakRef | None = None
@@ -195,9 +195,7 @@ class Gradients:
         self._shards_coming += 1
         self.places.clear()
         ranks = self.unit.ranks.without_replicas
-        return contribution._replace(
-            ranks=ranks, kind=kind_of(ranks, input), deliver=self._keep_shard, waiting=None
-        )
+        return contribution._replace(ranks=ranks, kind=kind_of(ranks, input), deliver=self._keep_shard, waiting=None)
 
     def _keep_shard(self, shard: torch.Tensor) -> None:
         self._shards_coming -= 1
