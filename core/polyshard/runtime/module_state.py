@@ -252,8 +252,10 @@ class ModuleState:
         for unit in self.units:
             unit.refuse_changes()
         reads = self.reads_in_backward
-        if reads:
-            unshard_due(self.units)
+        for unit in self.units:
+            if reads and unit.due:
+                unshard_due(self.units)
+                break
         for unit in self.units:
             if reads:
                 unit.wait()

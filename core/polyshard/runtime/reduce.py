@@ -474,13 +474,15 @@ class MergedInput:
         self.columns = column_sizes(inputs)
         #: Elements of the result.
         self.numel = sum(self.columns)
-        self._buffers = [each.buffer for each in inputs]
-        # Memory without bytes has no rows.
-        bare = [each for each in self._buffers if not each.attached]
-        for each in bare:
-            each.attach()
+        sizes = [round_up(each.layout.padded_numel, thresholds.MERGED_ALIGNMENT) for each in inputs]
         with torch.inference_mode(False):
             self.flat = torch.empty(ranks * self.numel, dtype=inputs[0].dtype, device=inputs[0].device)
+            # Here gradients are brought together, unit by unit, before they are dealt out to the rows.
+            wholes = torch.empty(sum(sizes), dtype=inputs[0].dtype, device=inputs[0].device)
+            self._buffers = [
+                FlatBuffer(whole.narrow(0, 0, each.layout.padded_numel), each.layout, resizable=False, reduces=True)
+                for whole, each in zip(torch.split(wholes, sizes), inputs, strict=True)
+            ]
             rows = self.flat.view(ranks, self.numel)
             columns = torch.split(rows, self.columns, dim=1)
             pairs = list(zip(columns, (each.layout for each in inputs), strict=True))
@@ -502,10 +504,9 @@ class MergedInput:
                 places = [row for place in places for row in place.unbind()]
                 parts = [row for part in parts for row in part.unbind()]
             self._places, self._parts = places, parts
-        self._storage = self.flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-        for each in bare:
-            each.release()
+        self._storage, self._wholes = self.flat.untyped_storage(), wholes.untyped_storage()
+        self._nbytes, self._wholes_nbytes = self._storage.nbytes(), self._wholes.nbytes()
+        self._wholes.resize_(0)
         self.release()
 
     def shards_in(self, result: torch.Tensor) -> list[torch.Tensor]:
@@ -523,24 +524,22 @@ class MergedInput:
 
     def collect(self) -> Copies:
         """The copies that the inputs still lack."""
+        # Where gradients were computed in place, that memory is read like any other.
+        in_place = [each.buffer for each in self.inputs if each.claimed]
         copies = joined([each.collect(buffer) for each, buffer in zip(self.inputs, self._buffers, strict=True)])
-        # Attached by gradients that were computed in place.
-        copies.spent.extend(each for each in self._buffers if each.attached)
+        copies.spent.extend(in_place)
         return copies
 
     def fill(self, copies: Copies) -> None:
         """Run ``copies``, and bring the inputs together, on the current stream and in memory from its pool."""
-        # The inputs' memory returns there as soon as everything is issued.
-        bare = [each for each in self._buffers if not each.attached]
-        for each in bare:
-            each.attach()
+        # The memory of whole units returns there as soon as everything is issued.
+        self._wholes.resize_(self._wholes_nbytes)
         copies.run()
         self._storage.resize_(self._nbytes)
         _torch_private.foreach_copy_(self._places, self._parts)
         if self._gaps:
             _torch_private.foreach_zero_(self._gaps)
-        for each in bare:
-            each.release()
+        self._wholes.resize_(0)
 
 
 def column_sizes(inputs: Sequence[ReductionInput]) -> list[int]:
