@@ -66,6 +66,20 @@ def may_recompute_reentrantly() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
+#: Whether torch.func transforms what runs: ``Function.apply`` is then another one.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for where no transform is active, and ``function.backward`` called by autograd itself.
+
+    What lies between in Python looks for torch.func and for ``vjp``: eight calls a unit in a step.
+    """
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def queue_after_backward(callback: Callable[[], None]) -> Callable[[], object]:
     """Run ``callback`` when the current backward has ended, on the thread that called it.
 
@@ -216,6 +230,14 @@ def wrapper_of(subclass: type[_W], tensor: torch.Tensor) -> _W:
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange all that two tensor objects with equal attributes are, but for who they are.
+
+    The public call looks for what else holds the tensors, then exchanges class and attributes too, in Python.
+    """
+    held = weakref.getweakrefcount(one) or one._use_count() + other._use_count() > 2
+    if type(one) is type(other) and not held:
+        torch._C._swap_tensor_impl(one, other)
+        return
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
 
 

@@ -82,6 +82,9 @@ class ReduceMode(enum.Enum):
     MERGED = "merged"
     """By one communication with others."""
 
+    # Look-ups in each step; that of ``Enum`` is in Python.
+    __hash__ = object.__hash__
+
 
 @dataclass(eq=False, slots=True)
 class Bucket(Generic[T]):
