@@ -123,8 +123,6 @@ def test_dtype_says_what_travels_and_is_computed_with() -> None:
     assert 1e-4 < lost[2] < 0.2
 
 
-pytestmark = pytest.mark.slow
-
 RANKS = KeptRanks()
 
 TIMEOUT_S = 30.0
@@ -147,6 +145,7 @@ def train(rank: int, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "settings",
@@ -189,6 +188,7 @@ def given_others(rank: int) -> tuple[str, float]:
     return str(caught.value), loss.item()
 
 
+@pytest.mark.slow
 def test_other_matrices_on_one_rank_are_refused_by_all_before_any_changed() -> None:
     (_, first), (message, second) = RANKS.run(2, given_others)
     assert "Muon was given other parameters, or in another order, on some ranks" in message
