@@ -86,7 +86,7 @@ test-gpu: $(READY)  ## run the tests that need GPUs
 bench: $(READY)  ## run every benchmark in benchmarks/
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
 
-.PHONY: docs package
+.PHONY: docs package release
 
 docs: $(READY)  ## build the pages as a site, build/site/index.html; warnings are errors
 	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site
@@ -94,6 +94,9 @@ docs: $(READY)  ## build the pages as a site, build/site/index.html; warnings ar
 
 package: $(READY)  ## build sdist and wheel into dist/, install them in a bare environment, and try them
 	$(PY) tests/support/built_package.py
+
+release: $(READY)  ## `package`, then the demo with what it built, and what to do next; uploads nothing, refuses a dirty tree
+	$(PY) tests/support/release.py
 
 clean:  ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage

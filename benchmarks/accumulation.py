@@ -11,7 +11,6 @@ reports. Ratios are the result.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 import polyshard
 import torch
-from measure import spread, undisturbed
+from measure import spread, undisturbed, write
 from polyshard.interfaces import PluginContext, ReduceOp, Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
@@ -129,8 +128,7 @@ def main() -> int:
         if ranks.rank == 0:
             medians = f"{spread(times)['median']:8.1f} ms, {spread(faster)['median']:.2f} times as fast"
             print(f"{way:16} {medians}, sends {sent[way]}")
-    if ranks.rank == 0 and given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(report, given.out, ranks.rank)
     for model in models.values():
         polyshard.close(model)
     ranks.close()

@@ -33,6 +33,7 @@ import polyshard.checkpoint
 import polyshard.state
 import torch
 import torch.distributed as dist
+from measure import write
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -204,19 +205,13 @@ def main() -> int:
             found = [Row(**each) for each in json.loads(out.read_text())]
         rows += found
         print("\n".join(row.shown() for row in found), flush=True)
-    if asked.out is not None:
-        report = {
-            "environment": {
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-                "machine": platform.machine(),
-                "polyshard": polyshard.__version__,
-            },
-            "rounds": asked.rounds,
-            "rows": [asdict(row) for row in rows],
-        }
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    environment = {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "polyshard": polyshard.__version__,
+    }
+    write({"environment": environment, "rounds": asked.rounds, "rows": [asdict(row) for row in rows]}, asked.out)
     return 0
 
 

@@ -9,18 +9,14 @@ threads train from the same start on the same batches, on several draws of batch
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import polyshard
 import torch
-from curves import Configure, curves
-from measure import output_of
+from curves import Configure, alone_environment, curves, tell_alone
 from polyshard_plugins.block_codec import BlockCode, Number
 from workloads import Block
 
@@ -68,21 +64,11 @@ def main() -> int:
     torch.set_num_threads(1)
     peers = {"plain": plain, "int8": compressed("int8"), "fp8": compressed("fp8")}
     report: dict[str, Any] = {
-        "environment": {
-            "command": "python benchmarks/compressed.py " + " ".join(sys.argv[1:]),
-            "commit": given.commit or output_of("git", "rev-parse", "HEAD"),
-            "date": time.strftime("%Y-%m-%d"),
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "device": "CPU",
-        },
+        "environment": alone_environment("compressed.py", given.commit),
         "sent": sent(),
         "curves": curves(peers, "plain", given.steps, given.draws),
     }
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    shown = {key: value for key, value in report["curves"].items() if key != "losses_over_10_steps"}
-    print(json.dumps({**report, "curves": shown}, indent=1))
+    tell_alone(report, given.out)
     return 0
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+from switches import SWITCHES
 from torch import nn
-from workloads import Block, LanguageModel, Workload, initial_value
+from workloads import Block, LanguageModel, Workload, initial_value, initializer, meta_model, whole_model
 
 
 class NotServedError(Exception):
@@ -53,6 +54,8 @@ class Contender:
     captured: bool
     """Whether its step is one CUDA graph."""
     build: Callable[[Site], Step]
+    switch: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """A context for building it and for each of its steps."""
 
 
 class EagerStep:
@@ -91,7 +94,7 @@ class LocalStep:
         self.model = model
         self.parameters = list(model.parameters())
         shard.grad = torch.full_like(shard, 1e-3)
-        self.optimizer = _optimizer([shard], capturable=capturable)
+        self.optimizer = adamw([shard], capturable=capturable)
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(tokens, targets)
@@ -164,6 +167,8 @@ class CapturedPolyshard:
 def contender(name: str, compiled: bool = False) -> Contender:
     """The peer called ``name``; ``+compile`` at its end, or ``compiled``, compiles its blocks.
 
+    ``:without=NAME`` switches a mechanism of polyshard's off, one of ``switches.py``.
+
     Raises ``ValueError`` for a name that means none, naming those that there are.
     """
     family = name.removesuffix("+compile")
@@ -171,13 +176,18 @@ def contender(name: str, compiled: bool = False) -> Contender:
     base, _, rest = family.partition(":")
     captured = "captured" in base
     build: Callable[[Site], Step]
+    switch: Callable[[], AbstractContextManager[Any]] = nullcontext
     if base in ("module", "module-captured"):
         if not Path(rest).is_file():
             raise ValueError(f"peer {name!r}: {rest!r} is no file. Write module:PATH of a Python file with build().")
         build = partial(_module, path=Path(rest), captured=captured)
         family = f"{base}:{Path(rest).stem}"
     elif base in _POLYSHARD:
-        build = partial(_polyshard, kind=base, overrides=_overrides(name, rest))
+        overrides = _overrides(name, rest)
+        without = overrides.pop("POLYSHARD_WITHOUT", "nothing")
+        if without not in SWITCHES:
+            raise ValueError(f"peer {name!r}: no mechanism is called {without!r}. There are: {', '.join(SWITCHES)}.")
+        build, switch = partial(_polyshard, kind=base, overrides=overrides), SWITCHES[without]
     elif base in _PEERS and not rest:
         build = _PEERS[base]
     else:
@@ -185,7 +195,7 @@ def contender(name: str, compiled: bool = False) -> Contender:
     if compiled and base == "ddp":
         # torch.compile splits graphs at DDP's buckets by itself, which is another measurement.
         raise ValueError(f"peer {name!r}: ddp is timed without torch.compile only.")
-    return Contender(f"{family}+compile" if compiled else family, compiled, captured, build)
+    return Contender(f"{family}+compile" if compiled else family, compiled, captured, build, switch)
 
 
 def peer_names() -> list[str]:
@@ -194,36 +204,22 @@ def peer_names() -> list[str]:
 
 
 def _meta_model(site: Site) -> LanguageModel:
-    with torch.device("meta"):
-        model = LanguageModel(site.workload)
+    return _compiled(meta_model(site.workload), site)
+
+
+def _whole(site: Site, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    return _compiled(whole_model(site.workload, site.device, dtype), site)
+
+
+def _compiled(model: LanguageModel, site: Site) -> LanguageModel:
     if site.compiled:
         for block in model.blocks:
             block.compile()
     return model
 
 
-def _whole_model(site: Site, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """The model on the device, every parameter whole and with its first value."""
-    model = _meta_model(site).to(dtype).to_empty(device=site.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, site.device))
-    return model
-
-
-def _initializer(model: nn.Module) -> Callable[[nn.Module], None]:
-    """A function that fills the parameters that a module of ``model`` holds directly; call it before wrapping."""
-    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-
-    def initialize(module: nn.Module) -> None:
-        with torch.no_grad():
-            for name, parameter in module.named_parameters(recurse=False):
-                parameter.copy_(initial_value(names[module] + name, parameter.shape, parameter.device))
-
-    return initialize
-
-
-def _optimizer(parameters: Iterable[nn.Parameter], *, capturable: bool = False) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[Any], *, capturable: bool = False) -> torch.optim.AdamW:
+    """The optimizer of all peers, over parameters or groups of them."""
     return torch.optim.AdamW(
         list(parameters), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=capturable
     )
@@ -250,7 +246,7 @@ def _local(site: Site, *, captured: bool = False) -> Step:
     if captured:
         _refuse_without_cuda(site, "a captured step")
     _refuse_replicas(site, 4, "bf16 parameters and gradients")
-    model = _whole_model(site, torch.bfloat16)
+    model = _whole(site, torch.bfloat16)
     numel = -(-site.workload.parameter_count // site.world_size)
     step = LocalStep(model, nn.Parameter(torch.zeros(numel, device=site.device)), capturable=captured)
     return GraphStep(step, site) if captured else step
@@ -261,9 +257,9 @@ def _ddp(site: Site) -> Step:
 
     _refuse_replicas(site, 16, "fp32 parameters, gradients and two optimizer states")
     ids = [site.device.index] if site.device.type == "cuda" else None
-    model = DistributedDataParallel(_whole_model(site), device_ids=ids, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(_whole(site), device_ids=ids, gradient_as_bucket_view=True)
     autocast = torch.autocast(site.device.type, torch.bfloat16)
-    return EagerStep(model, _optimizer(model.parameters()), autocast)
+    return EagerStep(model, adamw(model.parameters()), autocast)
 
 
 def _fsdp1(site: Site) -> Step:
@@ -272,7 +268,7 @@ def _fsdp1(site: Site) -> Step:
 
     _refuse_without_cuda(site, "FSDP1 with bf16 compute and fp32 reduction")
     model = _meta_model(site)
-    initialize = _initializer(model)
+    initialize = initializer(model)
 
     def fill(module: nn.Module) -> None:
         module.to_empty(device=site.device, recurse=False)
@@ -287,7 +283,7 @@ def _fsdp1(site: Site) -> Step:
         param_init_fn=fill,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
     )
-    return EagerStep(wrapped, _optimizer(wrapped.parameters()))
+    return EagerStep(wrapped, adamw(wrapped.parameters()))
 
 
 def _half_of(site: Site) -> int:
@@ -340,13 +336,8 @@ def _fsdp2(
             # Newer than the oldest torch that is supported.
             if hasattr(model, setter):
                 getattr(model, setter)(value)
-    model.to_empty(device=site.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            pieces = initial_value(name, parameter.shape, site.device).chunk(shards)
-            if site.rank % shards < len(pieces):
-                cast("Any", parameter).to_local().copy_(pieces[site.rank % shards])
-    optimizer = _optimizer(model.parameters())
+    fill_shards(model, site, shards)
+    optimizer = adamw(model.parameters())
     if fp8 == "tensorwise":
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -354,6 +345,16 @@ def _fsdp2(
         precompute_float8_dynamic_scale_for_fsdp(model)
         optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
     return EagerStep(model, optimizer)
+
+
+def fill_shards(model: nn.Module, site: Site, shards: int) -> None:
+    """Put a meta model of ``DTensor`` cut over ``shards`` ranks on the device, with its first values."""
+    model.to_empty(device=site.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            pieces = initial_value(name, parameter.shape, site.device).chunk(shards)
+            if site.rank % shards < len(pieces):
+                cast("Any", parameter).to_local().copy_(pieces[site.rank % shards])
 
 
 def _compute_in_fp8(model: LanguageModel, recipe: str, site: Site) -> None:
@@ -376,7 +377,7 @@ def _drop_in_local(site: Site) -> Step:
 
     step = _fsdp2(site, drop_in=True)
     assert isinstance(step, EagerStep)
-    return EagerStep(step.model, _optimizer(polyshard.local_parameters(step.model)))
+    return EagerStep(step.model, adamw(polyshard.local_parameters(step.model)))
 
 
 #: What each of polyshard's peers sets beside precision, policy and device.
@@ -420,9 +421,9 @@ def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
     settings = {"precision": "bf16", **settings}
     config = polyshard.ShardConfig(policy=policy, device=site.device, **settings).with_environment(overrides)
     model = _meta_model(site)
-    polyshard.shard(model, config, initializer=_initializer(model))
+    polyshard.shard(model, config, initializer=initializer(model))
     captured = "captured" in kind
-    step = EagerStep(model, _optimizer(polyshard.flat_parameters(model), capturable=captured))
+    step = EagerStep(model, adamw(polyshard.flat_parameters(model), capturable=captured))
     return CapturedPolyshard(model, step) if captured else step
 
 
@@ -439,9 +440,9 @@ def _module(site: Site, *, path: Path, captured: bool) -> Step:
     assert spec.loader is not None
     engine = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(engine)
-    model = _whole_model(site)
+    model = _whole(site)
     wrapped, parameters = engine.build(model, model.units)
-    step = EagerStep(wrapped, _optimizer(parameters, capturable=captured))
+    step = EagerStep(wrapped, adamw(parameters, capturable=captured))
     return GraphStep(step, site) if captured else step
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import polyshard
 import torch
+from measure import output_of, write
 from polyshard_backends.threaded import ThreadedWorld
-from workloads import Batches, LanguageModel, Workload, initial_value
+from workloads import Batches, Workload, whole_model
 
 #: Trained on the CPU: 0.9M parameters.
-CURVE = Workload("curve", 128, 4, 4, 4, 352, 512, 4, 64, False, 0, 0.0)
+CURVE = Workload("curve", 128, 4, 4, 4, 352, 512, 4, 64, False, 0)
 #: Steps that the end of a curve is the mean of.
 TAIL = 50
 
@@ -21,13 +26,23 @@ TAIL = 50
 Configure = Callable[[Mapping[str, Any]], polyshard.ShardConfig]
 
 
-def model_of(workload: Workload) -> LanguageModel:
-    """``workload``'s model on the CPU, with the values that every peer begins with."""
-    model = LanguageModel(workload)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, torch.device("cpu")))
-    return model
+def alone_environment(script: str, commit: str | None) -> dict[str, Any]:
+    """Command, versions and commit of a run of ``script`` in one process on the CPU."""
+    return {
+        "command": f"python benchmarks/{script} " + " ".join(sys.argv[1:]),
+        "commit": commit or output_of("git", "rev-parse", "HEAD"),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": "CPU",
+    }
+
+
+def tell_alone(report: Mapping[str, Any], out: Path | None) -> None:
+    """Write ``report`` into ``out``, if any, and print all of it but the losses."""
+    write(report, out)
+    shown = {key: value for key, value in report["curves"].items() if key != "losses_over_10_steps"}
+    print(json.dumps({**report, "curves": shown}, indent=1))
 
 
 def curves(peers: Mapping[str, Configure], plain: str, steps: int, draws: int) -> dict[str, Any]:
@@ -68,7 +83,7 @@ def _rounded(values: torch.Tensor) -> list[float]:
 
 def _train(configure: Configure, steps: int, first: int, rank: int, world: ThreadedWorld) -> list[float]:
     with world.lock:
-        model = model_of(CURVE)
+        model = whole_model(CURVE, torch.device("cpu"))
     polyshard.shard(model, configure({"name": "threaded", "world": world, "rank": rank}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     batches = Batches(CURVE, rank, torch.device("cpu"))

@@ -1,9 +1,10 @@
-"""Puts what ``peers.py`` and ``gathers.py`` measured into the page, and a chart beside it.
+"""Puts what ``peers.py`` and ``gathers.py`` measured into the page, and draws the page's and the README's chart.
 
     python benchmarks/figures.py
 
 Reads ``peers*.json`` and ``gathers.json`` in ``benchmarks/results/``. A file is one run. The chart is of the first of
-``peers*.json`` that has timed rows. The page has the runs of that run's commit; the archive has the others.
+``peers*.json`` that has timed rows. The page has the runs of that run's commit; the archive has the others. The
+README's chart is FSDP2's time of a step over polyshard's, with its defaults, for models of four sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from pages import UnusablePageError, markers, placed
-from picture import FSDP2_COLOUR, OTHER_COLOUR, POLYSHARD_COLOUR, commit_of, pyplot, save
 from summary import COLUMNS, cells, train_table
 
 _ROOT = Path(__file__).parents[1]
@@ -24,6 +24,10 @@ _RESULTS = _ROOT / "benchmarks" / "results"
 _PAGE = _ROOT / "docs" / "figures.md"
 _ARCHIVE = _ROOT / "docs" / "figures-archive.md"
 _CHART = _ROOT / "docs" / "peers.svg"
+_README_CHART = _ROOT / "docs" / "speedup.svg"
+#: The workloads of the README's chart, smallest model first, and how many parameters each has.
+_SIZES = {"host": "43 million", "300m": "322 million", "1b": "1.3 billion", "8b": "7.2 billion"}
+_FSDP2_COLOUR, _POLYSHARD_COLOUR, _OTHER_COLOUR = "#b45309", "#1d4ed8", "#9ca3af"
 BEGIN, END = markers("peers")
 OLD = markers("old peers")
 _SHOWN = ("ms a step", "host ms", "FSDP2 / it", "no comm / it", "peak GiB", "reserved GiB", "off FSDP2")
@@ -33,6 +37,12 @@ _SHOWN_OF_OLD = ("ms a step", "FSDP2 / it", "peak GiB", "off FSDP2")
 def read_runs(folder: Path) -> dict[str, dict[str, Any]]:
     """The runs in ``peers*.json`` of ``folder``, by file name."""
     return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("peers*.json"))}
+
+
+def commit_of(environment: Mapping[str, Any]) -> str:
+    """The commit in ``environment``, as a source names it."""
+    commit = str(environment.get("commit", ""))[:10] or "unknown"
+    return f"commit {commit}{' with uncommitted changes' if environment.get('uncommitted_changes') else ''}"
 
 
 def source(report: Mapping[str, Any]) -> str:
@@ -105,6 +115,30 @@ def bandwidths(report: Mapping[str, Any]) -> str:
     return f"{made}; [gathers.json](../benchmarks/results/gathers.json).\n\n" + "\n".join(table)
 
 
+def _pyplot() -> Any:
+    """matplotlib's ``pyplot``, drawing SVG in the common style."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    # The same results give the same file: without a salt, the ids in it are random.
+    mpl.rcParams.update(
+        {"svg.hashsalt": "polyshard", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    from matplotlib import pyplot as plots
+
+    return plots
+
+
+def _save(figure: Any, title: str, source: str, chart: Path) -> None:
+    """Put the title above and where the figures come from below, write the file, and let go of the figure."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.text(0.01, 0.005, source, fontsize=7, color="#555555")
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    chart.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(chart, metadata={"Date": None})
+    _pyplot().close(figure)
+
+
 def draw(report: Mapping[str, Any], chart: Path) -> None:
     """A panel for each workload; a bar is a peer's time over FSDP2's, its line the range over rounds."""
     panels = {
@@ -113,7 +147,7 @@ def draw(report: Mapping[str, Any], chart: Path) -> None:
     }
     panels = {workload: peers for workload, peers in panels.items() if peers}
     heights = [len(peers) for peers in panels.values()]
-    figure, grid = pyplot().subplots(
+    figure, grid = _pyplot().subplots(
         len(panels),
         1,
         figsize=(7.2, 0.2 * sum(heights) + 0.75 * len(panels) + 0.6),
@@ -127,7 +161,7 @@ def draw(report: Mapping[str, Any], chart: Path) -> None:
     rounds = sorted({figures["rounds"] for peers in panels.values() for figures in peers.values()})
     counted = " to ".join(str(number) for number in dict.fromkeys((rounds[0], rounds[-1])))
     told = f"Medians and range of {counted} interleaved rounds, ms a step beside the bars.\n{source(report)}"
-    save(figure, "A training step beside FSDP2's", told, chart)
+    _save(figure, "A training step beside FSDP2's", told, chart)
 
 
 def _draw_panel(axes: Any, peers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -145,10 +179,43 @@ def _draw_panel(axes: Any, peers: Mapping[str, Mapping[str, Any]]) -> None:
     axes.margins(x=0.08)
 
 
+def draw_speedups(runs: Mapping[str, Mapping[str, Any]], chart: Path) -> None:
+    """A bar for each model of the README's chart, FSDP2's speed as a line; thin lines span the rounds.
+
+    Runs of one chart are from one machine and commit. Nothing is drawn where a model was not measured.
+    """
+    found = {
+        workload: peers["polyshard"]["speed_to_fsdp2"]
+        for report in runs.values()
+        for workload, peers in report["summary"].items()
+        if "speed_to_fsdp2" in peers.get("polyshard", {})
+    }
+    if not found.keys() >= _SIZES.keys():
+        return
+    speeds = [found[workload] for workload in _SIZES]
+    figure, axes = _pyplot().subplots(figsize=(7.2, 2.7))
+    places = range(len(speeds))[::-1]
+    medians = [speed["median"] for speed in speeds]
+    spans = [[each["median"] - each["min"] for each in speeds], [each["max"] - each["median"] for each in speeds]]
+    axes.barh(places, medians, 0.62, xerr=spans, color=_POLYSHARD_COLOUR, error_kw={"lw": 1, "ecolor": "#1e293b"})
+    axes.axvline(1.0, color=_FSDP2_COLOUR, lw=1.5)
+    axes.text(1.0, len(speeds) - 0.45, "FSDP2", color=_FSDP2_COLOUR, ha="center")
+    for place, speed in zip(places, speeds, strict=True):
+        axes.text(speed["max"] + 0.04, place, f"{speed['median']:.2f} x", va="center", fontweight="bold", fontsize=11)
+    axes.set_yticks(places, [f"{size} parameters" for size in _SIZES.values()])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, max(speed["max"] for speed in speeds) + 0.35)
+    axes.set_xlabel("steps in the time of one step of FSDP2; longer is better")
+    made = next(iter(runs.values()))["environment"]
+    told = f"{made['world_size']} x {made['device']}, torch {made['torch']}, {commit_of(made)}"
+    defaults = "polyshard's defaults, medians and range of 3 rounds."
+    _save(figure, "Training speed beside FSDP2's", f"{defaults}\n{told}", chart)
+
+
 def _colour(peer: str) -> str:
     if peer.startswith("polyshard"):
-        return POLYSHARD_COLOUR
-    return FSDP2_COLOUR if peer.startswith("fsdp2") else OTHER_COLOUR
+        return _POLYSHARD_COLOUR
+    return _FSDP2_COLOUR if peer.startswith("fsdp2") else _OTHER_COLOUR
 
 
 def _first_timed(runs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -167,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=_PAGE)
     parser.add_argument("--archive", type=Path, default=_ARCHIVE, help="page of the runs of other commits")
     parser.add_argument("--chart", type=Path, default=_CHART)
+    parser.add_argument("--readme-chart", type=Path, default=_README_CHART)
     given = parser.parse_args(arguments)
     runs = read_runs(given.results)
     if not runs:
@@ -193,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timed = _first_timed(runs)
     if timed is not None:
         draw(timed, given.chart)
+        draw_speedups(now, given.readme_chart)
         print(given.chart)
     return 0
 

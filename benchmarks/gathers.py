@@ -15,10 +15,8 @@ share of the operations' own time alone. ``--check`` compares the backends' gath
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import faulthandler
-import json
 import math
 import statistics
 import sys
@@ -29,12 +27,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from clocks import DeviceClock, Gemm, HostClock
-from measure import output_of, spread, undisturbed
+from measure import spread, undisturbed, write
 from polyshard.interfaces import (
     PARAMETER_ALIGNMENT_BYTES,
     BufferRole,
@@ -50,6 +47,7 @@ from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.symmetric import SymmetricCollectives
 from polyshard_layouts.layouts import Flat
 from ranks import Ranks
+from runs import environment, make_parser
 
 _MIB = 2**20
 _ITEMSIZE = torch.bfloat16.itemsize
@@ -384,30 +382,13 @@ def run(ranks: Ranks, whole: Collectives, settings: Settings, *, check: bool) ->
     return rows, problems
 
 
-def environment(ranks: Ranks) -> dict[str, Any]:
-    """Hardware, versions and commit."""
-    cuda = ranks.device.type == "cuda"
-    nccl_version: Any = torch.cuda.nccl.version
-    return {
-        "command": " ".join(["benchmarks/gathers.py", *sys.argv[1:]]),
-        "commit": output_of("git", "rev-parse", "HEAD"),
-        "device": torch.cuda.get_device_name(ranks.device) if cuda else "cpu",
-        "world_size": ranks.world_size,
-        "torch": str(torch.__version__),
-        "nccl": ".".join(map(str, nccl_version())) if cuda else None,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
 
 def main() -> int:
     """Run; print the table on rank 0. The exit code is 1 where something went wrong or differed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write everything as JSON")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = make_parser(__doc__)
     parser.add_argument("--worlds", type=_numbers, help="numbers of ranks, as 2,3,4; by default all from 2 on")
     parser.add_argument("--sizes", type=_numbers, help="payloads in MiB; by default 4,16,64,256,512")
     parser.add_argument(
@@ -441,9 +422,12 @@ def main() -> int:
     if ranks.rank == 0:
         merged_rows = merged([found for found, _ in reports])
         all_problems = sorted({problem for _, found in reports for problem in found})
-        report = {"environment": environment(ranks), "problems": all_problems, "rows": merged_rows}
-        if given.out is not None:
-            given.out.write_text(json.dumps(report, indent=1) + "\n")
+        report = {
+            "environment": environment(ranks, "gathers.py", given.commit),
+            "problems": all_problems,
+            "rows": merged_rows,
+        }
+        write(report, given.out, ranks.rank)
         if merged_rows:
             print(table(merged_rows))
         for problem in all_problems:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
 import statistics
 import sys
@@ -27,7 +26,7 @@ import polyshard
 import polyshard_fsdp2
 import torch
 import torch.distributed as dist
-from measure import output_of, spread, undisturbed
+from measure import output_of, spread, undisturbed, write
 from polyshard.interfaces import PluginContext, ReduceOp
 from polyshard_backends.fake import FakeCollectives
 from torch import nn
@@ -539,8 +538,7 @@ def main() -> None:
         }
     finally:
         dist.destroy_process_group()
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, given.out)
     print(table(report))
 
 

@@ -17,15 +17,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import json
 import os
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +30,11 @@ from typing import Any
 import polyshard
 import polyshard_huggingface
 import torch
+from measure import write
 from memory import Memory
 from ranks import Ranks
-from runs import FailedError, environment, together
-from torch import nn
-from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value
+from runs import FailedError, environment, job, make_parser, not_started, together
+from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value, initializer, meta_model
 
 #: As in polyshard/huggingface/files.py.
 _REQUEST_NBYTES = 16 * 2**20
@@ -86,7 +83,7 @@ class Benchmark:
     def run(self) -> None:
         """All phases; those for which no time is left are skipped."""
         weights = self.folder / "weights"
-        model = self._sharded(self._made_up)
+        model = self._sharded(made_up=True)
         save = partial(polyshard_huggingface.save, model, weights, dtype=torch.bfloat16)
         self._phase("export", save)
         nbytes = sum(path.stat().st_size for path in weights.glob("*.safetensors"))
@@ -97,7 +94,7 @@ class Benchmark:
         (self.folder / f"plain-{self.ranks.rank}").unlink(missing_ok=True)
         files = sorted(weights.glob("*.safetensors"))
         self._phase("plain read, cold", partial(self._read_plainly, files), nbytes, before=partial(_forget, files))
-        model = self._sharded(None)
+        model = self._sharded(made_up=False)
         load = partial(polyshard_huggingface.load, model, weights)
         self._phase("load, cold", load, nbytes, before=partial(_forget, files))
         self._check(model)
@@ -139,24 +136,13 @@ class Benchmark:
         if self.ranks.rank == 0:
             print(f"{name}: {found[0]:.2f} s", file=sys.stderr, flush=True)
 
-    def _sharded(self, initialise: Callable[[dict[nn.Module, str], nn.Module], None] | None) -> LanguageModel:
-        with torch.device("meta"):
-            model = LanguageModel(self.workload)
-        if initialise is None:
-            initializer = polyshard_huggingface.to_be_loaded(model)
-        else:
-            initializer = partial(initialise, {module: name for name, module in model.named_modules()})
+    def _sharded(self, *, made_up: bool) -> LanguageModel:
+        model = meta_model(self.workload)
+        fill = initializer(model) if made_up else polyshard_huggingface.to_be_loaded(model)
         config = polyshard.ShardConfig(policy={"name": "transformer", "layers": Block}, device=self.ranks.device)
         with together(self.ranks):
-            polyshard.shard(model, config, initializer=initializer)
+            polyshard.shard(model, config, initializer=fill)
         return model
-
-    def _made_up(self, names: dict[nn.Module, str], module: nn.Module) -> None:
-        for key, parameter in module.named_parameters(recurse=False):
-            if not parameter.is_meta:
-                name = f"{names[module]}.{key}"
-                with torch.no_grad():
-                    parameter.copy_(initial_value(name, parameter.shape, parameter.device))
 
     def _check(self, model: LanguageModel) -> None:
         """Some parameters, as far as they are here, have the values that were written; nothing where none were read."""
@@ -247,62 +233,44 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Run, print the table last; returns the process's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--work", choices=sorted(WORKLOADS), default="8b", help="size of the model")
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to be measured; made, and removed")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--deadline", type=float, help="seconds after which no further phase is begun")
     parser.add_argument("--hang-timeout", type=float, default=150.0, help="seconds for one phase")
-    parser.add_argument("--commit", help="recorded instead of what git says")
-    parser.add_argument("--out", type=Path, help="write everything as JSON")
     asked = parser.parse_args()
-    if "RANK" not in os.environ:
-        # Not an error: all benchmarks may be run one after the other, each by itself.
-        print("nothing measured: start it with torchrun, see --help", file=sys.stderr)
-        return 0
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        print("nothing measured: no CUDA device is there; --device cpu --work tiny tries the program", file=sys.stderr)
-        return 2
-    warnings.simplefilter("ignore")
-    if asked.device == "cpu":
-        torch.set_num_threads(1)
-    ranks = Ranks(asked.device, timedelta(seconds=2 * asked.hang_timeout))
+    code = not_started(asked)
+    if code is not None:
+        return code
     workload: Workload = WORKLOADS[asked.work]
     folder: Path = asked.folder
-    code = 0
-    try:
-        with together(ranks):
-            if ranks.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                if any(folder.iterdir()):
-                    raise RuntimeError("the folder is not empty")
-        benchmark = Benchmark(ranks, workload, folder, asked)
+    with job(asked, asked.hang_timeout) as ranks:
         try:
-            benchmark.run()
-        finally:
-            ranks.meet()
-            if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-        if ranks.rank == 0:
+            with together(ranks):
+                if ranks.rank == 0:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    if any(folder.iterdir()):
+                        raise RuntimeError("the folder is not empty")
+            benchmark = Benchmark(ranks, workload, folder, asked)
+            try:
+                benchmark.run()
+            finally:
+                ranks.meet()
+                if ranks.rank == 0:
+                    shutil.rmtree(folder, ignore_errors=True)
             report = {
                 "environment": environment(ranks, "huggingface_load.py", asked.commit),
                 "work": workload.describe(),
                 "elapsed_s": round(time.perf_counter() - benchmark.began, 1),
                 "rows": benchmark.rows,
             }
-            if asked.out is not None:
-                asked.out.parent.mkdir(parents=True, exist_ok=True)
-                asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            print(table(benchmark.rows), flush=True)
-        else:
-            environment(ranks, "huggingface_load.py", asked.commit)
-    except FailedError as failure:
-        print(f"{failure.reason}\n{failure.trace}", file=sys.stderr, flush=True)
-        code = 1
-    faulthandler.dump_traceback_later(asked.hang_timeout, exit=True)
-    ranks.close()
-    faulthandler.cancel_dump_traceback_later()
-    return code
+            write(report, asked.out, ranks.rank)
+            if ranks.rank == 0:
+                print(table(benchmark.rows), flush=True)
+        except FailedError as failure:
+            print(f"{failure.reason}\n{failure.trace}", file=sys.stderr, flush=True)
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

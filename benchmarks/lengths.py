@@ -9,23 +9,20 @@ for all peers: a multiple of 64 from a quarter of the workload's to the whole. M
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import random
 import sys
 import time
-import warnings
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 from contenders import Contender, Site, contender
+from measure import write
 from memory import Memory
 from ranks import Ranks
-from runs import environment
+from runs import environment, job, make_parser, not_started
 from workloads import WORKLOADS, Batches, Workload
+
+_HANG_S = 150.0
 
 
 def lengths(workload: Workload, steps: int) -> list[int]:
@@ -76,31 +73,24 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     """Run, print the table; returns the process's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pretend", type=int, default=8, help="as of peers.py")
+    parser = make_parser(__doc__, pretends=True)
+    parser.set_defaults(pretend=8)
     parser.add_argument("--work", default="300m", choices=WORKLOADS)
     parser.add_argument("--peers", default="polyshard,fsdp2")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--commit", help="recorded instead of what git says")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
-        # Not an error: all benchmarks may be run one after the other.
-        print("nothing measured: no CUDA device is there; --device cpu --work tiny tries the program", file=sys.stderr)
-        return 0
-    warnings.simplefilter("ignore")
-    ranks = Ranks(given.device, timedelta(seconds=300), given.pretend)
-    report: dict[str, Any] = {"environment": environment(ranks, "lengths.py", given.commit), "work": given.work}
-    report["peers"] = found = {}
-    for name in given.peers.split(","):
-        found[name] = train(contender(name), WORKLOADS[given.work], ranks, given.steps, given.every)
-        print(f"{name}: {found[name]['at'][-1]}", file=sys.stderr, flush=True)
-        if given.out is not None:
-            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(found))
-    ranks.close()
+    code = not_started(given)
+    if code is not None:
+        return code
+    with job(given, _HANG_S) as ranks:
+        report: dict[str, Any] = {"environment": environment(ranks, "lengths.py", given.commit), "work": given.work}
+        report["peers"] = found = {}
+        for name in given.peers.split(","):
+            found[name] = train(contender(name), WORKLOADS[given.work], ranks, given.steps, given.every)
+            print(f"{name}: {found[name]['at'][-1]}", file=sys.stderr, flush=True)
+            write(report, given.out, ranks.rank)
+        print(table(found))
     return 0
 
 

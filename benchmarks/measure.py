@@ -1,13 +1,17 @@
-"""What measuring needs whatever is measured: quiet, spreads, and where it was done."""
+"""What measuring needs whatever is measured: quiet, spreads, turns, where it was done, and the file."""
 
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -43,3 +47,18 @@ def output_of(*command: str) -> str:
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def turned(items: Sequence[T], number: int) -> list[T]:
+    """``items`` in the order of round ``number``: another one begins each time, as it meets what others left behind."""
+    turn = number % len(items)
+    return [*items[turn:], *items[:turn]]
+
+
+def write(report: Mapping[str, Any], out: Path | None, rank: int = 0) -> None:
+    """Put ``report`` into the file ``out``, if any; of several ranks the first does."""
+    if out is not None and rank == 0:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_suffix(".part")
+        partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        partial.replace(out)

@@ -12,27 +12,21 @@ weights and see the same batches, so their losses agree.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
-import gc
 import importlib
-import json
-import os
 import sys
-import warnings
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import polyshard
 import torch
 import torch.distributed as dist
-from contenders import EagerStep, Site, Step
-from measure import spread, undisturbed
+from contenders import EagerStep, Site, Step, adamw
+from measure import spread, turned, undisturbed, write
+from memory import Memory
 from ranks import Ranks
-from runs import environment, timed, together
+from runs import environment, job, make_parser, not_started, timed, together
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -142,10 +136,6 @@ def build(site: Site, kind: str) -> tuple[LanguageModel, DeviceMesh]:
     return model, mesh
 
 
-def _optimizer(groups: Iterable[dict[str, Any]]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(list(groups), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
 def _polyshard(site: Site, kind: str) -> Step:
     model, mesh = build(site, kind)
     policy: dict[str, Any] = {"name": "module_class", "classes": [Block]}
@@ -156,7 +146,7 @@ def _polyshard(site: Site, kind: str) -> Step:
     polyshard.shard(
         model, polyshard.ShardConfig(mesh=mesh, shard=shard, precision="bf16", policy=policy, device=site.device)
     )
-    return EagerStep(model, _optimizer([{"params": polyshard.flat_parameters(model)}]))
+    return EagerStep(model, adamw(polyshard.flat_parameters(model)))
 
 
 def _fsdp2(site: Site, kind: str, *, drop_in: bool = False) -> Step:
@@ -179,7 +169,7 @@ def _fsdp2(site: Site, kind: str, *, drop_in: bool = False) -> Step:
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return EagerStep(model, _optimizer({"params": each} for each in by_mesh.values()))
+    return EagerStep(model, adamw({"params": each} for each in by_mesh.values()))
 
 
 PEERS: dict[str, Callable[[Site, str], Step]] = {
@@ -196,22 +186,19 @@ def measure(ranks: Ranks, peer: str, kind: str, workload: Workload, steps: int) 
     data = ranks.rank // 2 if kind == "tp" else ranks.rank
     batches = Batches(workload, data, ranks.device)
     pool = [batches.batch(index) for index in range(_POOL)]
-    on_cuda = ranks.device.type == "cuda"
+    memory = Memory(ranks.device)
+    memory.settle()
     with together(ranks):
         step = PEERS[peer](site, kind)
     taken = []
     with undisturbed():
         for index in range(3 + steps):
-            if index == 3 and on_cuda:
-                torch.cuda.reset_peak_memory_stats()
+            if index == 3:
+                memory.reset_peaks()
             with together(ranks):
                 one, loss = timed(step, *pool[index % _POOL])
                 taken.append(one)
-    peak, reserved = (
-        (torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30)
-        if on_cuda
-        else (None, None)
-    )
+    peak, reserved = memory.peaks() or (None, None)
     return {
         "ms": spread(ranks.largest([one.device for one in taken[3:]])),
         "host_ms": spread(ranks.largest([one.host for one in taken[3:]])),
@@ -222,54 +209,45 @@ def measure(ranks: Ranks, peer: str, kind: str, workload: Workload, steps: int) 
 
 
 def main() -> int:
-    """Run, print a row after each peer; returns the process's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run, print the rows of each kind; returns the process's exit code."""
+    parser = make_parser(__doc__)
     parser.add_argument("--work", default="300m")
     parser.add_argument("--kinds", default=",".join(_KINDS))
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--commit", help="recorded instead of what git says")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if "RANK" not in os.environ:
-        print("nothing measured: start it with torchrun, see --help", file=sys.stderr)
-        return 0
-    warnings.simplefilter("ignore")
-    if given.device == "cpu":
-        torch.set_num_threads(1)
-    ranks = Ranks(given.device, timedelta(seconds=2 * _HANG_S))
+    code = not_started(given)
+    if code is not None:
+        return code
     peers = given.peers.split(",")
-    report: dict[str, Any] = {"environment": environment(ranks, "meshed.py", given.commit), "rows": []}
-    for number in range(given.rounds):
-        for work in given.work.split(","):
-            for kind in given.kinds.split(","):
-                for peer in sorted(peers, key=lambda name: (peers.index(name) + number) % len(peers)):
-                    faulthandler.dump_traceback_later(_HANG_S, exit=True)
-                    found = measure(ranks, peer, kind, WORKLOADS[work], given.steps)
-                    report["rows"].append({"workload": work, "kind": kind, "peer": peer, "round": number, **found})
-                    gc.collect()
-                    if ranks.device.type == "cuda":
-                        torch.cuda.empty_cache()
-                if ranks.rank == 0:
-                    rows = report["rows"][-len(peers) :]
-                    fsdp2_ms = next((row["ms"]["median"] for row in rows if row["peer"] == "fsdp2"), None)
-                    for row in rows:
-                        ratio = f", FSDP2 / it {fsdp2_ms / row['ms']['median']:.3f}" if fsdp2_ms else ""
-                        peak = "" if row["peak_gib"] is None else f", peak {row['peak_gib']:.2f} GiB"
-                        print(
-                            f"{work} {kind} {row['peer']:10} {row['ms']['median']:8.2f} ms, host "
-                            f"{row['host_ms']['median']:8.2f}{ratio}{peak}, loss {row['loss']:.4f}",
-                            flush=True,
-                        )
-                    if given.out is not None:
-                        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    faulthandler.cancel_dump_traceback_later()
-    # A model holds memory that its communicators registered: it goes before them.
-    gc.collect()
-    ranks.close()
+    with job(given, _HANG_S) as ranks:
+        report: dict[str, Any] = {"environment": environment(ranks, "meshed.py", given.commit), "rows": []}
+        for number in range(given.rounds):
+            for work in given.work.split(","):
+                for kind in given.kinds.split(","):
+                    rows = []
+                    for peer in turned(peers, number):
+                        faulthandler.dump_traceback_later(_HANG_S, exit=True)
+                        found = measure(ranks, peer, kind, WORKLOADS[work], given.steps)
+                        rows.append({"workload": work, "kind": kind, "peer": peer, "round": number, **found})
+                    report["rows"] += rows
+                    write(report, given.out, ranks.rank)
+                    if ranks.rank == 0:
+                        _tell(rows)
     return 0
+
+
+def _tell(rows: list[dict[str, Any]]) -> None:
+    fsdp2_ms = next((row["ms"]["median"] for row in rows if row["peer"] == "fsdp2"), None)
+    for row in rows:
+        ratio = f", FSDP2 / it {fsdp2_ms / row['ms']['median']:.3f}" if fsdp2_ms else ""
+        peak = "" if row["peak_gib"] is None else f", peak {row['peak_gib']:.2f} GiB"
+        print(
+            f"{row['workload']} {row['kind']} {row['peer']:10} {row['ms']['median']:8.2f} ms, host "
+            f"{row['host_ms']['median']:8.2f}{ratio}{peak}, loss {row['loss']:.4f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -12,31 +12,27 @@ orthogonalises it on every rank, and takes its own rows of the result.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
-import gc
-import json
 import math
-import os
 import sys
-import warnings
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import polyshard
 import torch
-from contenders import Site
-from measure import spread, undisturbed
+from contenders import Site, adamw, fill_shards
+from measure import spread, turned, undisturbed, write
+from memory import Memory
 from polyshard.optim import Muon, for_matrices
 from polyshard.optim.muon import newton_schulz
 from ranks import Ranks
-from runs import environment, together
+from runs import compute_deterministically, environment, job, make_parser, not_started, together
 from torch import nn
-from workloads import WORKLOADS, Batches, Block, LanguageModel, Workload, initial_value
+from workloads import WORKLOADS, Batches, Block, Workload, initializer, meta_model, whole_model
 
 _HANG_S = 150.0
 _POOL = 8
@@ -95,33 +91,17 @@ class FullTensorMuon(torch.optim.Optimizer):
                     local.add_(chunks[rank], alpha=-group["lr"] * ratio)
 
 
-def _adamw(parameters: Sequence[nn.Parameter], lr: float = 1e-4) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
-def _meta(site: Site) -> LanguageModel:
-    with torch.device("meta"):
-        return LanguageModel(site.workload)
-
-
 def _polyshard(site: Site, layout: str = "flat", muon: bool = True) -> Trainer:
-    model = _meta(site)
-    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-
-    @torch.no_grad()
-    def initialize(module: nn.Module) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            parameter.copy_(initial_value(names[module] + name, parameter.shape, parameter.device))
-
+    model = meta_model(site.workload)
     policy = {"name": "module_class", "classes": [Block]}
     config = polyshard.ShardConfig(precision="bf16", policy=policy, device=site.device, layout=layout)
-    polyshard.shard(model, config, initializer=initialize)
+    polyshard.shard(model, config, initializer=initializer(model))
     optimizers: list[torch.optim.Optimizer] = []
     if muon:
         split = for_matrices(model, leave_out=[model.tail])
-        optimizers = [Muon(split.matrices, lr=1e-3), _adamw(split.others)]
+        optimizers = [Muon(split.matrices, lr=1e-3), adamw(split.others)]
     else:
-        optimizers = [_adamw(polyshard.flat_parameters(model))]
+        optimizers = [adamw(polyshard.flat_parameters(model))]
     return Trainer(model, optimizers, lambda last: nullcontext() if last else polyshard.no_sync(model))
 
 
@@ -131,20 +111,15 @@ def _fsdp2(site: Site, muon: bool = True) -> Trainer:
 
     mesh = init_device_mesh(site.device.type, (site.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = _meta(site)
+    model = meta_model(site.workload)
     for unit in model.blocks:
         fully_shard(unit, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    model.to_empty(device=site.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            chunks = initial_value(name, parameter.shape, site.device).chunk(site.world_size)
-            if site.rank < len(chunks):
-                cast("Any", parameter).to_local().copy_(chunks[site.rank])
+    fill_shards(model, site, site.world_size)
     split = for_matrices(model, leave_out=[model.tail])
-    optimizers: list[torch.optim.Optimizer] = [_adamw(list(model.parameters()))]
+    optimizers: list[torch.optim.Optimizer] = [adamw(list(model.parameters()))]
     if muon:
-        optimizers = [FullTensorMuon(split.matrices, lr=1e-3), _adamw(split.others)]
+        optimizers = [FullTensorMuon(split.matrices, lr=1e-3), adamw(split.others)]
 
     def synchronise(last: bool) -> Any:
         cast("Any", model).set_requires_gradient_sync(last)
@@ -167,14 +142,11 @@ class _Unsharded(nn.Module):
 
 def _unsharded(site: Site) -> Trainer:
     """torch.optim.Muon over DDP's whole model, as a reference for losses."""
-    model = _meta(site).to_empty(device=site.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, site.device))
+    model = whole_model(site.workload, site.device)
     ids = [site.device.index] if site.device.type == "cuda" else None
     wrapped = nn.parallel.DistributedDataParallel(_Unsharded(model), device_ids=ids)
     split = for_matrices(model, leave_out=[model.tail])
-    optimizers = [torch.optim.Muon(split.matrices, lr=1e-3), _adamw(split.others)]
+    optimizers = [torch.optim.Muon(split.matrices, lr=1e-3), adamw(split.others)]
     return Trainer(wrapped, optimizers, lambda last: nullcontext() if last else wrapped.no_sync())
 
 
@@ -194,6 +166,9 @@ def measure(ranks: Ranks, peer: str, workload: Workload, microbatches: int, step
     batches = Batches(workload, ranks.rank, ranks.device)
     pool = [batches.batch(index) for index in range(_POOL)]
     on_cuda = ranks.device.type == "cuda"
+    memory = Memory(ranks.device)
+    memory.settle()
+    memory.reset_peaks()
     times: list[tuple[float, float]] = []
     with together(ranks):
         trainer = PEERS[peer](site)
@@ -210,8 +185,9 @@ def measure(ranks: Ranks, peer: str, workload: Workload, microbatches: int, step
                     torch.cuda.synchronize()
                 times.append((_between(marks[0], marks[2]), _between(marks[1], marks[2])))
     whole, part = (ranks.largest([each[which] for each in times[3:]]) for which in (0, 1))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else None
-    return {"ms": spread(whole), "optimizer_ms": spread(part), "loss": ranks.mean([loss.item()])[0], "peak_gib": peak}
+    peaks = memory.peaks()
+    losses = ranks.mean([loss.item()])
+    return {"ms": spread(whole), "optimizer_ms": spread(part), "loss": losses[0], "peak_gib": peaks and peaks[0]}
 
 
 def train(ranks: Ranks, peer: str, workload: Workload, steps: int, every: int) -> list[float]:
@@ -232,8 +208,6 @@ def train(ranks: Ranks, peer: str, workload: Workload, steps: int, every: int) -
 
 def _mark(on_cuda: bool) -> Any:
     if not on_cuda:
-        import time
-
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
@@ -245,8 +219,8 @@ def _between(start: Any, end: Any) -> float:
 
 
 def main() -> int:
-    """Run, print the table last; returns the process's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run, print a line for each row; returns the process's exit code."""
+    parser = make_parser(__doc__)
     parser.add_argument("--work", default="300m,1b")
     parser.add_argument(
         "--peers", default=",".join(name.replace(", ", "+") for name in PEERS if "unsharded" not in name)
@@ -256,65 +230,41 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--train", type=int, help="compare losses over so many deterministic steps instead")
     parser.add_argument("--every", type=int, default=20, help="steps between two losses of --train")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--commit", help="recorded instead of what git says")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if "RANK" not in os.environ:
-        print("nothing measured: start it with torchrun, see --help", file=sys.stderr)
-        return 0
-    warnings.simplefilter("ignore")
-    if given.device == "cpu":
-        torch.set_num_threads(1)
+    code = not_started(given)
+    if code is not None:
+        return code
     if given.train:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    ranks = Ranks(given.device, timedelta(seconds=2 * _HANG_S))
+        compute_deterministically()
     peers = [name.replace("+", ", ") for name in given.peers.split(",")]
-    report: dict[str, Any] = {"environment": environment(ranks, "muon.py", given.commit), "rows": []}
-    for work in given.work.split(","):
-        if given.train:
-            for peer in peers:
-                row = {"workload": work, "peer": peer, "every": given.every}
-                _add(
-                    report,
-                    ranks,
-                    given.out,
-                    row | {"losses": train(ranks, peer, WORKLOADS[work], given.train, given.every)},
-                )
-            continue
-        for number in range(given.rounds):
-            for microbatches in map(int, given.microbatches.split(",")):
-                for peer in peers[number % len(peers) :] + peers[: number % len(peers)]:
-                    faulthandler.dump_traceback_later(_HANG_S, exit=True)
-                    if ranks.device.type == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                    found = measure(ranks, peer, WORKLOADS[work], microbatches, given.steps)
-                    row = {"workload": work, "peer": peer, "microbatches": microbatches, "round": number, **found}
+    with job(given, _HANG_S) as ranks:
+        report: dict[str, Any] = {"environment": environment(ranks, "muon.py", given.commit), "rows": []}
+        for work in given.work.split(","):
+            if given.train:
+                for peer in peers:
+                    losses = train(ranks, peer, WORKLOADS[work], given.train, given.every)
+                    row = {"workload": work, "peer": peer, "every": given.every, "losses": losses}
                     _add(report, ranks, given.out, row)
-                    gc.collect()
-                    if ranks.device.type == "cuda":
-                        torch.cuda.empty_cache()
-    faulthandler.cancel_dump_traceback_later()
-    # A model holds memory that its communicators registered: it goes before them.
-    gc.collect()
-    ranks.close()
+                continue
+            for number in range(given.rounds):
+                for microbatches in map(int, given.microbatches.split(",")):
+                    for peer in turned(peers, number):
+                        faulthandler.dump_traceback_later(_HANG_S, exit=True)
+                        found = measure(ranks, peer, WORKLOADS[work], microbatches, given.steps)
+                        row = {"workload": work, "peer": peer, "microbatches": microbatches, "round": number, **found}
+                        _add(report, ranks, given.out, row)
     return 0
 
 
 def _add(report: dict[str, Any], ranks: Ranks, out: Path | None, row: dict[str, Any]) -> None:
     report["rows"].append(row)
+    write(report, out, ranks.rank)
     if ranks.rank == 0:
         told = row.get("losses") or (
             f"{row['ms']['median']:9.2f} ms, optimizer {row['optimizer_ms']['median']:8.2f} ms, "
-            f"loss {row['loss']:.4f}, "
-            f"peak {row['peak_gib'] or 0:.2f} GiB"
+            f"loss {row['loss']:.4f}, peak {row['peak_gib'] or 0:.2f} GiB"
         )
         print(f"{row['workload']:5} {row['peer']:22} {row.get('microbatches', '')} {told}", flush=True)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

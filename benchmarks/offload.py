@@ -13,27 +13,24 @@ nothing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import polyshard
 import torch
-from contenders import Site
-from measure import spread, undisturbed
+from contenders import Site, adamw
+from measure import spread, turned, undisturbed, write
 from memory import Memory
 from ranks import Ranks
-from runs import FailedError, environment, timed, together
+from runs import FailedError, environment, job, make_parser, not_started, timed, together
 from torch import nn
-from workloads import WORKLOADS, Batches, Block, LanguageModel, Workload, initial_value
+from workloads import WORKLOADS, Batches, Block, Workload, initializer, meta_model
 
 _NONE = "none"
 #: Parts of the device's share that may stay, in per cent.
@@ -42,6 +39,7 @@ _PARTS = (75, 50, 25)
 _NBYTES = 4 * 4
 _POOL = 8
 _WARMUP = 3
+_HANG_S = 150.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +67,6 @@ class ParkedStep:
         self.optimizer_ms.append((time.perf_counter() - began) * 1e3)
         self.optimizer.zero_grad()
         return loss.detach()
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 @dataclass
@@ -117,24 +112,15 @@ def cases_of(workload: Workload, world_size: int, asked: Sequence[str] | None) -
 
 def build(case: Case, site: Site) -> ParkedStep:
     """The model, sharded from the meta device with its first values, and AdamW over it."""
-    with torch.device("meta"):
-        model = LanguageModel(site.workload)
-    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-
-    def initialize(module: nn.Module) -> None:
-        with torch.no_grad():
-            for name, parameter in module.named_parameters(recurse=False):
-                parameter.copy_(initial_value(names[module] + name, parameter.shape, parameter.device))
-
+    model = meta_model(site.workload)
     config = polyshard.ShardConfig(
         precision="bf16",
         policy={"name": "module_class", "classes": [Block]},
         offload=case.offload,
         device=site.device,
     )
-    polyshard.shard(model, config, initializer=initialize)
-    parameters = polyshard.flat_parameters(model)
-    return ParkedStep(model, torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True))
+    polyshard.shard(model, config, initializer=initializer(model))
+    return ParkedStep(model, adamw(polyshard.flat_parameters(model)))
 
 
 class Benchmark:
@@ -174,9 +160,8 @@ class Benchmark:
             run.resident_gib, run.peak_gib = after - before, peaks[0] - before
 
     def _round(self, number: int) -> None:
-        # Another one begins each time: what comes behind a parked step finds the host's caches full.
-        turned = self.runs[number % len(self.runs) :] + self.runs[: number % len(self.runs)]
-        for run in [each for each in turned if each.step is not None]:
+        # What comes behind a parked step finds the host's caches full.
+        for run in [each for each in turned(self.runs, number) if each.step is not None]:
             with self._or_drop(run), together(self._ranks):
                 assert run.step is not None
                 taken = []
@@ -191,8 +176,17 @@ class Benchmark:
                 run.medians.append(median)
                 run.optimizer.append(optimizer)
 
-    def _or_drop(self, run: Run) -> _Dropping:
-        return _Dropping(run, self._memory)
+    @contextmanager
+    def _or_drop(self, run: Run) -> Iterator[None]:
+        """Note that a case failed, on all ranks, and let go of its model."""
+        try:
+            yield
+        except FailedError as error:
+            run.error = error.reason
+            if error.trace:
+                print(f"{run.case.name}\n{error.trace}", file=sys.stderr, flush=True)
+            run.step = None
+            self._memory.settle()
 
     def rows(self) -> list[dict[str, Any]]:
         """A case each, with everything that is known of it."""
@@ -212,33 +206,8 @@ class Benchmark:
         return rows
 
 
-class _Dropping:
-    """Notes that a case failed, on all ranks, and lets go of its model."""
-
-    def __init__(self, run: Run, memory: Memory) -> None:
-        self._run = run
-        self._memory = memory
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, FailedError):
-            return False
-        self._run.error = error.reason
-        if error.trace:
-            print(f"{self._run.case.name}\n{error.trace}", file=sys.stderr, flush=True)
-        self._run.step = None
-        self._memory.settle()
-        return True
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for people."""
-    return "\n".join(_lines(rows))
-
-
-def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The lines of a table for people."""
     yield "| stays | units parked | step, ms | over none | optimizer, ms | between steps, GiB | peak, GiB | loss |"
     yield "|---" * 8 + "|"
     for row in rows:
@@ -255,33 +224,18 @@ def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Run, print the table last; returns the process's exit code."""
+    parser = make_parser(__doc__)
     parser.add_argument("--work", choices=sorted(WORKLOADS), default="1b", help="workload (default: %(default)s)")
     parser.add_argument("--cases", help="names, with semicolons between (default: all)")
     parser.add_argument("--rounds", type=int, default=12, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=3, help="steps of each model in a round (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of each process (default: the host's cores over its ranks)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--commit", help="recorded instead of what git says")
-    parser.add_argument("--out", type=Path, help="write everything as JSON")
-    return parser
-
-
-def main() -> int:
-    """Run, print the table last; returns the process's exit code."""
-    parser = make_parser()
     given = parser.parse_args()
-    if given.rounds < 1 or given.turns < 1:
-        parser.error("--rounds and --turns must be at least 1.")
-    if "RANK" not in os.environ:
-        # Not an error: all benchmarks may be run one after the other, each by itself.
-        print("nothing measured: start it with torchrun, see --help", file=sys.stderr)
-        return 0
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("nothing measured: no CUDA device is there; --device cpu --work tiny tries the program", file=sys.stderr)
-        return 2
+    code = not_started(given)
+    if code is not None:
+        return code
     world_size = int(os.environ["WORLD_SIZE"])
     workload = WORKLOADS[given.work]
     try:
@@ -289,24 +243,15 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     threads = given.threads or max(1, (os.cpu_count() or 1) // world_size)
-    torch.set_num_threads(threads)
-    ranks = Ranks(given.device, timedelta(minutes=5))
-    benchmark = Benchmark(ranks, workload, cases, given.rounds, given.turns)
-    benchmark.run()
-    rows = benchmark.rows()
-    if ranks.rank == 0:
-        report = environment(ranks, "offload.py", given.commit) | {
-            "workload": workload.describe(),
-            "threads": threads,
-            "rounds": given.rounds,
-            "turns": given.turns,
-            "rows": rows,
-        }
-        if given.out is not None:
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(table(rows), flush=True)
-    ranks.close()
+    with job(given, _HANG_S) as ranks:
+        torch.set_num_threads(threads)
+        benchmark = Benchmark(ranks, workload, cases, given.rounds, given.turns)
+        benchmark.run()
+        rows = benchmark.rows()
+        asked = {"workload": workload.describe(), "threads": threads, "rounds": given.rounds, "turns": given.turns}
+        write(environment(ranks, "offload.py", given.commit) | asked | {"rows": rows}, given.out, ranks.rank)
+        if ranks.rank == 0:
+            print("\n".join(table(rows)), flush=True)
     return 0
 
 

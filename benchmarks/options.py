@@ -6,11 +6,11 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+import runs
 from contenders import Contender, contender, peer_names
+from switches import SWITCHES
 from workloads import WORKLOADS, Workload
 
-#: Seconds of a build and a first step on an H200, for the estimate alone.
-_EXPECTED_BUILD_S = 1.5
 _DEFAULT_PEERS = (
     "local,ddp,fsdp1,fsdp2,fsdp2-tuned,fsdp2-keep,fsdp2-hybrid,polyshard,polyshard-keep,polyshard-auto,"
     "polyshard-captured,polyshard-no-shard,polyshard-hybrid"
@@ -36,22 +36,17 @@ class Settings:
         """Timed steps in a round."""
         return self.steps if self.steps is not None else workload.steps
 
-    def expected_s(self) -> float:
-        """Roughly how long the run takes."""
-        steps = sum((self.steps_of(work) + self.warmup) * work.expected_step_s for work in self.workloads)
-        builds = _EXPECTED_BUILD_S * len(self.workloads)
-        return self.rounds * len(self.contenders) * (steps + builds)
-
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The command line of ``peers.py``."""
     sizes = "\n".join(f"  {workload.describe()}" for workload in WORKLOADS.values())
-    parser = argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"workloads:\n{sizes}\n\npeers: {', '.join(peer_names())}; polyshard:forward_prefetch=2 sets what "
+    parser = runs.make_parser(
+        description,
+        f"workloads:\n{sizes}\n\npeers: {', '.join(peer_names())}; polyshard:forward_prefetch=2 sets what "
         "POLYSHARD_FORWARD_PREFETCH=2 would;\nNAME+compile compiles every block; module:FILE and module-captured:FILE "
-        "time the engine that a Python file's\nbuild(model, units) -> (model, parameters) puts around the model.",
+        "time the engine that a Python file's\nbuild(model, units) -> (model, parameters) puts around the model; "
+        f"polyshard:without=MECHANISM lacks one of\n{', '.join(SWITCHES)}.",
+        pretends=True,
     )
     parser.add_argument("--work", help="workloads (default: host,300m,1b,8b; with --train 300m)")
     parser.add_argument("--peers", help=f"default: {_DEFAULT_PEERS}; with --train fsdp2,polyshard")
@@ -77,16 +72,6 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="no operation whose result differs between two runs: another in its place, or an error; slower",
     )
-    parser.add_argument(
-        "--pretend",
-        type=int,
-        default=0,
-        help="one process, without torchrun, as the first of so many ranks whose messages nobody sends: compute, host "
-        "and memory of one GPU; losses mean nothing",
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--commit", help="recorded instead of what git says")
-    parser.add_argument("--out", type=Path, help="write everything as JSON, after every peer")
     return parser
 
 

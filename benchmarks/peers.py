@@ -5,6 +5,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --device cpu --work tiny
     python benchmarks/peers.py --pretend 8 --peers fsdp2,drop-in,drop-in-local,polyshard --work host,300m,1b
     python benchmarks/peers.py --pretend 8 --work 8b-selective --kernels --peers fsdp2+compile,polyshard+compile
+    torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --by-step --work 1b --rounds 6 --steps 3 \\
+        --peers polyshard,polyshard:without=nothing,polyshard:without=buckets,polyshard:split_root=false
 
 In every round, each peer of a workload is built from the meta device, warmed up, timed and dropped. With ``--by-step``
 all of them are built and warmed up, then take turns step by step, and are dropped together. Ratios are taken within a
@@ -12,30 +14,39 @@ round. All start from the same weights and see the same batches, so their losses
 fused AdamW and zero_grad(); its time lies between two CUDA events and is the slowest rank's; host time ends when the
 last call returns. Ranks meet between steps. All sharders compute in bf16, keep fp32 parameters and reduce in fp32; DDP
 computes under bf16 autocast. Memory is a peer's own: what earlier ones left allocated or reserved is taken off.
+
+The last command says what mechanisms of the engine's fast path gain: "polyshard / it" is the time with one over the
+time without it, and below 1 where it pays; ``without=nothing`` lacks none, so that its ratio is noise.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
-import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contenders import Contender, Site, Step
-from measure import spread, undisturbed
+from measure import spread, turned, undisturbed, write
 from memory import Memory, larger
 from options import Settings, make_parser, settings_of
 from ranks import Ranks
-from runs import FailedError, Taken, environment, kernels_of, timed, together
+from runs import (
+    FailedError,
+    Taken,
+    compute_deterministically,
+    environment,
+    job,
+    kernels_of,
+    not_started,
+    timed,
+    together,
+)
 from summary import kernel_tables, summarise, table, train_table
 from workloads import Batches, Workload
 
@@ -65,8 +76,7 @@ class Benchmark:
                     self._skip(workload, number, [peer.name for peer in self.settings.contenders])
                     continue
                 began = time.perf_counter()
-                turn = number % len(self.settings.contenders)
-                order = [*self.settings.contenders[turn:], *self.settings.contenders[:turn]]
+                order = turned(self.settings.contenders, number)
                 if self.settings.by_step:
                     self._round_by_step(order, workload, number)
                 else:
@@ -99,9 +109,7 @@ class Benchmark:
             names = list(runs)
             with undisturbed():
                 for index in range(self.settings.steps_of(workload)):
-                    for position in range(len(names)):
-                        # What a peer leaves behind, in caches say, meets another one each time.
-                        name = names[(index + position) % len(names)]
+                    for name in turned(names, index) if names else ():
                         if name in done:
                             continue
                         faulthandler.dump_traceback_later(self.settings.hang_timeout_s, exit=True)
@@ -130,12 +138,7 @@ class Benchmark:
         """Put what is known so far into the file."""
         self.report["elapsed_s"] = round(time.perf_counter() - self.began, 1)
         self.report["summary"] = summarise(self.report["rows"])
-        out = self.settings.out
-        if out is not None and self.ranks.rank == 0:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            partial = out.with_suffix(".part")
-            partial.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
-            partial.replace(out)
+        write(self.report, self.settings.out, self.ranks.rank)
 
     def _late(self, needed_s: float) -> bool:
         deadline = self.settings.deadline_s
@@ -189,12 +192,12 @@ class Benchmark:
         self.memory.settle()
         self.memory.reset_peaks()
         groups = _groups()
-        run = _Run(left=(self.memory.allocated() or 0.0, self.memory.reserved() or 0.0))
+        run = _Run(peer, (self.memory.allocated() or 0.0, self.memory.reserved() or 0.0))
         try:
             began = time.perf_counter()
             ranks = self.ranks
             site = Site(workload, ranks.device, ranks.rank, ranks.world_size, peer.compiled)
-            with together(self.ranks):
+            with together(self.ranks), peer.switch():
                 run.step = peer.build(site)
                 ranks.synchronize()
             run.wrap_s = time.perf_counter() - began
@@ -268,7 +271,7 @@ class Benchmark:
 
     def _advance(self, run: _Run, pool: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """One more step. Raises ``FailedError``."""
-        with together(self.ranks):
+        with together(self.ranks), run.peer.switch():
             assert run.step is not None
             taken, loss = timed(run.step, *pool[len(run.times) % _POOL])
             run.times.append(taken)
@@ -305,9 +308,10 @@ class Benchmark:
 class _Run:
     """A peer while it is there, and what its steps took."""
 
-    step: Step | None = None
+    peer: Contender
     #: GiB allocated and reserved before it was there: graphs of earlier peers may not be given back.
-    left: tuple[float, float] = (0.0, 0.0)
+    left: tuple[float, float]
+    step: Step | None = None
     #: Seconds of wall time that it took to build.
     wrap_s: float = 0.0
     #: Step by step.
@@ -341,54 +345,40 @@ def main() -> int:
     parser = make_parser(__doc__)
     given = parser.parse_args()
     settings = settings_of(parser, given)
-    if "RANK" not in os.environ and not given.pretend:
-        # Not an error: all benchmarks may be run one after the other, each by itself.
-        print("nothing measured: start it with torchrun, see --help", file=sys.stderr)
-        return 0
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("nothing measured: no CUDA device is there; --device cpu --work tiny tries the program", file=sys.stderr)
-        return 2
-    # A warning that is shown costs more than what is measured here.
-    warnings.simplefilter("ignore")
-    if given.device == "cpu":
-        torch.set_num_threads(1)
+    code = not_started(given)
+    if code is not None:
+        return code
     if given.deterministic:
-        # Read when cuBLAS is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Not ``warn_only``: that leaves the backward of fused attention as it is, whose sums depend on timing.
-        torch.use_deterministic_algorithms(True)
-        # A guard against reading memory that nothing wrote; it writes every new tensor once more.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    ranks = Ranks(given.device, timedelta(seconds=2 * settings.hang_timeout_s), given.pretend)
-    report: dict[str, Any] = {
-        "environment": environment(ranks, "peers.py", given.commit),
-        "settings": {
-            "work": {work.name: work.describe() for work in settings.workloads},
-            "peers": [peer.name for peer in settings.contenders],
-            "rounds": settings.rounds,
-            "steps": {work.name: settings.steps_of(work) for work in settings.workloads},
-            "warmup": settings.warmup,
-            "deadline_s": settings.deadline_s,
-            "by_step": settings.by_step,
-        },
-        "rows": [],
-        "skipped": [],
-    }
+        compute_deterministically()
+    with job(given, settings.hang_timeout_s) as ranks:
+        report: dict[str, Any] = {
+            "environment": environment(ranks, "peers.py", given.commit),
+            "settings": {
+                "work": {work.name: work.describe() for work in settings.workloads},
+                "peers": [peer.name for peer in settings.contenders],
+                "rounds": settings.rounds,
+                "steps": {work.name: settings.steps_of(work) for work in settings.workloads},
+                "warmup": settings.warmup,
+                "deadline_s": settings.deadline_s,
+                "by_step": settings.by_step,
+            },
+        }
+        measure(ranks, settings, report, given.train, given.every)
+    return 0
+
+
+def measure(ranks: Ranks, settings: Settings, report: dict[str, Any], train: int | None, every: int) -> None:
+    """Time all peers, or compare losses over ``train`` steps; puts what is found into ``report`` and prints it."""
+    report |= {"rows": [], "skipped": []}
     benchmark = Benchmark(ranks, settings, report)
-    if given.train:
-        benchmark.train(given.train, given.every)
+    if train:
+        benchmark.train(train, every)
         text = train_table(report["train"])
     else:
-        if ranks.rank == 0:
-            print(f"about {settings.expected_s():.0f} s where all peers are served", file=sys.stderr, flush=True)
         benchmark.run()
         text = table(report["summary"]) + kernel_tables(report["rows"])
     if ranks.rank == 0:
         print(text, flush=True)
-    faulthandler.dump_traceback_later(settings.hang_timeout_s, exit=True)
-    ranks.close()
-    faulthandler.cancel_dump_traceback_later()
-    return 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 import polyshard
 import torch
 from contenders import _POLYSHARD as POLYSHARD_SETTINGS
-from measure import output_of
+from measure import output_of, write
 from polyshard_tools.forecast import (
     Device,
     NoOptimizer,
@@ -38,7 +38,7 @@ from polyshard_tools.forecast import (
     plan,
 )
 from trainer import MODELS
-from workloads import WORKLOADS, Block, LanguageModel, Workload
+from workloads import WORKLOADS, Block, Workload, meta_model
 
 RESULTS = Path(__file__).parent / "results"
 _GIB = 2**30
@@ -183,11 +183,6 @@ def _trainer(file: str) -> list[Truth]:
     ]
 
 
-def _meta(workload: Workload) -> LanguageModel:
-    with torch.device("meta"):
-        return LanguageModel(workload)
-
-
 def _batches(workload: Workload) -> ShapedBatches:
     tokens = f"int64[{workload.batch},{workload.seq}]"
     return ShapedBatches.parse(f"{tokens} {tokens}")
@@ -206,7 +201,7 @@ def predicted(workload_name: str, peer: str, world_size: int, device: Device, mi
     config = polyshard.ShardConfig(precision="bf16", policy=policy, **settings)
     return plan(
         config,
-        _meta(workload),
+        meta_model(workload),
         world_size,
         batch=_batches(workload),
         samples=workload.batch,
@@ -234,7 +229,7 @@ def _predicted_llama(case: str, world_size: int, device: Device) -> Plan:
 def local_launches(workload_name: str) -> int:
     """What compute without communication launches in a step: its kernels, and the optimizer's."""
     workload = WORKLOADS[workload_name]
-    traced = TracedModel(_meta(workload).to(torch.bfloat16), polyshard.ShardConfig(), 1, NoOptimizer())
+    traced = TracedModel(meta_model(workload).to(torch.bfloat16), polyshard.ShardConfig(), 1, NoOptimizer())
     return len(traced.step(_batches(workload)(workload.batch)).issued) + 1
 
 
@@ -344,8 +339,7 @@ def main() -> int:
         "rows": rows,
     }
     print(table(rows))
-    if given.out:
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(report, given.out)
     missed = [row for row in rows if any(row[key]["within"] is False for key in ("peak_gib", "step_ms") if key in row)]
     return 1 if missed else 0
 

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from figures import source
+from figures import commit_of, source
 from pages import markers, tell
-from picture import commit_of
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"

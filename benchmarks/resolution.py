@@ -28,7 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import output_of, spread
+from measure import output_of, spread, write
 
 #: Largest accepted median, in milliseconds.
 TARGETS_MS = {"import polyshard": 40.0, "resolve": 50.0}
@@ -207,8 +207,7 @@ def main() -> None:
             print(f"{case + ': ' + name:48}" + "".join(f"{number:8.1f}" for number in numbers))
     for name, ratio in results["of_import_torch"].items():
         print(f"{name}: {ratio:.4f} of import torch")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write(results, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""What a benchmark on several ranks does with whatever it measures: parts that fail together, one step, provenance."""
+"""What a benchmark on several ranks does with whatever it measures: options, ranks, parts that fail together, one step,
+and provenance.
+"""
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
+import gc
 import os
 import platform
 import re
@@ -9,16 +14,78 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from contenders import NotServedError, Step
+from contenders import NotServedError
 from measure import output_of
 from polyshard_plugins.trace_kernels import kernel_table, read_kernels
 from ranks import Ranks
+
+#: Tokens and next tokens, ``[batch, seq]``, to the loss of a training step.
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def make_parser(about: str | None, epilog: str | None = None, *, pretends: bool = False) -> argparse.ArgumentParser:
+    """The options that all benchmarks on ranks have."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=epilog
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--commit", help="recorded instead of what git says")
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    if pretends:
+        parser.add_argument(
+            "--pretend",
+            type=int,
+            default=0,
+            help="one process, without torchrun, as the first of so many ranks whose messages nobody sends: compute, "
+            "host and memory of one GPU; losses mean nothing",
+        )
+    return parser
+
+
+def not_started(given: argparse.Namespace) -> int | None:
+    """The exit code where nothing can be measured, having said why; else None."""
+    if "RANK" not in os.environ and not getattr(given, "pretend", 0):
+        # Not an error: all benchmarks may be run one after the other, each by itself.
+        print("nothing measured: start it with torchrun, see --help", file=sys.stderr)
+        return 0
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("nothing measured: no CUDA device is there; --device cpu --work tiny tries the program", file=sys.stderr)
+        return 2
+    return None
+
+
+@contextmanager
+def job(given: argparse.Namespace, hang_s: float) -> Iterator[Ranks]:
+    """The ranks that ``given`` asks for. What hangs longer than ``hang_s`` at the end says where, and ends."""
+    # A warning that is shown costs more than what is measured here.
+    warnings.simplefilter("ignore")
+    if given.device == "cpu":
+        torch.set_num_threads(1)
+    ranks = Ranks(given.device, timedelta(seconds=2 * hang_s), getattr(given, "pretend", 0))
+    yield ranks
+    # A model holds memory that its communicators registered: it goes before them.
+    gc.collect()
+    faulthandler.dump_traceback_later(hang_s, exit=True)
+    ranks.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def compute_deterministically() -> None:
+    """No operation whose result differs between two runs: another in its place, or an error."""
+    # Read when cuBLAS is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Not ``warn_only``: that leaves the backward of fused attention as it is, whose sums depend on timing.
+    torch.use_deterministic_algorithms(True)
+    # A guard against reading memory that nothing wrote; it writes every new tensor once more.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class FailedError(Exception):

@@ -14,26 +14,23 @@ device and NCCL takes them for hosts; with ``--pretend`` nothing travels, and wh
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
-import gc
-import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import polyshard
 import torch
-from measure import spread, undisturbed
+from contenders import Site, fill_shards
+from measure import spread, turned, undisturbed, write
+from memory import Memory
 from ranks import Ranks
-from runs import environment, together
+from runs import environment, job, make_parser, not_started, together
 from torch import nn
-from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value
+from workloads import WORKLOADS, Block, Workload, initializer, meta_model
 
 _HANG_S = 150.0
 _SENT = torch.bfloat16
@@ -62,20 +59,8 @@ class Engine:
             weight.zero_()
 
 
-def _meta(workload: Workload) -> LanguageModel:
-    with torch.device("meta"):
-        return LanguageModel(workload)
-
-
 def _polyshard(workload: Workload, ranks: Ranks, layout: str, pretended: bool) -> nn.Module:
-    model = _meta(workload)
-    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-
-    @torch.no_grad()
-    def initialize(module: nn.Module) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            parameter.copy_(initial_value(names[module] + name, parameter.shape, parameter.device))
-
+    model = meta_model(workload)
     collectives: Any = "auto"
     if pretended:
         collectives = {"name": "fake", "rank": 0, "world_size": ranks.world_size}
@@ -86,7 +71,7 @@ def _polyshard(workload: Workload, ranks: Ranks, layout: str, pretended: bool) -
         layout=layout,
         collectives=collectives,
     )
-    return polyshard.shard(model, config, initializer=initialize)
+    return polyshard.shard(model, config, initializer=initializer(model))
 
 
 def _fsdp2(workload: Workload, ranks: Ranks) -> nn.Module:
@@ -95,16 +80,12 @@ def _fsdp2(workload: Workload, ranks: Ranks) -> nn.Module:
 
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = _meta(workload)
+    model = meta_model(workload)
     for unit in model.blocks:
         fully_shard(unit, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    model.to_empty(device=ranks.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            chunks = initial_value(name, parameter.shape, ranks.device).chunk(ranks.world_size)
-            if ranks.rank < len(chunks):
-                cast("Any", parameter).to_local().copy_(chunks[ranks.rank])
+    site = Site(workload, ranks.device, ranks.rank, ranks.world_size, compiled=False)
+    fill_shards(model, site, ranks.world_size)
     return model
 
 
@@ -133,12 +114,13 @@ def measure(
     ranks: Ranks, workload: Workload, ways: Sequence[str], times: int, pretended: bool
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds of each way, and whether the engine got the same as by the first."""
-    on_cuda = ranks.device.type == "cuda"
+    memory = Memory(ranks.device)
+    memory.settle()
     models: dict[str, nn.Module] = {}
     with together(ranks):
         for kind in dict.fromkeys(WAYS[way][0] for way in ways):
             models[kind] = _fsdp2(workload, ranks) if kind == "fsdp2" else _polyshard(workload, ranks, kind, pretended)
-        engine = Engine({name: each.shape for name, each in _meta(workload).named_parameters()}, ranks.device)
+        engine = Engine({name: each.shape for name, each in meta_model(workload).named_parameters()}, ranks.device)
     first: dict[str, torch.Tensor] = {}
     taken: dict[str, list[float]] = {way: [] for way in ways}
     found: dict[str, dict[str, Any]] = {}
@@ -146,20 +128,19 @@ def measure(
         kind, pairs = WAYS[way]
         with together(ranks):
             engine.clear()
-            if on_cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
+            ranks.synchronize()
+            memory.reset_peaks()
+            before = memory.allocated() or 0.0
             count = engine.load(pairs(models[kind]))
-            more = torch.cuda.max_memory_allocated() - before if on_cuda else None
+            peaks = memory.peaks()
             first = first or {name: weight.clone() for name, weight in engine.weights.items()}
             same = all(torch.equal(weight, first[name]) for name, weight in engine.weights.items())
-            found[way] = {"tensors": count, "more_mib": None if more is None else round(more / 2**20, 1)}
+            found[way] = {"tensors": count, "more_mib": peaks and round((peaks[0] - before) * 1024, 1)}
             found[way]["same"] = None if pretended else same
     first.clear()
     with undisturbed():
         for number in range(times):
-            for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
+            for way in turned(ways, number):
                 kind, pairs = WAYS[way]
                 with together(ranks):
                     ranks.synchronize()
@@ -173,51 +154,38 @@ def measure(
 
 
 def main() -> int:
-    """Run, print the table last; returns the process's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run, print a line for each row; returns the process's exit code."""
+    parser = make_parser(__doc__, pretends=True)
     parser.add_argument("--work", default="300m,1b")
     parser.add_argument("--ways", help="with + in the place of each comma; all where left out")
     parser.add_argument("--rounds", type=int, default=3, help="with new models each")
     parser.add_argument("--times", type=int, default=7, help="that each way runs in a round")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first device")
-    parser.add_argument("--pretend", type=int, default=0, help="so many ranks, of which this process is one")
-    parser.add_argument("--commit", help="recorded instead of what git says")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if "RANK" not in os.environ and not given.pretend:
-        print("nothing measured: start it with torchrun, or with --pretend, see --help", file=sys.stderr)
-        return 0
-    warnings.simplefilter("ignore")
-    if given.device == "cpu":
-        torch.set_num_threads(1)
+    code = not_started(given)
+    if code is not None:
+        return code
     if given.one_gpu:
         # One host would refuse two ranks of one device.
         os.environ.update(NCCL_HOSTID=f"host{os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         os.environ["LOCAL_RANK"] = "0"
-    ranks = Ranks(given.device, timedelta(seconds=2 * _HANG_S), given.pretend)
     ways = [name.replace("+", ",") for name in given.ways.split(",")] if given.ways else list(WAYS)
-    report: dict[str, Any] = {"environment": environment(ranks, "stream.py", given.commit), "rows": []}
-    report["environment"]["one_gpu"] = given.one_gpu
-    for work in given.work.split(","):
-        for number in range(given.rounds):
-            faulthandler.dump_traceback_later(_HANG_S, exit=True)
-            # Another way is the first of each round, which the others' results are compared with.
-            turned = ways[number % len(ways) :] + ways[: number % len(ways)]
-            found = measure(ranks, WORKLOADS[work], turned, given.times, bool(given.pretend))
-            for way in ways:
-                _add(report, ranks, given.out, {"workload": work, "way": way, "round": number, **found[way]})
-            gc.collect()
-            if ranks.device.type == "cuda":
-                torch.cuda.empty_cache()
-    faulthandler.cancel_dump_traceback_later()
-    gc.collect()
-    ranks.close()
+    with job(given, _HANG_S) as ranks:
+        report: dict[str, Any] = {"environment": environment(ranks, "stream.py", given.commit), "rows": []}
+        report["environment"]["one_gpu"] = given.one_gpu
+        for work in given.work.split(","):
+            for number in range(given.rounds):
+                faulthandler.dump_traceback_later(_HANG_S, exit=True)
+                # The others' results are compared with those of the first.
+                found = measure(ranks, WORKLOADS[work], turned(ways, number), given.times, bool(given.pretend))
+                for way in ways:
+                    _add(report, ranks, given.out, {"workload": work, "way": way, "round": number, **found[way]})
     return 0
 
 
 def _add(report: dict[str, Any], ranks: Ranks, out: Path | None, row: dict[str, Any]) -> None:
     report["rows"].append(row)
+    write(report, out, ranks.rank)
     if ranks.rank == 0:
         same = {None: "nothing compared", True: "the same", False: "OTHER VALUES"}[row["same"]]
         print(
@@ -225,9 +193,6 @@ def _add(report: dict[str, Any], ranks: Ranks, out: Path | None, row: dict[str, 
             f"{row['ms']['max']:.2f}), {row['tensors']} tensors, {row['more_mib'] or 0:.0f} MiB more, {same}",
             flush=True,
         )
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

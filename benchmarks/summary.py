@@ -10,7 +10,7 @@ from measure import spread
 
 Row = Mapping[str, Any]
 #: What each ratio is taken to, within a round and with the blocks compiled alike.
-BASELINES = ("fsdp2", "local")
+BASELINES = ("fsdp2", "local", "polyshard")
 _ONCE = ("wrap_s", "first_step_s")
 _MEMORY = ("peak_gib", "peak_reserved_gib", "whole_peak_gib", "reserved_at_end_gib", "reserved_after_step_2_gib")
 
@@ -108,6 +108,7 @@ COLUMNS: tuple[_Column, ...] = (
     ("host ms", _number("host_ms", ".1f")),
     ("FSDP2 / it", _ratio("speed_to_fsdp2")),
     ("no comm / it", _ratio("speed_to_local")),
+    ("polyshard / it", _ratio("speed_to_polyshard")),
     ("peak GiB", _number("peak_gib", ".2f")),
     ("of FSDP2", _number("peak_gib_to_fsdp2", ".3f")),
     ("reserved GiB", _number("peak_reserved_gib", ".2f")),

@@ -1,46 +1,20 @@
 """The mechanisms of the engine's fast path, and what runs in the place of each while it is switched off.
 
-A switch is a setting where there is one. Otherwise it replaces a constant or a function of the engine or of its NCCL
-backend: names of which nothing is promised, so that each must exist, and a test says of each what it changes.
+``polyshard:without=NAME`` is a peer that lacks one. What a setting switches off is a peer with that setting, as
+``polyshard:split_root=false`` and ``polyshard:collectives=nccl:collectives__registered=false``. The others replace a
+constant or a function of the engine or of its NCCL backend: names of which nothing is promised, so that each must
+exist, and a test says of each what it changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from unittest import mock
 
 import torch
-
-#: What has every mechanism, and what has every mechanism once more: their ratio is what noise alone makes.
-WHOLE, AGAIN = "nothing", "nothing, again"
-
-
-@dataclass(frozen=True, slots=True)
-class Mechanism:
-    """One thing that can be switched off."""
-
-    name: str
-    off: str
-    """What runs in its place."""
-    eager: tuple[str, ...] = ()
-    """The workloads whose eager steps it takes part in."""
-    captured: tuple[str, ...] = ()
-    """Those whose captured steps it takes part in."""
-    setting: str = ""
-    """The setting that switches it off, as a peer's name has it."""
-    switch: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Switches it off while the model is built and steps."""
-    needs_cuda: bool = False
-
-    def acts_in(self, workload: str, captured: bool, device_type: str) -> bool:
-        """Whether it has anything to do, where that is known."""
-        if device_type != "cuda" and (captured or self.needs_cuda):
-            return False
-        return workload not in _KNOWN or workload in (self.captured if captured else self.eager)
 
 
 @contextmanager
@@ -186,61 +160,36 @@ def _no_shared_pool() -> AbstractContextManager[None]:
     return _replaced((nccl, "SharedScope", _EagerScope))
 
 
-_KNOWN = ("host", "300m", "1b")
-_LARGE = ("300m", "1b")
-_SMALL = ("host", "300m")
-
-#: In host nothing is large enough for what is for large tensors; in 1b nothing waits for the host or for neighbours.
-MECHANISMS = (
-    Mechanism(AGAIN, "the same", _KNOWN, _KNOWN),
-    Mechanism("split root", "embedding and tail in the root's unit", _LARGE, _LARGE, "split_root=false"),
-    Mechanism("lending", "a stand-in that refuses, for parts as well", ("300m",), switch=_no_lending),
-    Mechanism("stand-ins", "modules see 1-D pieces outside of their unit's compute", _SMALL, switch=_no_stand_ins),
-    Mechanism("direct weight gradients", "one more copy of each", _LARGE, _LARGE, switch=_no_direct_gradients),
-    Mechanism("embedding not gathered", "gathered for its backward", _LARGE, _LARGE, switch=_embeddings_gathered),
-    Mechanism("kept at the turn", "released and gathered again", _LARGE, ("1b",), switch=_no_turning_unit),
-    Mechanism("batched gathers", "a launch for each unit", _SMALL, _SMALL, switch=_single_gathers),
-    Mechanism(
-        "merged reductions",
-        "small units grouped, as medium ones are",
-        ("host",),
-        ("host",),
-        switch=lambda: _buckets("MERGED_NBYTES"),
-    ),
-    Mechanism(
-        "grouped reductions",
-        "medium units reduced one by one",
-        ("300m",),
-        ("300m",),
-        switch=lambda: _buckets("GROUPED_NBYTES"),
-    ),
-    Mechanism(
-        "buckets",
-        "every unit reduced by itself",
-        ("host",),
-        ("host",),
-        switch=lambda: _buckets("MERGED_NBYTES", "GROUPED_NBYTES"),
-    ),
-    Mechanism("held gradients", "copied where they were computed", _LARGE, _LARGE, switch=_nothing_held),
-    Mechanism(
-        "gradients in compute's pool", "in a pool of their own", _LARGE, switch=_gradients_apart, needs_cuda=True
-    ),
-    Mechanism(
-        "registered memory",
-        "plain memory for gathers",
-        _LARGE,
-        _LARGE,
-        "collectives=nccl:collectives__registered=false",
-        needs_cuda=True,
-    ),
-    Mechanism(
-        "shared pool",
-        "registered memory in eager steps alone, under their own streams",
-        _LARGE,
-        _LARGE,
-        switch=_no_shared_pool,
-        needs_cuda=True,
-    ),
-    Mechanism("mean kernel", "torch.mean", _LARGE, _LARGE, switch=_no_kernel, needs_cuda=True),
-    Mechanism("places", "all compute on one stream", _SMALL, switch=_no_places),
-)
+#: By name, a context in which the mechanism is switched off, for building a model and for its steps. "nothing" is the
+#: engine as it is once more: what noise alone makes.
+SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    # A stand-in that refuses, for parts as well.
+    "lending": _no_lending,
+    # Modules see 1-D pieces outside of their unit's compute.
+    "stand-ins": _no_stand_ins,
+    # One more copy of each.
+    "direct-weight-gradients": _no_direct_gradients,
+    # Embeddings are gathered for their backward.
+    "embedding-not-gathered": _embeddings_gathered,
+    # Released and gathered again.
+    "kept-at-the-turn": _no_turning_unit,
+    # A launch for each unit.
+    "batched-gathers": _single_gathers,
+    # Small units are grouped, as medium ones are.
+    "merged-reductions": lambda: _buckets("MERGED_NBYTES"),
+    # Medium units are reduced one by one.
+    "grouped-reductions": lambda: _buckets("GROUPED_NBYTES"),
+    # Every unit is reduced by itself.
+    "buckets": lambda: _buckets("MERGED_NBYTES", "GROUPED_NBYTES"),
+    # Copied where they were computed.
+    "held-gradients": _nothing_held,
+    # In a pool of their own; CUDA alone, as are the next two.
+    "gradients-in-computes-pool": _gradients_apart,
+    # Registered memory in eager steps alone, under their own streams.
+    "shared-pool": _no_shared_pool,
+    # ``torch.mean``.
+    "mean-kernel": _no_kernel,
+    # All compute on one stream.
+    "places": _no_places,
+}

@@ -23,18 +23,17 @@ import faulthandler
 import json
 import os
 import platform
-import socket
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import output_of, spread
+from measure import output_of, spread, turned, write
 
 _GIB = 2**30
 #: Transformers' settings by size of the model.
@@ -88,9 +87,6 @@ class Turn:
     def read(cls, text: str) -> Turn:
         told = json.loads(text)
         return cls(**{**told, "case": Case(**told["case"])})
-
-
-# A rank
 
 
 def train(turn: Turn) -> dict[str, Any]:
@@ -231,75 +227,36 @@ def _fsdp2_on_cpu() -> type[Any]:
     return OnCpu
 
 
-def rank_main(turn: Turn) -> int:
-    """One rank: trains, and where it fails says so in a file of its own."""
-    faulthandler.dump_traceback_later(turn.hang_s, exit=True)
-    try:
-        found = train(turn)
-    except BaseException as error:
-        traceback.print_exc()
-        reason = f"rank {os.environ['RANK']}: {type(error).__name__}: {error}"
-        Path(f"{turn.result}.{os.environ['RANK']}").write_text(json.dumps({"error": reason[:600]}), encoding="utf-8")
-        # Others may wait in a collective: the parent ends them.
-        os._exit(1)
-    if os.environ["RANK"] == "0":
-        Path(turn.result).write_text(json.dumps(found), encoding="utf-8")
-    return 0
-
-
 # The parent
 
 
 def launch(turn: Turn, ranks: int) -> dict[str, Any]:
     """Run ``turn`` on new processes, one a rank; what they found, or why they did not."""
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        port = taken.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         turn = dataclasses.replace(turn, result=str(Path(folder, "found.json")))
-        processes = []
-        for rank in range(ranks):
-            variables = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                "MASTER_ADDR": "localhost", "MASTER_PORT": port, "TOKENIZERS_PARALLELISM": "false",
-                "HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-                "TORCH_SYMM_MEM_DISABLE_MULTICAST": 1,
-            }  # fmt: skip
-            environ = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-            command = [sys.executable, __file__, "--turn", json.dumps(dataclasses.asdict(turn))]
-            log = Path(folder, f"log.{rank}").open("w+", encoding="utf-8")  # noqa: SIM115 - until the ranks have ended
-            processes.append((subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT), log))
+        variables = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
         try:
-            _wait(processes, time.monotonic() + turn.hang_s + 30)
-        finally:
-            for process, _ in processes:
-                process.kill()
-                process.wait()
+            done = subprocess.run(
+                [sys.executable, "-m", *command, "--turn", json.dumps(dataclasses.asdict(turn))],
+                env=os.environ | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=turn.hang_s + 30,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            done = subprocess.CompletedProcess(command, 1, str(late.output or ""))
         result = Path(turn.result)
-        if result.exists() and all(process.returncode == 0 for process, _ in processes):
+        if done.returncode == 0 and result.exists():
             found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
             return found
-        reasons = [
-            json.loads(path.read_text(encoding="utf-8"))["error"] for path in sorted(Path(folder).glob("found.json.*"))
+        print(done.stdout[-6000:], file=sys.stderr, flush=True)
+        raised = [
+            line for line in done.stdout.splitlines() if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b", line)
         ]
-        for rank, (_, log) in enumerate(processes):
-            log.seek(0)
-            print(f"rank {rank}\n{log.read()[-3000:]}", file=sys.stderr, flush=True)
-        return {"error": "; ".join(reasons) or f"no answer within {turn.hang_s:g} s, or a rank died"}
-
-
-def _wait(processes: Sequence[tuple[subprocess.Popen[bytes], Any]], deadline: float) -> None:
-    """Until all have ended, one has failed and the others had their time, or the deadline."""
-    failed_at: float | None = None
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process, _ in processes]
-        if all(code is not None for code in codes):
-            return
-        if any(codes):
-            failed_at = failed_at or time.monotonic()
-            if time.monotonic() - failed_at > 10:
-                return
-        time.sleep(0.2)
+        return {"error": raised[0][:600] if raised else f"no answer within {turn.hang_s:g} s, or a rank died"}
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -379,7 +336,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run as a program."""
     given = make_parser().parse_args(arguments)
     if given.turn is not None:
-        return rank_main(Turn.read(given.turn))
+        turn = Turn.read(given.turn)
+        faulthandler.dump_traceback_later(turn.hang_s, exit=True)
+        found = train(turn)
+        if os.environ["RANK"] == "0":
+            Path(turn.result).write_text(json.dumps(found), encoding="utf-8")
+        return 0
     peers = given.peers.split(",")
     unknown = sorted(set(peers) - set(PEERS))
     if unknown:
@@ -400,20 +362,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     for number in range(given.rounds):
         for case in cases:
-            turning = number % len(peers)
-            for peer in [*peers[turning:], *peers[:turning]]:
+            for peer in turned(peers, number):
                 late = given.deadline is not None and time.monotonic() - began > given.deadline
-                turn = Turn(
-                    peer,
-                    case,
-                    given.model,
-                    given.device,
-                    given.warmup,
-                    given.steps,
-                    given.hang_timeout,
-                    given.untied,
-                    "",
-                )
+                paces = given.warmup, given.steps, given.hang_timeout
+                turn = Turn(peer, case, given.model, given.device, *paces, given.untied, "")
                 found = {"error": "skipped: the deadline was reached"} if late else launch(turn, given.ranks)
                 rows.append({"case": case.name, "peer": peer, "round": number, **found})
                 ms: Any = found.get("ms")
@@ -421,9 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 elapsed = time.monotonic() - began
                 print(f"{elapsed:5.0f} s  round {number}  {case.name:26} {peer:10} {told}", file=sys.stderr, flush=True)
                 report["summary"] = summarise(rows)
-                if given.out is not None:
-                    given.out.parent.mkdir(parents=True, exist_ok=True)
-                    given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                write(report, given.out)
     print(table(report["summary"]), flush=True)
     return 1 if all("error" in row for row in rows) else 0
 

@@ -13,33 +13,23 @@ batches, for what chance alone does. With torchrun: losses or step times of a wo
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import json
 import os
-import platform
 import sys
-import time
-import warnings
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import polyshard
 import torch
 from contenders import contender
-from curves import CURVE, Configure, curves, model_of
-from measure import output_of
+from curves import CURVE, Configure, alone_environment, curves, tell_alone
 from options import Settings
-from peers import Benchmark
+from peers import measure
 from polyshard.interfaces import PluginContext, UnitSpec, WireSpec
 from polyshard_backends.fake import FakeCollectives
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import Fp8, Int8
-from ranks import Ranks
-from runs import environment
-from summary import table, train_table
-from workloads import WORKLOADS, Batches, Block, LanguageModel, Workload
+from runs import environment, job, make_parser, not_started
+from workloads import WORKLOADS, Batches, Block, Workload, meta_model, whole_model
 
 _HANG_S = 150.0
 _NUMEL = 1 << 20
@@ -105,9 +95,7 @@ class _Noting(Int8):
 
 def bytes_of(workload: Workload, world_size: int) -> dict[str, Any]:
     """Bytes of one gather of each unit, by the caster's answers, without memory for the model."""
-    with torch.device("meta"):
-        model = LanguageModel(workload)
-    device = torch.device("meta")
+    model, device = meta_model(workload), torch.device("meta")
     caster = _Noting(PluginContext("int8", device))
     collectives = FakeCollectives(PluginContext("fake", device), 0, world_size)
     policy = {"name": "module_class", "classes": [Block]}
@@ -132,7 +120,7 @@ def counted(workload: Workload) -> dict[str, Any]:
     found: dict[str, Any] = {"workload": workload.name, "world_size": 4}
     for precision in _PRECISIONS:
         collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
-        model = model_of(workload)
+        model = whole_model(workload, torch.device("cpu"))
         polyshard.shard(model, _config(precision, collectives=collectives))
         tokens, targets = Batches(workload, 0, torch.device("cpu")).batch(0)
         for _ in range(2):
@@ -166,14 +154,7 @@ def alone(given: argparse.Namespace) -> dict[str, Any]:
     """What needs no other process."""
     torch.set_num_threads(1)
     return {
-        "environment": {
-            "command": "python benchmarks/wire.py " + " ".join(sys.argv[1:]),
-            "commit": given.commit or output_of("git", "rev-parse", "HEAD"),
-            "date": time.strftime("%Y-%m-%d"),
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "device": "CPU",
-        },
+        "environment": alone_environment("wire.py", given.commit),
         "errors": errors(),
         "bytes": [bytes_of(WORKLOADS[name], size) for name in ("300m", "1b", "8b") for size in (2, 8)],
         "counted": counted(replace(CURVE, batch=1, seq=16)),
@@ -183,39 +164,25 @@ def alone(given: argparse.Namespace) -> dict[str, Any]:
 
 def among_ranks(given: argparse.Namespace) -> int:
     """Losses or step times of a workload, with polyshard by precision as the peers."""
-    warnings.simplefilter("ignore")
-    if given.device == "cpu":
-        torch.set_num_threads(1)
-    ranks = Ranks(given.device, timedelta(seconds=2 * _HANG_S))
+    code = not_started(given)
+    if code is not None:
+        return code
     # Units of the smallest model would all travel as they compute.
     every = ":precision__min_numel=0" if given.work == "tiny" else ""
     peers = tuple(contender(f"polyshard:precision={name}{every if name != 'bf16' else ''}") for name in _PRECISIONS)
     work = (WORKLOADS[given.work],)
     settings = Settings(work, peers, given.rounds, None, 3, None, _HANG_S, given.out, given.by_step, kernels=False)
-    report: dict[str, Any] = {"environment": environment(ranks, "wire.py", given.commit), "rows": [], "skipped": []}
-    benchmark = Benchmark(ranks, settings, report)
-    if given.train:
-        benchmark.train(given.train, given.every)
-        text = train_table(report["train"])
-    else:
-        benchmark.run()
-        text = table(report["summary"])
-    if ranks.rank == 0:
-        print(text, flush=True)
-    faulthandler.dump_traceback_later(_HANG_S, exit=True)
-    ranks.close()
-    faulthandler.cancel_dump_traceback_later()
+    with job(given, _HANG_S) as ranks:
+        report: dict[str, Any] = {"environment": environment(ranks, "wire.py", given.commit)}
+        measure(ranks, settings, report, given.train, given.every)
     return 0
 
 
 def main() -> int:
     """Run, and write the file; returns the process's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the JSON to write")
-    parser.add_argument("--commit", help="what to call the commit, where there is no history")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="of the small model, without torchrun")
     parser.add_argument("--draws", type=int, default=4, help="of batches for the small model, without torchrun")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="with torchrun")
     parser.add_argument("--work", choices=list(WORKLOADS), default="300m", help="with torchrun")
     parser.add_argument("--train", type=int, help="with torchrun: compare losses over so many steps")
     parser.add_argument("--every", type=int, default=20, help="steps between two losses of --train")
@@ -223,17 +190,8 @@ def main() -> int:
     parser.add_argument("--by-step", action="store_true", help="with torchrun: peers take turns at each step")
     given = parser.parse_args()
     if "RANK" in os.environ:
-        if given.device == "cuda" and not torch.cuda.is_available():
-            print("nothing measured: no CUDA device is there; --device cpu --work tiny tries it", file=sys.stderr)
-            return 2
         return among_ranks(given)
-    report = alone(given)
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({key: value for key, value in report.items() if key != "curves"}, indent=1))
-    print(
-        json.dumps({key: value for key, value in report["curves"].items() if key != "losses_over_10_steps"}, indent=1)
-    )
+    tell_alone(alone(given), given.out)
     return 0
 
 

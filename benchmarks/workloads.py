@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -29,8 +30,6 @@ class Workload:
     """Whether every block's activations are recomputed in backward."""
     steps: int
     """Timed steps in a round."""
-    expected_step_s: float
-    """Seconds of a slow peer's step on an H200, for estimates of how long a run takes."""
     selective: bool = False
     """Whether blocks recompute all but products and attention, and the loss is compiled, as is usual for large ones."""
 
@@ -74,13 +73,13 @@ class Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("tiny", 32, 3, 4, 2, 48, 128, 2, 16, True, 4, 0.05),
-        Workload("host", 256, 64, 4, 4, 512, 1024, 1, 64, False, 10, 0.2),
-        Workload("300m", 1024, 20, 16, 16, 2816, 32000, 8, 1024, False, 10, 0.08),
-        Workload("1b", 2048, 18, 16, 8, 8192, 32000, 4, 2048, False, 10, 0.14),
-        Workload("8b", 4096, 32, 32, 8, 14336, 32000, 2, 4096, True, 5, 0.92),
-        Workload("8b-selective", 4096, 32, 32, 8, 14336, 32000, 1, 8192, False, 5, 0.8, True),
-        Workload("tiny-selective", 32, 3, 4, 2, 48, 128, 2, 16, False, 4, 0.05, True),
+        Workload("tiny", 32, 3, 4, 2, 48, 128, 2, 16, True, 4),
+        Workload("host", 256, 64, 4, 4, 512, 1024, 1, 64, False, 10),
+        Workload("300m", 1024, 20, 16, 16, 2816, 32000, 8, 1024, False, 10),
+        Workload("1b", 2048, 18, 16, 8, 8192, 32000, 4, 2048, False, 10),
+        Workload("8b", 4096, 32, 32, 8, 14336, 32000, 2, 4096, True, 5),
+        Workload("8b-selective", 4096, 32, 32, 8, 14336, 32000, 1, 8192, False, 5, True),
+        Workload("tiny-selective", 32, 3, 4, 2, 48, 128, 2, 16, False, 4, True),
     )
 }
 
@@ -203,6 +202,34 @@ def initial_value(name: str, shape: torch.Size | tuple[int, ...], device: torch.
         return torch.ones(shape, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return torch.normal(0.0, 0.02, tuple(shape), generator=generator, device=device)
+
+
+def meta_model(workload: Workload) -> LanguageModel:
+    """The model without memory."""
+    with torch.device("meta"):
+        return LanguageModel(workload)
+
+
+def whole_model(workload: Workload, device: torch.device, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """The model on ``device``, every parameter whole and with its first value."""
+    model = meta_model(workload).to(dtype).to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, device))
+    return model
+
+
+def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
+    """A function that fills the parameters that a module of ``model`` holds directly; call it before wrapping."""
+    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+
+    @torch.no_grad()
+    def initialize(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.copy_(initial_value(names[module] + name, parameter.shape, parameter.device))
+
+    return initialize
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -293,6 +295,55 @@ def symmetric_problem(device_index: int) -> str:
     if multicast:
         return "symmetric memory would set up multicast; set TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
     return ""
+
+
+def nvlinks(device_index: int) -> tuple[int, ...] | None:
+    """The devices of this process that NVLink connects with ``device_index``; None where this cannot be told.
+
+    torch reads them from NVML (2.5 to 2.13). No public name tells NVLink from PCIe: peer access works over both.
+    """
+    try:
+        from torch._C import _distributed_c10d
+        from torch._C._autograd import DeviceType
+
+        detect: Any = vars(_distributed_c10d)["_detect_dma_connectivity"]
+        row = detect(DeviceType.CUDA, "nvlink").matrix[device_index]
+    except (ImportError, LookupError, RuntimeError):
+        return None
+    return tuple(other for other, links in enumerate(row) if links > 0)
+
+
+def splits(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``dist.split_group`` can split the communicator of ``group``, which that function asks in private."""
+    try:
+        return bool(group._get_backend(device).supports_splitting)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def symmetric_groups() -> set[tuple[int, ...]]:
+    """The ranks of each group for which a program of this process enabled torch's symmetric memory.
+
+    Tensor parallelism that overlaps its communication does (2.11 and 2.13); no public name tells.
+    """
+    module: Any = sys.modules.get("torch.distributed._symmetric_memory")
+    resolve: Any = vars(dist.distributed_c10d).get("_resolve_process_group")
+    found = set()
+    for name in getattr(module, "_group_name_to_store", ()):
+        # A group may have been destroyed.
+        with suppress(TypeError, RuntimeError, ValueError, KeyError):
+            found.add(tuple(dist.get_process_group_ranks(resolve(name))))
+    return found
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long operations of ``group`` wait for a rank; nothing where this torch does not tell (2.11 and 2.13 do)."""
+    try:
+        transport: Any = group._get_backend(device)
+        found: timedelta = transport.options._timeout
+    except (AttributeError, RuntimeError):
+        return timedelta(0)
+    return found
 
 
 def symmetric_pool(device: torch.device, *, divisible: bool) -> torch.cuda.MemPool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import ConfigError
+from polyshard.errors import ConfigError, warn_once
 from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginContext, ReduceOp, Work
 
 from . import _torch_private
@@ -85,9 +84,9 @@ class NcclCollectives(ProcessGroupCollectives):
 
     Operations run on the stream that is current when they are issued, so that memory of that stream needs no further
     care, and a captured graph needs no other stream. Gathers use the given group and reductions a second communicator:
-    on one, they would wait for each other even on two streams. Where the group is a part of a job whose communicator is
-    bound to a device, its ranks cannot make a second one alone, and both share the given one, with a warning;
-    ``partition`` of the whole job does not have that limit.
+    on one, they would wait for each other even on two streams. Where the group is a part of a job that is bound to
+    devices (``init_process_group(device_id=...)``), its ranks split its own communicator for that, without the others;
+    where that one cannot be split, both share it, with a warning.
 
     Exchanges use the reductions' communicator: they carry results of reductions and come behind these anyway, while
     gathers of the next forward overlap with them, and a third communicator would hold its connections once more.
@@ -328,9 +327,7 @@ class NcclCollectives(ProcessGroupCollectives):
         return torch.cuda.current_device() if self._device_index is None else self._device_index
 
     def _warn(self, text: str) -> None:
-        # Every rank would warn of the same.
-        if self._rank == 0:
-            warnings.warn(f"collectives {self._context.name!r}: {text}", stacklevel=3)
+        warn_once(f"collectives {self._context.name!r}: {text}", rank=self._rank)
 
     def close(self) -> None:
         self._scope = None

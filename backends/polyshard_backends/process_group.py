@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,6 +18,7 @@ from polyshard.errors import (
     DeviceError,
     StateError,
     WorldSizeError,
+    warn_once,
 )
 from polyshard.interfaces import BufferRole, Collectives, PluginContext
 
@@ -262,20 +262,20 @@ class ProcessGroupCollectives(Collectives):
         everywhere = len(ranks) == dist.get_world_size()
         if not everywhere and self._gathers is not None:
             obstacle = ""
-            if self._splits_the_job():
+            if self._splits() and not self._can_split():
                 obstacle = (
-                    "the job is bound to devices; shard over the whole job, call init_process_group without device_id"
+                    "the job is bound to devices, and its communicator cannot be split; shard over the whole job, call "
+                    "init_process_group without device_id"
                 )
             elif not self._named_alike():
                 obstacle = "its ranks are in different numbers of groups; shard before further groups are made"
             if obstacle:
-                if self._rank == 0:
-                    warnings.warn(
-                        f"collectives {self._context.name!r}: gathers and reductions of {len(ranks)} of "
-                        f"{dist.get_world_size()} ranks share one communicator and wait for each other, since "
-                        f"{obstacle}, or set communicators to 1",
-                        stacklevel=2,
-                    )
+                warn_once(
+                    f"collectives {self._context.name!r}: gathers and reductions of {len(ranks)} of "
+                    f"{dist.get_world_size()} ranks share one communicator and wait for each other, since "
+                    f"{obstacle}, or set communicators to 1",
+                    rank=self._rank,
+                )
                 return self._gathers
         # Where the given group is of another transport, gathers need a new group, too.
         use = "gathers" if self._gathers is None else "reductions"
@@ -296,6 +296,8 @@ class ProcessGroupCollectives(Collectives):
                     f"{len(ranks)} ranks that it was given are in different numbers of process groups, by which torch "
                     f"names new ones. Shard before further groups are made, or make these on all of the ranks"
                 )
+            if not everywhere and self._splits():
+                return self._split(rank_lists, each)
             lists = [members for members in rank_lists if everywhere or self._rank in members]
             wanted = [[ranks[member] for member in members] for members in lists for _ in range(each)]
             groups = [new_group(members, self.transport, timeout, everywhere=everywhere) for members in wanted]
@@ -310,10 +312,33 @@ class ProcessGroupCollectives(Collectives):
         dist.all_gather_object(numbers, _torch_private.groups_of_this_rank(), group=self.process_group)
         return len(set(numbers)) == 1
 
-    def _splits_the_job(self) -> bool:
-        """Whether torch makes groups by splitting the job's communicator, which takes all of its ranks."""
+    def _splits(self) -> bool:
+        """Whether torch makes groups by splitting a communicator, and ``new_group`` by splitting the job's."""
         job: Any = dist.group.WORLD
         return self.transport == "nccl" and job.bound_device_id is not None
+
+    def _can_split(self) -> bool:
+        """Whether the ranks of the given group can split its own communicator, which takes them alone."""
+        given = self.process_group
+        return group_backend(given, self.device_type) == self.transport and _torch_private.splits(given, self.device)
+
+    def _split(self, rank_lists: Sequence[Sequence[int]], each: int) -> list[dist.ProcessGroup]:
+        """This rank's groups, ``each`` for its list, by splits of the given group's communicator, which must exist."""
+        where = f"collectives {self._context.name!r} on rank {self._rank}"
+        if not self._can_split():
+            raise StateError(
+                f"{where} cannot make further groups of {self._world_size} of {dist.get_world_size()} ranks: the job "
+                "is bound to devices, and the communicator of these ranks cannot be split. Shard over the whole job, "
+                "or call init_process_group without device_id"
+            )
+        if any(list(members) != sorted(members) for members in rank_lists):
+            raise WorldSizeError(
+                f"{where} cannot split its group into {[list(members) for members in rank_lists]}: a split numbers "
+                "ranks in ascending order. List them so, or call init_process_group without device_id"
+            )
+        members = [list(members) for members in rank_lists]
+        made = [dist.split_group(self.process_group, members, timeout=self._context.timeout) for _ in range(each)]
+        return [group for group in made if group is not None]
 
     def _root_of(self, src: int) -> int:
         check_source(src, self._rank, self._world_size)
@@ -375,13 +400,6 @@ class ProcessGroupCollectives(Collectives):
 
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> ProcessGroupCollectives:
         own_group(rank_lists, self._rank, self._world_size)
-        size = len(dist.get_process_group_ranks(self.process_group))
-        if size != dist.get_world_size() and self._splits_the_job():
-            raise StateError(
-                f"collectives {self._context.name!r} on rank {self._rank} cannot partition a group of "
-                f"{size} of {dist.get_world_size()} ranks once the job is bound to devices; partition the "
-                f"whole job, or call init_process_group without device_id"
-            )
         part = object.__new__(type(self))
         part._enter_part(self, self._further_groups(rank_lists, 2 if self.separate_reductions else 1, "part"))
         return part

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import bisect
 import enum
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from polyshard.interfaces import BufferRole, Collectives, PluginContext, Work
 
 from . import _torch_private
 from .nccl import MIB, NcclCollectives, SharedScope, StreamWork, check_mib
+from .places import Place, obstacle
 from .process_group import SharedGroups
 
 #: MiB of a whole unit from which on copy engines move what it sends. Below, two barriers of all ranks cost more than
@@ -26,6 +26,8 @@ from .process_group import SharedGroups
 SMALLEST_COPIED_MIB = 32
 #: Buffers in symmetric memory.
 _ROLES = (BufferRole.GATHER, BufferRole.REDUCE)
+#: The ranks of each group of this process that has met over such memory. Of the process, as torch counts meetings.
+_MET: set[tuple[int, ...]] = set()
 
 
 class SymmetricCollectives(NcclCollectives):
@@ -46,7 +48,8 @@ class SymmetricCollectives(NcclCollectives):
     all do not, and the larger one's ranks then wait for each other until the process group's timeout.
 
     Ranks must gather and release units in one order: a copy reads the same place of another rank's memory. Where a rank
-    never arrives, the device fails after the context's timeout, with an error of CUDA's.
+    never arrives, the device fails with an error of CUDA's, after the longer of the context's timeout and the process
+    group's.
 
     Args:
         context: as for ``nccl``.
@@ -88,7 +91,8 @@ class SymmetricCollectives(NcclCollectives):
         self._smallest_nbytes = self._reserve_nbytes = 0
         self._roles = _ROLES
         self._memory: PeerMemory | None = None
-        self._given_up = False
+        #: Why everything is NCCL's; empty while nothing speaks against copies.
+        self._problem = "there is one rank" if self._world_size == 1 else ""
 
     def _enter_part(self, whole: Any, shared: SharedGroups) -> None:
         super()._enter_part(whole, shared)
@@ -97,9 +101,12 @@ class SymmetricCollectives(NcclCollectives):
         self._roles = whole._roles
 
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
-        if role in self._roles and nbytes >= self._smallest_nbytes and not self._given_up:
+        if role in self._roles and nbytes >= self._smallest_nbytes and not self._problem:
             if not torch.cuda.is_current_stream_capturing():
-                memory = self._memory or self._open_memory()
+                memory = self._memory
+                # Where nothing is gathered, nothing is reduced to shards.
+                if memory is None and role is BufferRole.GATHER:
+                    memory = self._open_memory()
                 if memory is not None:
                     return memory.scope
             # A capture can take no new memory, which the other ranks would have to map.
@@ -113,19 +120,20 @@ class SymmetricCollectives(NcclCollectives):
             self._memory.scope.share(stream, like)
 
     def _open_memory(self) -> PeerMemory | None:
-        """Every rank's first allocation meets here."""
-        problem = "there is one rank" if self._world_size == 1 else ""
+        """Every rank's first allocation for a gather meets here."""
         memory: PeerMemory | None = None
-        if not problem:
-            problem = obstacle(self.all_gather_object(Place.here(self._device_number())))
+        met = frozenset(_MET | _torch_private.symmetric_groups())
+        problem = self._obstacle(self.all_gather_object(Place.here(self._device_number(), met)))
         if not problem:
             failure = ""
+            _MET.add(tuple(dist.get_process_group_ranks(self.process_group)))
+            device = torch.device("cuda", self._device_number())
             try:
                 memory = PeerMemory(
                     self.gather_group(),
-                    torch.device("cuda", self._device_number()),
+                    device,
                     self.all_gather_object,
-                    self._context.timeout,
+                    max(self._context.timeout, _torch_private.group_timeout(self.process_group, device)),
                     self._reserve_nbytes,
                 )
             except RuntimeError as error:
@@ -139,10 +147,26 @@ class SymmetricCollectives(NcclCollectives):
         self._memory = memory
         return memory
 
+    def _obstacle(self, places: list[Place]) -> str:
+        """Why the ranks at ``places`` do not copy, alike on all of them; empty where they do."""
+        return obstacle(places)
+
     def _give_up(self, problem: str) -> None:
-        self._given_up = True
-        if self._world_size > 1:
-            self._warn(f"gathers and reductions are NCCL's: {problem}")
+        self._problem = problem
+        self._warn(f"gathers and reductions are NCCL's: {problem}")
+
+    #: What ranks that copy have in common, and what they are asked for.
+    _sharing: ClassVar[str] = "devices that access each other"
+
+    @property
+    def reason(self) -> str:
+        if self._problem:
+            return f"nccl: {self._problem}"
+        where = f"{self._world_size} ranks on one host, {self._sharing}"
+        way = f"units from {self._smallest_nbytes // MIB} MiB by copy engines, the rest by NCCL"
+        if self._memory is None:
+            return f"symmetric, if it finds {where} ({way}); nccl otherwise. Ranks ask at the first such unit"
+        return f"symmetric: {where}; {way}"
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         memory = self._memory
@@ -156,7 +180,7 @@ class SymmetricCollectives(NcclCollectives):
                     return StreamWork(self._device_index)
             except RuntimeError as error:
                 raise self._translated(error, "all_gather") from error
-            if memory.problem and not self._given_up:
+            if memory.problem and not self._problem:
                 self._give_up(memory.problem)
         return super().all_gather(out, shard)
 
@@ -172,7 +196,7 @@ class SymmetricCollectives(NcclCollectives):
             if parts is not None:
                 memory.exchange(parts, received)
                 return
-            if memory.problem and not self._given_up:
+            if memory.problem and not self._problem:
                 self._give_up(memory.problem)
         super()._exchange(channel, received, full)
 
@@ -211,6 +235,8 @@ class SymmetricCollectives(NcclCollectives):
 
 #: Bytes a rank of the gather by which new memory is tried.
 _PROBE_BYTES = 64 * 1024
+#: Places outside of the pool that are remembered at most.
+_MOST_ELSEWHERE = 4096
 
 
 class Use(enum.IntEnum):
@@ -237,47 +263,6 @@ class Pull(NamedTuple):
     """``copy_`` of each slice, and the same slice of the rank that it belongs to."""
     own: torch.Tensor
     """This rank's slice, as bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place where a rank runs, which decides whose memory it can map."""
-
-    host: str
-    device_index: int
-    device_count: int
-    problem: str
-
-    @classmethod
-    def here(cls, device_index: int) -> Place:
-        """This process's."""
-        return cls(
-            socket.gethostname(),
-            device_index,
-            torch.cuda.device_count(),
-            _torch_private.symmetric_problem(device_index),
-        )
-
-
-def obstacle(places: list[Place]) -> str:
-    """The reason why ranks at ``places`` cannot map each other's memory; empty where none is known.
-
-    The same on every rank that is given the same places.
-    """
-    problems = [place.problem for place in places if place.problem]
-    if problems:
-        return problems[0]
-    hosts = {place.host for place in places}
-    if len(hosts) > 1:
-        return f"the ranks are on {len(hosts)} hosts"
-    devices = [place.device_index for place in places]
-    # Processes that see one device each all call it number 0; then only trying tells.
-    if len(set(devices)) == len(devices) and max(devices) < min(place.device_count for place in places):
-        for one in devices:
-            for other in devices:
-                if one != other and not torch.cuda.can_device_access_peer(one, other):
-                    return f"device {one} cannot access device {other}"
-    return ""
 
 
 class PeerMemory:
@@ -325,6 +310,9 @@ class PeerMemory:
         self._segments: list[_Segment] = []
         self._pulls: dict[tuple[int, int], Pull] = {}
         self._parts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        # Places outside of the pool, while it has ``_made`` segments: asking the allocator walks all of them.
+        self._elsewhere: set[tuple[int, int]] = set()
+        self._made = 0
         self._signals: _torch_private.SymmetricHandle | None = None
         self._last_streams: dict[Use, tuple[int, int, int]] = {}
         self._index = index
@@ -411,7 +399,13 @@ class PeerMemory:
         if torch.cuda.is_current_stream_capturing():
             # Memory of the graph, which no other process maps; and nothing may wait here.
             return None
-        if not _torch_private.holds(self._pool, out):
+        if self._made != self.scope.made or len(self._elsewhere) > _MOST_ELSEWHERE:
+            self._made = self.scope.made
+            self._elsewhere.clear()
+        place = out.data_ptr(), out.nbytes
+        if place in self._elsewhere or not _torch_private.holds(self._pool, out):
+            # A gather of encoded bytes, say, which comes back in every step.
+            self._elsewhere.add(place)
             return None
         segment = self._map(out, use, ordered=True)
         if segment is not None:
@@ -518,13 +512,14 @@ class ZeroedScope(SharedScope):
 
     def __init__(self, pool: torch.cuda.MemPool, index: int) -> None:
         super().__init__(pool, index)
-        self._segments = self._count()
+        self.made = self._count()
+        """Segments that the device's allocator had made when the scope was left last; the pool has no newer one."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         super().__exit__(kind, error, at)
         made = self._count()
-        if made != self._segments:
-            self._segments = made
+        if made != self.made:
+            self.made = made
             # A capture takes no new segment of this pool: new ones are others'.
             if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream(self._index).wait_stream(torch.cuda.default_stream(self._index))

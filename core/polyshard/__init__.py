@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .api import (
         FullyShardedDataParallel,
         agree_on_use,
-        as_dtensor,
         clip_grad_norm_,
         close,
         flat_parameters,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
         local_state_dict,
         no_all_reduce,
         no_sync,
-        placement,
         plugins,
         register_forward_method,
         report,
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
         unsharded,
     )
     from .capture.step import CapturedStep, CaptureFallback, CaptureMode
-    from .functions.lookup import Placement
+    from .functions.lookup import Placement, as_dtensor, placement
     from .functions.memory import MemoryReport
     from .functions.torch_functions import exchanged_functions, restore_torch
     from .monitor import Straggler, Stragglers, check_replicas
@@ -93,29 +91,24 @@ __all__ = [
 
 if not TYPE_CHECKING:
     # Hidden from type checkers, which would take any misspelt name for one that it answers.
-    _HOME = {
-        "CaptureFallback": "capture.step",
-        "CaptureMode": "capture.step",
-        "CapturedStep": "capture.step",
-        "MemoryReport": "functions.memory",
-        "Placement": "functions.lookup",
-        "Preemption": "preemption",
-        "Straggler": "monitor",
-        "Stragglers": "monitor",
-        "UsedPlugin": "registry",
-        "check_replicas": "monitor",
-        "exchanged_functions": "functions.torch_functions",
-        "load_stream": "state.streaming",
-        "random_states": "preemption",
-        "restore_random_states": "preemption",
-        "restore_torch": "functions.torch_functions",
-        "stream": "state.streaming",
-        "tell_failures": "preemption",
+    _NAMES = {
+        "capture.step": ("CaptureFallback", "CaptureMode", "CapturedStep"),
+        "functions.lookup": ("Placement", "as_dtensor", "placement"),
+        "functions.memory": ("MemoryReport",),
+        "functions.torch_functions": ("exchanged_functions", "restore_torch"),
+        "monitor": ("Straggler", "Stragglers", "check_replicas"),
+        "preemption": ("Preemption", "random_states", "restore_random_states", "tell_failures"),
+        "registry": ("UsedPlugin",),
+        "state.streaming": ("load_stream", "stream"),
     }
+    _HOME = {name: module for module, names in _NAMES.items() for name in names}
+    # Public modules that a program imports by their own names.
+    _MODULES = frozenset({"checkpoint", "hookspecs", "nested", "optim", "pipelining", "state"})
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            remedy = f". Write 'import {__name__}.{name}'" if name in _MODULES else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
         value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'api')}"), name)
         # Found without a call the next time.
         globals()[name] = value

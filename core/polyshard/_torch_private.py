@@ -66,18 +66,17 @@ def may_recompute_reentrantly() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
-def queue_after_backward(callback: Callable[[], None]) -> Callable[[], bool]:
+def queue_after_backward(callback: Callable[[], None]) -> Callable[[], object]:
     """Run ``callback`` when the current backward has ended, on the thread that called it.
 
-    Returns a function that tells whether it may still run: autograd lets go of it when the backward has ended, and also
-    when that raises, in which case nothing is called.
+    Returns a reference that gives None once it cannot run any more: autograd lets go of it when the backward has ended,
+    and also when that raises, in which case nothing is called.
 
     No public hook fires once per backward after all gradients have been accumulated.
     """
     once = partial(callback)
-    alive = weakref.ref(once)
     Variable._execution_engine.queue_callback(once)
-    return lambda: alive() is not None
+    return weakref.ref(once)
 
 
 def in_transform() -> bool:
@@ -217,7 +216,6 @@ def wrapper_of(subclass: type[_W], tensor: torch.Tensor) -> _W:
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange all that two tensor objects are, but for who they are."""
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
 
 
@@ -291,7 +289,6 @@ def exchanged() -> tuple[str, ...]:
 
 
 def restore_exchanged() -> None:
-    """Put torch's own functions back."""
     while _restores:
         _restores.popitem()[1]()
 
@@ -413,7 +410,6 @@ class _Awaited(MetaPathFinder):
         self._call = call
 
     def leave(self) -> None:
-        """Wait no more."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 

@@ -6,20 +6,20 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .config import ShardConfig
 from .errors import ConfigError, StateError
-from .functions.lookup import Placement, dtensor_of, live_roots, placement_of
+from .functions.lookup import live_roots
 from .functions.memory import MemoryReport, memory_report
 from .functions.norms import clip_grad_norm, norm_dtype
 from .functions.torch_functions import follow
 from .functions.whole import state_dicts_of_pieces, unsharded_parameters
 from .interfaces import ReduceOp
-from .planning.plan import MODULE_STATE_ATTRIBUTE
+from .planning.plan import MODULE_STATE_ATTRIBUTE, modules_in
 from .registry import UsedPlugin
 from .runtime.grouped import hooks_of
 from .runtime.hooks import ForwardHooks
@@ -30,10 +30,6 @@ from .runtime.skipped import skip as pass_by
 from .setup.build import Request, refuse_broken
 from .setup.materialize import Initializer
 from .setup.shard import plugins_of, shard_module
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -248,30 +244,6 @@ def skip(module: nn.Module) -> None:
     pass_by(module)
 
 
-def placement(parameter: torch.Tensor) -> Placement:
-    """Which elements of ``parameter`` this rank holds, and what shape the whole has.
-
-    A sharded parameter is a 1-D tensor, or ``(rows, ...)`` where the layout cuts between rows only, and empty on ranks
-    without a part of it: what is decided by shape, such as which parameters decay, is to be decided by
-    ``placement(parameter).shape``. Nothing is communicated. A parameter that is not sharded lies here as a whole. A
-    flat parameter is that of its unit's padded elements.
-    """
-    return placement_of(parameter)
-
-
-def as_dtensor(parameter: torch.Tensor) -> DTensor:
-    """The whole ``parameter`` as a ``DTensor`` with placement ``Shard(0)`` over this rank's piece, which is not copied.
-
-    For code that computes with DTensors. It is detached: gradients arrive in ``parameter.grad``. Every rank calls it,
-    in the same order.
-
-    Raises:
-        UnsupportedError: ranks hold other rows of it than ``Shard(0)`` would give them, it is not sharded, or the
-            collectives are behind no process group.
-    """
-    return dtensor_of(parameter)
-
-
 def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
     """What to give to an optimizer that treats all elements alike: one 1-D parameter a unit, this rank's whole shard.
 
@@ -460,7 +432,7 @@ def _module_state(module: nn.Module, call: str) -> ModuleState:
 
 
 def _refuse_unsharded(model: nn.Module, call: str) -> None:
-    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in model.modules()):
+    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in modules_in(model)):
         raise StateError(
             f"{call} needs a sharded module, but nothing in this {type(model).__name__} is sharded. Call its own "
             "state_dict() or load_state_dict()."

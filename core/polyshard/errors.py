@@ -1,51 +1,17 @@
-"""Every exception that polyshard raises, and the warning that it gives of what will be gone.
+"""Every exception that polyshard raises, and how it warns: once, by one rank, of what all ranks see alike.
 
-::
-
-    PolyshardError
-    ├── ConfigError (ValueError)            a setting that does not exist, or a value that it cannot take
-    │   ├── ConfigTypeError (TypeError)         a value of a type that the setting cannot take
-    │   └── ConfigAssertionError (AssertionError)  a call whose arguments contradict each other
-    ├── UnsupportedError (NotImplementedError)  a combination of settings that is not served
-    ├── PluginError
-    │   ├── PluginNotFoundError (LookupError)   no installed plugin has the name
-    │   ├── PluginLoadError (ImportError)       the plugin is installed but cannot be imported or constructed
-    │   ├── PluginConflictError (LookupError)   two installed packages offer the name
-    │   ├── PluginRefusedError (PermissionError)  the environment does not allow to import the plugin
-    │   ├── PluginVersionError (RuntimeError)   the plugin was written for another contract version
-    │   └── PluginContractError (TypeError)     the plugin answered something that its contract does not allow
-    ├── ShardingError
-    │   ├── ParameterError (ValueError)         a parameter that cannot be sharded
-    │   ├── DeviceError (RuntimeError)          parameters on a device that the backend cannot serve
-    │   ├── AlreadyShardedError (ValueError)    a module that is sharded already
-    │   ├── EmptyUnitError (ValueError)         a unit without any parameter
-    │   └── WorldSizeError (ValueError)         a number of ranks that cannot be served
-    ├── StepError
-    │   ├── StateError (RuntimeError)           a call that the current phase of the step does not allow
-    │   │   ├── StepAssertionError (AssertionError)  such a call that breaks an order of calls
-    │   │   └── CheckpointDamagedError              a file of a checkpoint that is gone or was changed
-    │   ├── TrainingStateError (ValueError)     a call in a training state other than those that allow it
-    │   ├── UnshardedUseError (RuntimeError)    parameters used while they are sharded
-    │   ├── ParameterChangedError (RuntimeError)  a parameter replaced where that cannot be honoured
-    │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
-    │   ├── CaptureError (RuntimeError)         a step that cannot be captured, or not replayed for these arguments
-    │   ├── NonFiniteError (FloatingPointError, RuntimeError)  infinite or no number where that was to be refused
-    │   ├── BackgroundSaveError (RuntimeError)  a save in the background that failed, told of by a later call
-    │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
-    ├── CollectiveError
-    │   ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
-    │   └── CollectiveAbortedError (RuntimeError)  a collective given up because another rank failed
-    │       └── PeerFailedError                     the other rank's exception is known
-    └── RankFailedError (RuntimeError)          a process of a test that died, or could not say what it raised
-
-Each leaf is also the built-in exception in brackets, the one that ``torch.distributed.fsdp`` raises for the same
-input, so that ``except`` clauses written for FSDP go on working. A message has three parts, in this order: what was
+Each leaf is also the built-in exception that ``torch.distributed.fsdp`` raises for the same input, so that ``except``
+clauses written for FSDP go on working. A message has three parts, in this order: what was
 wrong, where (fully-qualified name, rank), what to do.
 
 ``PolyshardDeprecationWarning`` is a warning and stands beside the tree; ``deprecation`` words it.
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
 
 __all__ = [
     "AlreadyShardedError",
@@ -85,6 +51,7 @@ __all__ = [
     "UnsupportedError",
     "WorldSizeError",
     "deprecation",
+    "warn_once",
 ]
 
 
@@ -247,6 +214,48 @@ def deprecation(what: str, *, since: str, gone: str, instead: str) -> str:
     the line that uses it.
     """
     return f"{what} is deprecated since polyshard {since} and will be gone in {gone}. {instead}."
+
+
+#: Beginnings of names of modules that call each other until somebody is warned.
+_INSIDE = ("polyshard", "torch.", "contextlib", "functools")
+#: What ``warn_once`` has said.
+_said: set[tuple[type[Warning], str]] = set()
+
+
+def warn_once(text: str, category: type[Warning] = UserWarning, *, rank: int | None = None) -> bool:
+    """Warn of what every rank sees alike: on rank 0 alone, and of each text once a process.
+
+    The warning points at the line of the program that led here. What one rank may see alone is for ``warnings.warn``,
+    on that rank and with its number. Python's filters are asked each time: ``always`` (also in ``pytest.warns``) shows
+    and ``error`` raises it each time, and what ``ignore`` hides counts as not said.
+
+    Args:
+        text: What is wrong, where, and what to do.
+        category: As of ``warnings.warn``.
+        rank: This rank among those that see it. None for the job's, as ``torch.distributed`` has it; without that, 0.
+
+    Returns:
+        Whether this rank is the one that warns, also where it has done so before.
+    """
+    if (_rank_of_job() if rank is None else rank) > 0:
+        return False
+    if (category, text) not in _said:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_INSIDE):
+            frame = frame.f_back
+        module, shown = frame.f_globals.get("__name__"), dict[Any, Any]()
+        warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, shown)
+        # By its key, Python notes what it need not show again.
+        if (text, category, frame.f_lineno) in shown:
+            _said.add((category, text))
+    return True
+
+
+def _rank_of_job() -> int:
+    # Here, since the errors are imported before torch is.
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def words(error: BaseException) -> str:

@@ -17,8 +17,6 @@ from .interfaces import Observer, UnitSpec
 if TYPE_CHECKING:
     from .config import ShardConfig
 
-__all__ = ["Events"]
-
 
 class Events:
     """The listeners of one sharded model, behind typed methods named like the hooks of ``polyshard.hookspecs``.
@@ -41,34 +39,38 @@ class Events:
             earlier = given[:position].count(name)
             self._register(f"{name}#{earlier + 1}" if earlier else name, listener)
         self._check_pending()
+        self._steps = any(hook.get_hookimpls() for hook in (self._manager.hook.step_begin, self._manager.hook.step_end))
 
     @property
     def active(self) -> bool:
-        """Whether there are listeners at all. False lets the engine skip ``step_begin`` and ``step_end``."""
+        """Whether there are listeners at all."""
         return self._active
 
+    @property
+    def steps(self) -> bool:
+        """Whether one of them hears of steps. False lets the engine skip ``step_begin`` and ``step_end``."""
+        return self._steps
+
     def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
-        """``model`` is about to be sharded."""
         self._manager.hook.before_shard(model=model, config=config)
 
     def after_shard(self, model: torch.nn.Module) -> None:
-        """``model`` is sharded."""
         self._manager.hook.after_shard(model=model)
 
     def on_save(self, model: torch.nn.Module, path: Path | str) -> None:
-        """The state of ``model`` was written to ``path``."""
         self._manager.hook.on_save(model=model, path=path)
 
     def on_load(self, model: torch.nn.Module, path: Path | str) -> None:
-        """The state of ``model`` was read from ``path``."""
         self._manager.hook.on_load(model=model, path=path)
 
+    def on_progress(self, model: torch.nn.Module, work: str, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes of ``work`` are written, or read."""
+        self._manager.hook.on_progress(model=model, work=work, done=done, total=total)
+
     def step_begin(self, model: torch.nn.Module) -> None:
-        """The outermost forward of ``model`` is about to start."""
         self._manager.hook.step_begin(model=model)
 
     def step_end(self, model: torch.nn.Module) -> None:
-        """The backward of ``model`` has ended."""
         self._manager.hook.step_end(model=model)
 
     def observers(self, unit: UnitSpec) -> tuple[Observer, ...]:

@@ -19,19 +19,6 @@ from .interfaces import Observer, UnitSpec
 if TYPE_CHECKING:
     from .config import ShardConfig
 
-__all__ = [
-    "PROJECT_NAME",
-    "after_shard",
-    "before_shard",
-    "hookimpl",
-    "hookspec",
-    "make_observer",
-    "on_load",
-    "on_save",
-    "step_begin",
-    "step_end",
-]
-
 #: Under which pluggy knows specs and implementations.
 PROJECT_NAME = "polyshard"
 
@@ -65,6 +52,15 @@ def on_save(model: torch.nn.Module, path: Path | str) -> None:
 @hookspec
 def on_load(model: torch.nn.Module, path: Path | str) -> None:
     """The state of ``model`` was read back from the folder ``path``. Called on every rank."""
+
+
+@hookspec
+def on_progress(model: torch.nn.Module, work: str, done: int, total: int) -> None:
+    """Of ``work``, such as ``"Saving runs/step-00000100"``, ``done`` of ``total`` bytes are written, or read.
+
+    Called on every rank with its own bytes, every few MiB, on the thread that saves or loads ``model``. ``done`` grows
+    to ``total``, unless the work fails. Not called for saves in the background.
+    """
 
 
 @hookspec

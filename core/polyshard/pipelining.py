@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule
 from . import _torch_private
 from .api import outermost_root
 from .errors import ConfigError, RankMismatchError, StateError, UnsupportedError
-from .functions.lookup import ParameterLocation, live_roots, placement_of
+from .functions.lookup import ParameterLocation, live_roots, placement
 from .functions.norms import ModelGradients, check_norm_type
 from .planning.parts import gradient_of, is_dtensor, local_of
 from .runtime.root import Root
@@ -543,7 +543,7 @@ def _signature(found: ParameterLocation) -> tuple[Any, str]:
     """Which elements of a parameter this rank holds, and a digest of their values."""
     parameter = found.parameter.detach()
     # A DTensor's rows are what its local tensor has.
-    placed = None if is_dtensor(parameter) else placement_of(found.parameter)
+    placed = None if is_dtensor(parameter) else placement(found.parameter)
     local = (local_of(parameter) if is_dtensor(parameter) else parameter).cpu().contiguous()
     part = found.unit.parameters[found.slot or 0].part
     cut = None if part is None else (tuple(part.shape), tuple(part.offset), tuple(part.sizes))

@@ -1,16 +1,16 @@
-"""What a run says while it goes on: a live line in a terminal, plain lines elsewhere, and TensorBoard's files."""
+"""What a run says while it goes on: a live line in a terminal, plain lines elsewhere, and scalars for trackers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from metrics import Memory, Speed, readable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils.tensorboard import SummaryWriter
+from trackers import Tracker
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,12 @@ class Live(Silent):
         self._bar.console.print(text, markup=False, highlight=False)
 
 
-class Board(Silent):
-    """Writes scalars for TensorBoard beside what another reporter shows."""
+class Tracked(Silent):
+    """Gives scalars to ``trackers`` beside what another reporter shows."""
 
-    def __init__(self, shown: Reporter, folder: Path, done: int) -> None:
+    def __init__(self, shown: Reporter, trackers: Sequence[Tracker]) -> None:
         self._shown = shown
-        # What was written behind the checkpoint from which this run goes on is hidden.
-        self._writer = SummaryWriter(str(folder), purge_step=done + 1)
+        self._trackers = trackers
 
     def __enter__(self) -> Self:
         self._shown.__enter__()
@@ -157,17 +156,18 @@ class Board(Silent):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._shown.__exit__(kind, error, trace)
-        self._writer.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def trained(self, now: Trained) -> None:
         self._shown.trained(now)
-        first = now.step - len(now.losses) + 1
-        for step, (loss, norm) in enumerate(zip(now.losses, now.gradient_norms, strict=True), first):
-            self._writer.add_scalar("loss/train", loss, step)
-            self._writer.add_scalar("gradient_norm", norm, step)
-        for step, balance in enumerate(now.balances, first):
-            self._writer.add_scalar("loss/balance", balance, step)
-        scalars = {
+        rows = [
+            {"loss/train": loss, "gradient_norm": norm}
+            for loss, norm in zip(now.losses, now.gradient_norms, strict=True)
+        ]
+        for row, balance in zip(rows, now.balances, strict=False):  # none without experts
+            row["loss/balance"] = balance
+        rows[-1] |= {
             "learning_rate": now.rate,
             "speed/tokens_per_second": now.speed.tokens_per_second,
             "speed/seconds_per_step": now.speed.seconds_per_step,
@@ -175,25 +175,24 @@ class Board(Silent):
             "memory/allocator_retries": now.memory.retries,
         }
         if now.speed.mfu is not None:
-            scalars["speed/mfu"] = now.speed.mfu
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, now.step)
+            rows[-1]["speed/mfu"] = now.speed.mfu
+        for step, row in enumerate(rows, now.step - len(rows) + 1):
+            self._add(step, row)
 
     def evaluated(self, step: int, loss: float) -> None:
         self._shown.evaluated(step, loss)
-        self._writer.add_scalar("loss/held_out", loss, step)
+        self._add(step, {"loss/held_out": loss})
 
     def note(self, text: str) -> None:
         self._shown.note(text)
 
+    def _add(self, step: int, scalars: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.add(step, scalars)
 
-def make_reporter(steps: int, *, shown: bool, board: Path | None, done: int) -> Reporter:
-    """What fits this rank, ``shown`` on one alone, and its standard output.
 
-    ``board``: TensorBoard's folder; None for none. ``done``: steps that an earlier start has done.
-    """
-    if not shown:
-        return Silent()
+def make_reporter(steps: int, done: int, trackers: Sequence[Tracker]) -> Reporter:
+    """What fits the standard output of the rank that reports. ``done``: steps that an earlier start has done."""
     console = Console()
     reporter = Live(steps, done, console) if console.is_terminal else Lines(steps)
-    return reporter if board is None else Board(reporter, board, done)
+    return Tracked(reporter, trackers) if trackers else reporter

@@ -246,6 +246,7 @@ class Output:
     folder: str = "runs/pretrain"
     report_every: int = 10
     tensorboard: bool = True
+    wandb: bool = False
     export: bool = True
     peak_tflops: float = 0.0
 

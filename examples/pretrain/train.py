@@ -20,11 +20,12 @@ from model import Config, build_on_meta, model_config
 from parallel import make_mesh
 from polyshard.errors import ConfigError
 from ranks import Ranks, join_ranks, pretend_ranks
-from report import make_reporter
+from report import Reporter, Silent, make_reporter
 from settings import Settings, load_settings
 from sharding import build_sharded
 from tokenizers import Tokenizer
 from tokens import Tokens, prepare
+from trackers import make_trackers, require_trackers
 from training import Training
 
 #: AdamW keeps two tensors of a parameter's size.
@@ -68,6 +69,7 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
     code = 0
     output = Path(settings.output.folder)
     settings.microbatches(ranks.world_size)
+    require_trackers(settings.output)
     tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
     training = Training(settings, ranks, tokens)
     checkpoints = Checkpoints(output / "checkpoints", settings.checkpoint)
@@ -82,12 +84,10 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
         notes += [f"going on from {directory}", *(f"accepted: {change}" for change in changes.values())]
         if not keeps_ranks(changes):
             notes.append("random numbers begin anew: ranks share the run in another way")
-    reporter = make_reporter(
-        settings.training.steps,
-        shown=ranks.is_first,
-        board=output / "tensorboard" if settings.output.tensorboard else None,
-        done=training.done,
-    )
+    reporter: Reporter = Silent()
+    if ranks.is_first:
+        trackers = make_trackers(settings.output, settings.deciding(), training.done)
+        reporter = make_reporter(settings.training.steps, training.done, trackers)
     with reporter:
         for note in notes:
             reporter.note(note)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError
+from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError, warn_once
 from polyshard.interfaces import Collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,14 +38,10 @@ NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingS
 STACKLEVEL = 4
 
 
-def _warn(text: str, category: type[Warning] = UserWarning) -> None:
-    warnings.warn(text, category, stacklevel=STACKLEVEL)
-
-
 def warn_about_container(module: nn.Module) -> None:
     """Warn where ``module`` has no forward in which its parameters could be gathered."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        _warn(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
+        warn_once(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
 
 
 @dataclass(frozen=True)
@@ -122,10 +118,9 @@ def find_managed(
     roots += [child for child in module.modules() if _torch_private.is_replicated_in_place(child)]
     modules = {child for root in roots for child in root.modules() if _get_module_fsdp_state(child) is not child}
     if module in modules:
-        warnings.warn(
+        warn_once(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
             f"parameters being ignored and is not well-supported: {module}",
-            stacklevel=3,
         )
     found = {parameter for ignored in modules for parameter in ignored.parameters()}.union(parameters)
     found = {parameter for parameter in found if not _is_fsdp_flattened(parameter)}
@@ -328,7 +323,7 @@ def explicit_device(device_id: int | torch.device | None, rank: int) -> torch.de
     if device.type == "cpu" or device.index is not None:
         return device
     current = current_device(device.type)
-    _warn(
+    warn_once(
         f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an explicit index. FSDP "
         f"will use the current device {current.index}. If this is incorrect, please explicitly call "
         f"`torch.{device.type}.set_device()` before FSDP initialization or pass in the explicit device index as the "
@@ -371,13 +366,13 @@ def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> Sh
     """``strategy`` (None for ``FULL_SHARD``), or ``NO_SHARD`` where one rank has nothing to shard over. Warns."""
     if world_size == 1:
         if strategy is not ShardingStrategy.NO_SHARD:
-            _warn(
+            warn_once(
                 f"FSDP is switching to use `NO_SHARD` instead of {strategy or ShardingStrategy.FULL_SHARD} since the "
                 f"world size is 1."
             )
         return ShardingStrategy.NO_SHARD
     if strategy is ShardingStrategy.NO_SHARD:
-        _warn(
+        warn_once(
             "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
             "instead.",
             FutureWarning,
@@ -496,7 +491,7 @@ def move_to(managed: Managed, device: torch.device | None, device_type: str) -> 
     if device is None:
         on_cpu = any(parameter.device.type == "cpu" for _, parameter in managed.named_parameters())
         if on_cpu and device_type != "cpu":
-            _warn(
+            warn_once(
                 "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on CPU, which "
                 "may be slower than on GPU. We recommend passing in the `device_id` argument for FSDP to move `module` "
                 "to GPU for the sharding initialization. `module` must also be on GPU device to work with the "

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, RankMismatchError, StateError
+from polyshard.errors import (
+    ConfigAssertionError,
+    ConfigError,
+    ConfigTypeError,
+    RankMismatchError,
+    StateError,
+    warn_once,
+)
 from polyshard.extension import FlatLayout, Slot, gather_whole, map_tensors, view_of
 from polyshard.interfaces import Collectives
 from torch import nn
@@ -298,11 +305,10 @@ def gather(
         ordered.setdefault(name, entries)
     for key, value in state.items():
         if key not in keys:
-            warnings.warn(
+            warn_once(
                 f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly copy everything to the "
                 "returned state_dict. In most cases, this is a user-defined state that is not associated with any "
                 "particular parameter.",
-                stacklevel=4,
             )
             ordered[key] = value
     result: dict[str, Any] = {"state": ordered}

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
+from polyshard.errors import (
+    ConfigAssertionError,
+    ConfigTypeError,
+    StateError,
+    StepAssertionError,
+    UnsupportedError,
+    warn_once,
+)
 from polyshard.extension import is_dtensor, local_of
 from torch import nn
 
@@ -60,12 +66,11 @@ def _set_state_dict_type(
         StateError: (a ``RuntimeError``) a config of another type.
         ConfigAssertionError: (an ``AssertionError``) the instances differ in the settings that they have.
     """
-    warnings.warn(
+    warn_once(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() "
         "and set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP. Of those, polyshard_fsdp "
         "supports the ones for models alone; optimizers need this one.",
         FutureWarning,
-        stacklevel=3,
     )
     if not isinstance(state_dict_type, StateDictType):
         raise ConfigTypeError(
@@ -241,7 +246,7 @@ class _Hooks:
         kind, config = instance._state_dict_type, instance._state_dict_config
         if instance.sharding_strategy is ShardingStrategy.NO_SHARD:
             if kind is not StateDictType.FULL_STATE_DICT:
-                warnings.warn(warning, stacklevel=5)
+                warn_once(warning, rank=instance.rank)
                 kind, config = StateDictType.FULL_STATE_DICT, FullStateDictConfig()
         elif instance._device_mesh is not None:
             if kind is StateDictType.LOCAL_STATE_DICT:

@@ -54,6 +54,8 @@ class FlatUnit(Unit):
 
     #: Hooks, and what users read under ``no_sync``, see each gradient as autograd made it.
     writes_gradients_directly = False
+    # Gradients take one road at every world size, with the same hooks and casts on it.
+    may_be_resident = False
 
     def __init__(
         self,
@@ -102,11 +104,6 @@ class FlatUnit(Unit):
         if not handle.use_orig_params:
             # Takes the whole views, which flattening left in the modules, out of them.
             self.prepare()
-
-    @property
-    def resident(self) -> bool:
-        """Never: gradients take one road at every world size, with the same hooks and casts on it."""
-        return False
 
     def _use_master(self, master: torch.Tensor) -> None:
         super()._use_master(master)
@@ -447,7 +444,8 @@ class FlatUnit(Unit):
         self._ahead = self._kept = False
         super().expire()
         # Gathered for the forward that starts now, or kept for it by a backward under ``no_sync``.
-        self._expired = self._expired and not fresh
+        if fresh and self.state is not UnitState.SHARDED:
+            self.due = False
 
 
 def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError:
@@ -513,7 +511,7 @@ class FlatBindings(Bindings):
         swaps: dict[nn.Module, Swap] = {}
         for parameter, leaf in zip(self._parameters, leaves, strict=True):
             guard = ShardedParameter.of(parameter)
-            outside = guard if self._elsewhere is Shown.GUARDS else leaf.detach()
+            outside = guard if self.elsewhere is Shown.GUARDS else leaf.detach()
             for module, attribute in parameter.sites:
                 swap = swaps.setdefault(module, Swap(module.__dict__, {shown: {} for shown in Shown}))
                 swap.of[Shown.VIEWS][attribute] = leaf

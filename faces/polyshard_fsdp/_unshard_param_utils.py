@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from polyshard.errors import StepAssertionError, UnsupportedError
+from polyshard.errors import StepAssertionError, UnsupportedError, warn_once
 from polyshard.extension import ManagedParameter, UnitState, gather_whole, own_part, view_of, write_back
 from polyshard.interfaces import ReduceOp
 from torch import nn
@@ -203,11 +202,11 @@ def _refuse_arguments(
             f"writeback=True and rank0_only=True is not supported yet (rank {instance.rank}). Pass writeback=False."
         )
     if offload_to_cpu and not rank0_only:
-        warnings.warn(
+        warn_once(
             "offload_to_cpu=True and rank0_only=False may result in theunsharded parameters being redundantly copied "
             "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
             "offload_to_cpu=True with rank0_only=True.",
-            stacklevel=5,
+            rank=instance.rank,
         )
 
 

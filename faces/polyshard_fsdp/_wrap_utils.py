@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from polyshard.errors import AlreadyShardedError, ConfigError
+from polyshard.errors import AlreadyShardedError, ConfigError, warn_once
 from polyshard.extension import iter_tensors
 from polyshard_plugins.precision import make_input_cast, make_output_cast
 from torch import nn
@@ -85,11 +84,10 @@ def _compute_in_float32(root: nn.Module, classes: Iterable[type[nn.Module]]) -> 
         module.register_forward_hook(casts.after)
     if chosen:
         # "instacnes" is how torch.distributed.fsdp spells it, and what filters match.
-        warnings.warn(
+        warn_once(
             "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped module has "
             f"submodules of type:\n{ {type(module) for module in chosen} }\nThese modules will be wrapped as separate "
             "FSDP instacnes with mixed precision disabled.",
-            stacklevel=2,
         )
 
 
@@ -167,7 +165,7 @@ def _check_uniformly_frozen(module_name: str, names: dict[nn.Parameter, str], us
     )
     if not use_orig_params:
         raise ConfigError(message)
-    warnings.warn(message, stacklevel=2)
+    warn_once(message)
 
 
 def _numel(parameters: Collection[nn.Parameter]) -> int:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError
+from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError, warn_once
 from polyshard.extension import clip_grad_norm, uncompiled_alone
 from torch import nn
 
@@ -479,21 +479,19 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
 
 
 def _warn_replaced(current: str, replacement: str, optim_input: OptimInput) -> None:
-    warnings.warn(
+    warn_once(
         f"``FullyShardedDataParallel.{current}``is being deprecated and is replaced by "
         f"``FullyShardedDataParallel.{replacement}``. ``FullyShardedDataParallel.{current}`` may be removed after "
         "PyTorch 2.2.",
         FutureWarning,
-        stacklevel=3,
     )
     _warn_about_input(optim_input)
 
 
 def _warn_about_input(optim_input: OptimInput) -> None:
     if optim_input is not None:
-        warnings.warn(
+        warn_once(
             "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You may remove it from "
             "your code without changing its functionality.",
             FutureWarning,
-            stacklevel=4,
         )

@@ -82,17 +82,14 @@ class PlacedUnit(Unit):
     """
 
     answers_state_dicts = True
+    # What computes is plain at every number of ranks.
+    may_be_resident = False
 
     def __init__(self, *args: Any, placed: Placed, **kwargs: Any) -> None:
         self.placed = placed
         #: Whether gradients arrive in the plain parameters.
         self.is_local = False
         super().__init__(*args, **kwargs)
-
-    @property
-    def resident(self) -> bool:
-        """Never: what computes is plain at every number of ranks."""
-        return False
 
     def _make_originals(self) -> MasterViews:
         return PlacedParameters(self)
@@ -104,7 +101,10 @@ class PlacedUnit(Unit):
         return self.originals
 
     def _make_bindings(self) -> Bindings:
-        return _PlacedBindings(self.parameters, self.leaves, guarded=False)
+        bindings = Bindings(self.parameters, self.leaves, guarded=False)
+        # As outside of compute.
+        bindings.elsewhere = Shown.ORIGINALS
+        return bindings
 
     def _make_gradients(self) -> Gradients:
         gradients = PlacedGradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
@@ -153,7 +153,7 @@ class PlacedUnit(Unit):
             self.prepared
             and self.bindings.shown is Shown.VIEWS
             and self.state is UnitState.UNSHARDED
-            and not self._expired
+            and not (self.due or self.permanent)
         )
 
     def conceal(self) -> None:
@@ -494,10 +494,3 @@ class PlacedGradients(Gradients):
             placed(target.index, part) if target.index is not None else part
             for target, part in zip(self._targets, parts, strict=True)
         ]
-
-
-class _PlacedBindings(Bindings):
-    """Lets other modules' forwards see the sharded parameters, as outside of compute."""
-
-    def hide(self, computing: bool) -> None:
-        self.show(Shown.ORIGINALS)

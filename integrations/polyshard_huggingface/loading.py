@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from polyshard.errors import ConfigError
 from polyshard.inspect import ShardedModel, ShardedUnit, savable_model, send_from_first
 from polyshard.io.boxes import Box, Chunk, box_within, slabs
 from polyshard.io.files import path_of
+from polyshard.io.progress import tell, telling
 from polyshard.state.exchange import (
     coordinates,
     from_first,
@@ -142,9 +144,11 @@ def load_through(
         with together(collectives, f"Reading {path}"):
             assert saved is not None
             assert found is not None
-            _read(held, found, saved, files)
+            with sharded.telling(model, f"Loading {path}"):
+                _read(held, found, saved, files)
     else:
-        _read_for_all(sharded, held, kept, found, saved, files)
+        with sharded.telling(model, f"Loading {path}"):
+            _read_for_all(sharded, held, kept, found, saved, files)
     notify_listeners(collectives, f"the load of {path}", partial(sharded.tell_loaded, model, path))
 
 
@@ -170,22 +174,29 @@ def _read_for_all(
 ) -> None:
     """Rank 0 reads, and sends to each rank what it keeps: one shard of one unit at a time. ``kept``: not sent."""
     collectives = sharded.collectives
-    for unit in sharded.units:
+    nbytes = dict.fromkeys((unit.name for unit in sharded.units), 0)
+    for each in held:
+        if each.unit is not None:
+            nbytes[each.unit.name] += each.nbytes
+    total = sum(nbytes.values())
+    for unit, done in zip(sharded.units, accumulate(nbytes.values()), strict=True):
         if any(each.part is not None for each in unit.parameters):
             # Of other parts this rank knows no shards.
             for target in held:
                 if target.unit == unit and target.names[0] not in kept:
                     _read_whole(sharded, unit, target, found, saved, files)
+            tell(done, total)
             continue
         for shard_rank in range(unit.layout.world_size):
             shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.device)
-            with together(collectives, f"Reading unit '{unit.name}'"):
+            with together(collectives, f"Reading unit '{unit.name}'"), telling(None):
                 if found is not None and saved is not None:
                     _read(of_shard(unit, shard, shard_rank), found, saved, files)
             send_from_first([shard], collectives, shard.device)
             if shard_rank == unit.shard_rank:
                 _take(unit, shard, kept)
-    with together(collectives, "Reading what is not sharded"):
+        tell(done, total)
+    with together(collectives, "Reading what is not sharded"), telling(None):
         others = [each for each in held if each.unit is None and each.names[0] not in kept]
         if found is not None and saved is not None:
             _read(others, found, saved, files)
@@ -201,7 +212,7 @@ def _read_whole(
     files: OpenFiles,
 ) -> None:
     whole = torch.zeros(target.shape, dtype=target.dtype, device=unit.device)
-    with together(sharded.collectives, f"Reading '{target.names[0]}'"):
+    with together(sharded.collectives, f"Reading '{target.names[0]}'"), telling(None):
         if found is not None and saved is not None:
             _read([target.of(whole)], found, saved, files)
     send_from_first([whole], sharded.collectives, whole.device)

@@ -18,6 +18,7 @@ from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import ShardedModel, savable_model
 from polyshard.io.files import path_of, sync_directory
 from polyshard.io.memory import SAFETENSORS_NAMES
+from polyshard.io.progress import tell, telling
 from polyshard.state.exchange import (
     coordinates,
     from_first,
@@ -134,14 +135,20 @@ def save_through(
             if writes:
                 files.open(directory / name for name in plan.shards.files)
         if ranks == "all":
-            with together(collectives, f"Writing {what}"):
+            with together(collectives, f"Writing {what}"), sharded.telling(model, f"Saving {folder}"):
                 _write((shared_out(each) for each in held if each.unit is not None), plan, placed, files)
         else:
             by_name = {each.names[0]: each for each in held}
+            done, total = 0, sum(each.nbytes for each in held)
             for names, wholes in whole_weights(sharded, (0,)):
                 with together(collectives, f"Writing {what}"):
                     pairs = zip(names, wholes, strict=True)
-                    _write((by_name[name].of(whole) for name, whole in pairs), plan, placed, files)
+                    with telling(None):
+                        _write((by_name[name].of(whole) for name, whole in pairs), plan, placed, files)
+                    done += sum(by_name[name].nbytes for name in names)
+                    # Other ranks write nothing, and get no names.
+                    with sharded.telling(model, f"Saving {folder}") if writes else telling(None):
+                        tell(done, total)
         with together(collectives, f"Writing {what}"):
             if ranks == "all" and coordinates(collectives):
                 _write((each for each in held if each.unit is None), plan, placed, files)

@@ -35,6 +35,11 @@ class ModelTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return self.numel * self.dtype.itemsize
+
     def of(self, whole: torch.Tensor) -> ModelTensor:
         """The same, all of it in the memory of ``whole``."""
         return replace(self, chunks=(Chunk(Box.whole(self.shape), whole),) if self.numel else ())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from polyshard import inspect
 from polyshard.checkpoint.contents import require_saveable
-from polyshard.errors import AlreadyShardedError, ConfigError, RankMismatchError, UnsupportedError
+from polyshard.errors import AlreadyShardedError, ConfigError, RankMismatchError, UnsupportedError, warn_once
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -146,9 +145,8 @@ def warn_unsaveable(
     try:
         require_saveable(model, optimizer, "", writes=writes)
     except (ConfigError, RankMismatchError, UnsupportedError) as error:
-        if rank == 0:
-            warnings.warn(
-                f"{call} will refuse {type(optimizer).__name__}, which can be trained with where nothing is saved but "
-                f"the model. {error}",
-                stacklevel=3,
-            )
+        warn_once(
+            f"{call} will refuse {type(optimizer).__name__}, which can be trained with where nothing is saved but "
+            f"the model. {error}",
+            rank=rank,
+        )

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from accelerate import Accelerator
-from polyshard import checkpoint
-from polyshard.api import clip_grad_norm_, close, no_sync, placement, shard
+from polyshard import checkpoint, placement
+from polyshard.api import clip_grad_norm_, close, no_sync, shard
 from polyshard.checkpoint.contents import require_saveable
 from polyshard.config import ShardConfig
 from polyshard.preemption import Preemption

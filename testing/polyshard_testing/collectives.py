@@ -103,6 +103,10 @@ class CollectivesSuite(PluginSuite):
     def test_capabilities_are_alike_on_every_rank(self, world_size: int) -> None:
         assert len(set(self.run_ranks(world_size, _capabilities))) == 1
 
+    def test_reason_is_one_line_that_every_rank_has(self) -> None:
+        reasons = self.run_ranks(max(self.world_sizes), checks.check_reason)
+        assert len(set(reasons)) == 1, f"reason differs between ranks: {reasons}"
+
     def test_process_group_is_one_of_torch_with_the_same_ranks(self, world_size: int) -> None:
         self.run_ranks(world_size, checks.check_process_group)
 

@@ -109,6 +109,15 @@ def check_capabilities(collectives: Collectives) -> None:
         raise AssertionError(f"capabilities were {capabilities} and are {collectives.capabilities}")
 
 
+def check_reason(collectives: Collectives) -> str:
+    """The reason is text, on one line; returns it as it is once ranks have met."""
+    collectives.all_reduce(torch.ones(1, device=collectives.device), op=ReduceOp.SUM).wait()
+    reason = collectives.reason
+    if not isinstance(reason, str) or len(reason.splitlines()) > 1:
+        raise AssertionError(f"reason is {reason!r}, not one line of text")
+    return reason
+
+
 def check_process_group(collectives: Collectives) -> None:
     """The process group is None, or a group of torch that knows this rank by the same number."""
     group = collectives.process_group

@@ -326,7 +326,7 @@ def _equal(one: Sequence[Values], other: Sequence[Values]) -> bool:
 
 
 #: Hooks that are not called inside a step.
-_AT_REST = frozenset({"before_shard", "after_shard", "on_save", "on_load", "make_observer"})
+_AT_REST = frozenset({"before_shard", "after_shard", "on_save", "on_load", "on_progress", "make_observer"})
 #: Operations that copy values of a device to the host to decide something.
 _READS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"})
 #: Objects whose ``synchronize`` waits for a device. Of classes written in C, the device itself reports it.
@@ -432,6 +432,11 @@ class Watched(Listener):
     def on_load(self, model: torch.nn.Module, path: Path) -> None:
         with self.inside("on_load", model):
             self._events.on_load(model, path)
+
+    @hookimpl
+    def on_progress(self, model: torch.nn.Module, work: str, done: int, total: int) -> None:
+        with self.inside("on_progress", model):
+            self._events.on_progress(model, work, done, total)
 
     @hookimpl
     def step_begin(self, model: torch.nn.Module) -> None:

@@ -36,6 +36,22 @@ def test_each_error_is_also_the_builtin_that_fsdp_users_catch() -> None:
         assert issubclass(ours, errors.PolyshardError)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda given: polyshard.shard(given, ShardConfig(collectives="fake")),
+        polyshard.report,
+        polyshard.unsharded,
+        polyshard.local_state_dict,
+        lambda given: next(polyshard.stream(given)),
+        lambda given: polyshard.clip_grad_norm_(given, 1.0),
+    ],
+)
+def test_what_is_no_module_is_refused(call: Callable[[Any], object]) -> None:
+    with pytest.raises(errors.ConfigTypeError, match=r"'SGD' was given as the model. Give a torch.nn.Module."):
+        call(torch.optim.SGD([torch.ones(1)]))
+
+
 # Parameters.
 
 

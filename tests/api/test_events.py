@@ -58,6 +58,10 @@ class Recorder:
         self.log.append((self.name, "on_load", path))
 
     @hookimpl
+    def on_progress(self, work: str, done: int, total: int) -> None:
+        self.log.append((self.name, "on_progress", work, done, total))
+
+    @hookimpl
     def step_begin(self, model: torch.nn.Module) -> None:
         self.log.append((self.name, "step_begin", model))
 
@@ -83,6 +87,7 @@ def test_listeners_hear_everything_in_the_order_of_the_configuration() -> None:
     events.step_end(model)
     events.on_save(model, path)
     events.on_load(model, path)
+    events.on_progress(model, "Loading runs/1", 3, 4)
     assert events.observers(UNIT) == (first.observer, second.observer)
 
     told = [
@@ -92,6 +97,7 @@ def test_listeners_hear_everything_in_the_order_of_the_configuration() -> None:
         ("step_end",),
         ("on_save", model, path),
         ("on_load", path),
+        ("on_progress", "Loading runs/1", 3, 4),
         ("make_observer", UNIT),
     ]
     assert log == [(name, *call) for call in told for name in ("first", "second")]
@@ -105,6 +111,7 @@ def test_every_hook_is_documented_and_has_a_method_on_the_facade() -> None:
         "after_shard",
         "on_save",
         "on_load",
+        "on_progress",
         "step_begin",
         "step_end",
         "make_observer",
@@ -114,9 +121,22 @@ def test_every_hook_is_documented_and_has_a_method_on_the_facade() -> None:
         assert hasattr(events, "observers" if name == "make_observer" else name)
 
 
+class OfSaves:
+    @hookimpl
+    def on_save(self, path: Path) -> None:
+        """Nothing in a step."""
+
+
 def test_without_listeners_nothing_is_active() -> None:
     events = Events([])
     assert events.active is False
+    assert events.steps is False
+    assert events.observers(UNIT) == ()
+    # A listener of saves alone costs a step nothing.
+    events = Events([("saves", OfSaves())])
+    assert events.active is True
+    assert events.steps is False
+    assert Events([("all", Recorder("all", []))]).steps is True
     assert events.observers(UNIT) == ()
     events.step_begin(torch.nn.Identity())
     assert Events([("one", Recorder("one", []))]).active is True

@@ -17,7 +17,8 @@ from polyshard.errors import CollectiveError, ConfigError, DeviceError
 from polyshard.interfaces import BufferRole, PluginContext, ReduceOp
 from polyshard_backends import _torch_private, symmetric
 from polyshard_backends.nccl import NcclCollectives
-from polyshard_backends.symmetric import PeerMemory, Place, SymmetricCollectives, obstacle
+from polyshard_backends.places import Place, obstacle
+from polyshard_backends.symmetric import PeerMemory, SymmetricCollectives
 from processes import run_processes
 
 CPU = torch.device("cpu", 0)
@@ -100,12 +101,27 @@ def handle_of(tensor: torch.Tensor, group: Group) -> Handle | None:
     return Handle(host, rank, [host.segment(each, number) for each in range(host.world_size)])
 
 
+class Scope(nullcontext[None]):
+    """The scope of memory that is there already."""
+
+    made = 0
+
+
+#: The places of tensors that the allocator was asked for.
+ASKED: list[int] = []
+
+
+def held(pool: object, tensor: torch.Tensor) -> bool:
+    ASKED.append(tensor.data_ptr())
+    return tensor.dtype is not torch.float32
+
+
 @pytest.fixture(autouse=True)
 def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_private, "symmetric_pool", lambda device, divisible: None)
-    monkeypatch.setattr(symmetric, "ZeroedScope", lambda pool, index: nullcontext())
+    monkeypatch.setattr(symmetric, "ZeroedScope", lambda pool, index: Scope())
     monkeypatch.setattr(_torch_private, "symmetric_handle", handle_of)
-    monkeypatch.setattr(_torch_private, "holds", lambda pool, tensor: tensor.dtype is not torch.float32)
+    monkeypatch.setattr(_torch_private, "holds", held)
     monkeypatch.setattr(_torch_private, "current_stream", lambda device_index: (0, device_index, 1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -182,12 +198,18 @@ def test_every_part_arrives_at_the_rank_that_it_is_for(world_size: int) -> None:
             assert torch.equal(received, expected)
 
 
-def test_other_memory_is_left_to_nccl() -> None:
-    def ask(rank: int, memory: PeerMemory) -> bool:
+def test_other_memory_is_left_to_nccl_and_looked_for_once_until_the_pool_grows() -> None:
+    def ask(rank: int, memory: PeerMemory) -> list[int]:
         memory.meet()
-        return memory.pull_of(torch.zeros(64)) is None and memory.problem == ""
+        other, counts = torch.zeros(64), []
+        for made in (0, 0, 1, 1):
+            memory.scope.made = made
+            assert memory.pull_of(other) is None
+            assert memory.problem == ""
+            counts.append(ASKED.count(other.data_ptr()))
+        return counts
 
-    assert on_ranks(Host([[0], [0]]), ask) == [True, True]
+    assert on_ranks(Host([[0], [0]]), ask) == [[1, 1, 2, 2]] * 2
 
 
 def test_segments_in_another_order_of_addresses_are_given_up_on_every_rank() -> None:

@@ -121,7 +121,13 @@ def test_peers_are_named_by_what_they_are(tmp_path: Path) -> None:
     engine.write_text("def build(model, units):\n    return model, list(model.parameters())\n")
     captured = contender(f"module-captured:{engine}")
     assert (captured.name, captured.captured) == ("module-captured:other", True)
-    for wrong in ("fsdp3", "polyshard:prefetch", f"module:{tmp_path / 'none.py'}", "ddp+compile"):
+    for wrong in (
+        "fsdp3",
+        "polyshard:prefetch",
+        "polyshard:without=x",
+        f"module:{tmp_path / 'none.py'}",
+        "ddp+compile",
+    ):
         with pytest.raises(ValueError, match=r"peer"):
             contender(wrong)
 
@@ -140,6 +146,7 @@ def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
     (results / "peers2.json").write_text(json.dumps(earlier))
     archive.write_text("{}\n{}\n".format(*OLD))
     arguments = ["--results", str(results), "--page", str(page), "--archive", str(archive), "--chart", str(chart)]
+    arguments += ["--readme-chart", str(tmp_path / "readme.svg")]
     assert main(arguments) == 0
     text = page.read_text()
     assert text.startswith("before\n")
@@ -186,16 +193,17 @@ def test_peers_train_alike_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_peers_that_take_turns_at_each_step_train_alike(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
-    peers = "local,fsdp1,fsdp2,polyshard,polyshard-no-shard"
+    peers = "local,fsdp1,fsdp2,polyshard,polyshard-no-shard,polyshard:without=buckets"
     measured = ["--by-step", "--work", "tiny", "--rounds", "2", "--steps", "2", "--peers", peers, "--out", str(out)]
     output_on_ranks(2, "peers.py", *measured)
     found = json.loads(out.read_text())
-    assert len(found["rows"]) == 2 * 5
+    assert len(found["rows"]) == 2 * 6
     assert all(len(row["ms"]["steps"]) == 2 for row in found["rows"] if row["peer"] != "fsdp1")
     summary = found["summary"]["tiny"]
     assert "CUDA" in summary["fsdp1"]["error"]
-    for peer in ("polyshard", "polyshard-no-shard"):
+    for peer in ("polyshard", "polyshard-no-shard", "polyshard:without=buckets"):
         assert summary[peer]["rounds"] == 2
+        assert summary[peer]["speed_to_polyshard"]["median"] > 0
         # Of another peer's losses, which ranks that disagree about the order would mix in, these are 3e-4 off.
         assert summary[peer]["loss_difference"] < 1e-4
 

@@ -88,11 +88,14 @@ def test_a_deprecation_is_seen_where_it_is_used() -> None:
     assert len(shown) == 1
 
 
-def test_names_that_are_imported_late_are_all_there() -> None:
+def test_names_that_are_imported_late_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(polyshard.__all__) <= set(dir(polyshard))
     for name in polyshard.__all__:
         assert getattr(polyshard, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'shrad'"):
         polyshard.shrad  # type: ignore[attr-defined]  # noqa: B018
+    monkeypatch.delattr(polyshard, "optim", raising=False)
+    with pytest.raises(AttributeError, match=r"has no attribute 'optim'\. Write 'import polyshard\.optim'"):
+        polyshard.optim  # noqa: B018
     assert set(errors.__all__) <= set(dir(errors))
     assert importlib.metadata.version("polyshard") == polyshard.__version__

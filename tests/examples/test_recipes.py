@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import tomllib
 import warnings
@@ -22,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 PRETRAIN = ROOT / "examples" / "pretrain"
 TEXT = {"files": [str(ROOT / "docs" / "tutorial.md")], "context": 16}
+#: Recipes of lora.py. bitsandbytes is no part of what tests install.
+ADAPTERS = ["lora", "qlora"] if importlib.util.find_spec("bitsandbytes") else ["lora"]
 #: A run of llama_8b.toml of seconds.
 TOY = {
     "model.hidden_size": 32,
@@ -71,7 +74,12 @@ def settings_of(name: str, folder: str) -> dict[str, Any]:
 
 def quiet() -> None:
     """Of what packages still call in each other by old names."""
-    for text in ("`is_gradient_checkpointing` is deprecated", "`gradient_checkpointing.* is deprecated", "'set_vital'"):
+    for text in (
+        "`is_gradient_checkpointing` is deprecated",
+        "`gradient_checkpointing.* is deprecated",
+        "'set_vital'",
+        "Could not find a config file in",
+    ):
         warnings.filterwarnings("ignore", message=text)
 
 
@@ -79,11 +87,15 @@ def run_all(rank: int, folder: str) -> dict[str, list[float]]:
     """The losses of every step of each."""
     quiet()
     with importing_from(RECIPES), importing_from(PRETRAIN), launched(rank, 2):
-        trained = recipe("lora").train(settings_of("lora", f"{folder}/lora"))
-        lora = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+        losses = {name: losses_of(recipe("lora").train(settings_of(name, f"{folder}/{name}"))) for name in ADAPTERS}
         muon = recipe("muon").train(settings_of("muon", f"{folder}/muon"))
         recipe("train").train(*pretraining(rank, folder))
-    return {"lora": lora, "muon": muon}
+    return {**losses, "muon": muon}
+
+
+def losses_of(trained: Any) -> list[float]:
+    """What a trainer of Transformers' logged."""
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
 
 
 def pretraining(rank: int, folder: str) -> tuple[Any, Any, Any]:
@@ -107,12 +119,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("recipes")
-def test_lora_is_what_transformers_own_trainer_comes_to(runs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_adapters_are_what_transformers_own_trainer_comes_to(name: str, runs: Any, tmp_path: Path) -> None:
     quiet()
+    if name == "qlora":
+        pytest.importorskip("bitsandbytes")
     import transformers
 
     folder, losses = runs
-    settings = settings_of("lora", str(tmp_path))
+    settings = settings_of(name, str(tmp_path))
     settings["training"]["per_device_train_batch_size"] *= 2
     plain = transformers.Trainer(
         model=recipe("lora").build_model(settings),
@@ -121,10 +136,10 @@ def test_lora_is_what_transformers_own_trainer_comes_to(runs: Any, tmp_path: Pat
     )
     plain.train()
     plain.save_model()
-    expected = [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
-    assert losses["lora"] == pytest.approx(expected, abs=2e-5)
+    expected = losses_of(plain)
+    assert losses[name] == pytest.approx(expected, abs=2e-5)
     assert expected[-1] < expected[0] - 0.05
-    found, wanted = (load_file(each / "adapter_model.safetensors") for each in (folder / "lora", tmp_path))
+    found, wanted = (load_file(each / "adapter_model.safetensors") for each in (folder / name, tmp_path))
     # Four blocks of seven matrices, with two factors each.
     assert len(wanted) == 56
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from fsdp_parity.ranks import Ranks, across
+import torch.distributed as dist
+from fsdp_parity.ranks import Ranks, across, told
 from fsdp_parity.subtests import subtests
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
@@ -172,7 +173,7 @@ def test_parity_with_unsharded(ranks: Ranks, case: tuple[ShardingStrategy, bool]
 
 @contextmanager
 def state_dict_type(model: FSDP, kind: StateDictType) -> Iterator[None]:
-    with pytest.warns(FutureWarning, match="state_dict_type"):
+    with told(dist.get_rank(), FutureWarning, "state_dict_type"):
         context = FSDP.state_dict_type(model, kind)
     with context:
         yield

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import polyshard
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from fsdp_parity.models import wrap_fsdp
 from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import named, pairs, run_subtests, subtests
 from fsdp_parity.training import ddp, full_parameters
+from polyshard.errors import UnsupportedError
 from polyshard_fsdp import (
     CPUOffload,
     FlatParameter,
@@ -284,6 +286,32 @@ def test_the_root_is_found(ranks: Ranks) -> None:
     assert alone[0]._is_root is True
     with pytest.raises(AssertionError, match=r"`_is_root` should not have been set yet"):
         alone(_input(ranks))
+
+
+@across(2)
+def test_functions_of_polyshard(ranks: Ranks) -> None:
+    """Whole weights stream out of both forms; what would show or write single parameters of flat ones is refused."""
+    expected = {f"{n}.weight": layer.weight.detach() for n, layer in enumerate(_plain(ranks))}
+    for use_orig_params in (True, False):
+        model = _wrapped(ranks, use_orig_params=use_orig_params)
+        model(_input(ranks)).sum().backward()
+        streamed = {
+            name: tensor.clone() for pair in polyshard.stream(model) for name, tensor in zip(*pair, strict=True)
+        }
+        assert streamed.keys() == expected.keys()
+        assert all(torch.equal(streamed[name], value) for name, value in expected.items())
+        doubled = [(name, 2 * value) for name, value in expected.items()]
+        if use_orig_params:
+            polyshard.load_stream(model, doubled)
+        else:
+            with pytest.raises(UnsupportedError, match=r"'1.weight' has a flat parameter .* summon_full_params"):
+                polyshard.load_stream(model, doubled)
+            shown = polyshard.unsharded(model)
+            with pytest.raises(UnsupportedError, match=r"^unsharded\(\): the module of '1.weight' has"), shown:
+                pass
+        factor = 2 if use_orig_params else 1
+        whole = _input(ranks) @ (factor * expected["0.weight"]).T @ (factor * expected["1.weight"]).T
+        torch.testing.assert_close(model(_input(ranks)), whole)
 
 
 @across(2)

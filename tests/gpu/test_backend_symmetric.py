@@ -122,6 +122,8 @@ def reduce_in_turns(collectives: Collectives, turns: int) -> list[int]:
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
     plain = NcclCollectives(context(device.index), communicators=1)
     n = (1 << 20) + 64
+    # Memory is shared at the first gather.
+    gather_in_turns(collectives, 1)
     buffers: list[torch.Tensor] = []
     for _ in range(2):
         with collectives.allocation(BufferRole.REDUCE, LARGE):

@@ -124,6 +124,28 @@ def test_it_is_told_of_once_and_by_one_rank() -> None:
     assert len(told) == 1
 
 
+@pytest.mark.parametrize(("action", "times"), [("default", 1), ("always", 3)])
+def test_one_text_is_said_once_a_process_by_rank_0_unless_a_filter_wants_it_always(action: Any, times: int) -> None:
+    class Once(Tower):
+        """Of a name that no other test has."""
+
+    Once.__name__ += action
+    # As many functions and policies: the same is wrong with each of them.
+    nothing = [lambda module: False, lambda module: not module, lambda module: module is None]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("ignore")
+        units(Once(), policy=lambda module: False)
+        warnings.simplefilter(action)
+        for each in nothing:
+            assert units(Once(), policy=each) == 1
+        for rank in (1, 2):
+            config = ShardConfig(
+                collectives={"name": "fake", "world_size": 4, "rank": rank}, policy=lambda module: False
+            )
+            polyshard.shard(Once(), config)
+    assert [each.filename for each in told] == [__file__] * times
+
+
 def test_large_units_are_told_of_by_one_rank() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         with world.lock:

@@ -355,7 +355,7 @@ def test_every_built_in_is_installed_and_ready(group: Group, names: set[str]) ->
     assert [plugin for plugin in built_in.values() if plugin.state is not PluginState.READY] == []
 
 
-#: What a configuration uses that says nothing, and what ``auto`` asks for.
+#: What a configuration uses that says nothing, what ``auto`` asks for, and what it is made of.
 DEFAULTS = [
     (Group.COLLECTIVES, "auto"),
     (Group.COLLECTIVES, "gloo"),

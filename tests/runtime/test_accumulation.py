@@ -23,7 +23,7 @@ from parity import (
     stepping,
     units_of,
 )
-from polyshard.errors import ConfigError
+from polyshard.errors import ConfigError, StateError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
@@ -44,6 +44,28 @@ def test_no_sync_sums_microbatches_before_one_reduction(strategy: str) -> None:
     if strategy.startswith("hybrid"):
         settings["shard_size"] = 2
     assert_parity(seeded(Net), step, world_size=4, settings=settings, optimizer=adam)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_step_over_gradients_that_nobody_reduced_is_refused(strategy: str) -> None:
+    reference = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(reference.weight)
+
+    def body(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(reference, rank, world, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = torch.full((2, 4), 1.0 + rank)
+        with polyshard.no_sync(model):
+            model(x).sum().backward()
+        with pytest.raises(StateError, match=r"SGD was to update 'weight' .* Leave no_sync\(\) for the last backward"):
+            optimizer.step()
+        # Two backwards on each of two ranks, whose mean of inputs is 1.5, over two samples.
+        model(x).sum().backward()
+        optimizer.step()
+        with polyshard.unsharded(model):
+            torch.testing.assert_close(model.weight, torch.full((1, 4), 1 - 0.5 * 2 * 2 * 1.5))
+
+    on_ranks(2, body)
 
 
 def accumulating(second: Callable[[nn.Module, int, int], list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:

@@ -66,6 +66,19 @@ def test_twenty_four_small_blocks_are_gathered_by_six_communications() -> None:
     assert batches_of_a_step(24, batch_nbytes="16 MiB") == ([16, 8], [16, 8], 49)
 
 
+def test_the_report_says_how_many_launches_there_are_and_why() -> None:
+    for settings, before, after in (
+        ({}, "neighbours go together up to 128 MiB, at most 16", "25 modules in 3 launches: neighbours"),
+        ({"batch_nbytes": 0}, "each module is gathered by itself", "each module is gathered by itself"),
+    ):
+        model = seeded(lambda: Net(24))
+        polyshard.shard(model, polyshard.ShardConfig(collectives=fake(), **BLOCKS, **settings))
+        assert polyshard.report(model).reasons["batch_nbytes"].startswith(before)
+        square_step(model, 0, 0)
+        assert polyshard.report(model).reasons["batch_nbytes"].startswith(after)
+        assert "collectives" not in polyshard.report(model).reasons
+
+
 def test_blocks_of_two_groups_in_turns_are_gathered_by_one_communication_a_group() -> None:
     collectives = fake()
     other = collectives.partition([[0, 1, 2, 3]])

@@ -83,6 +83,26 @@ class OfItsRank(Sound):
         return dataclasses.replace(super().capabilities, max_world_size=8 + self.rank)
 
 
+class ChoosesAlone(Sound):
+    """Says what it chose on its own rank."""
+
+    @property
+    def reason(self) -> str:
+        return f"rank {self.rank} likes it"
+
+
+class Chatty(Sound):
+    """Says more than a line once ranks have met."""
+
+    @property
+    def reason(self) -> str:
+        return "\n".join(["one line"] * self.__dict__.get("met", 1))
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        self.met = 2
+        return super().all_reduce(tensor, op=op)
+
+
 class NamesItsGroup(Sound):
     process_group = "gloo"
 
@@ -379,6 +399,8 @@ FAULTS = [
     fault(CountsForTrue, "capabilities_are_of_the_contracts_types_and_do_not_change"),
     fault(ChangesItsMind, "capabilities_are_of_the_contracts_types_and_do_not_change"),
     fault(OfItsRank, "capabilities_are_alike_on_every_rank"),
+    fault(ChoosesAlone, "reason_is_one_line_that_every_rank_has"),
+    fault(Chatty, "reason_is_one_line_that_every_rank_has"),
     fault(NamesItsGroup, "process_group_is_one_of_torch_with_the_same_ranks"),
     fault(Introduces, "construction_does_not_communicate", hangs=True),
     fault(Patient, "a_rank_that_never_comes_is_an_error_in_time", hangs=True, impatient=True),

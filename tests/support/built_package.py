@@ -62,29 +62,30 @@ def compare(wheel: Path) -> None:
         raise UnfitPackageError(f"the wheel that the sdist builds differs from the checkout in {', '.join(differing)}")
 
 
-def declared(requirements: Iterable[str]) -> dict[str, Distribution]:
-    """The distributions that ``requirements`` and theirs ask for here, by name; extras are not followed."""
+def declared(requirements: Iterable[str], extra: str) -> dict[str, Distribution]:
+    """What ``requirements`` with ``extra``, and what they require in turn, ask for here, by name."""
     found: dict[str, Distribution] = {}
-    waiting = list(requirements)
+    waiting = [(each, extra) for each in requirements]
     while waiting:
-        requirement = Requirement(waiting.pop())
+        text, of = waiting.pop()
+        requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
-        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": of})):
             continue
         found[name] = distribution(name)
-        waiting += found[name].requires or []
+        waiting += [(each, "") for each in found[name].requires or []]
     return found
 
 
-def bare_environment(folder: Path, wheel: Path) -> Path:
-    """A new environment with ``wheel`` and what it declares; returns its interpreter."""
+def bare_environment(folder: Path, wheel: Path, extra: str = "") -> Path:
+    """A new environment with ``wheel`` and what it declares, ``extra`` included; returns its interpreter."""
     venv.create(folder, with_pip=False, symlinks=True)
     interpreter = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         (info,) = {name.split("/")[0] for name in archive.namelist() if name.split("/")[0].endswith(".dist-info")}
     requirements = PathDistribution(zipfile.Path(wheel, f"{info}/")).requires or []
-    for each in declared(requirements).values():
+    for each in declared(requirements, extra).values():
         for top in {file.parts[0] for file in each.files or ()} - {"..", "__pycache__"}:
             if not (site / top).exists():
                 (site / top).symlink_to(Path(str(each.locate_file(top))))
@@ -92,6 +93,16 @@ def bare_environment(folder: Path, wheel: Path) -> Path:
     run(*pip, "install", "--no-index", "--no-deps", wheel)
     run(*pip, "check")
     return interpreter
+
+
+def build_and_try(folder: Path) -> tuple[Path, Path]:
+    """Sdist and wheel in ``folder``, as they may be published. Raises ``UnfitPackageError``."""
+    built = build(folder / "built")
+    run(sys.executable, "-m", "twine", "check", "--strict", *built)
+    compare(built[1])
+    # Isolated: neither PYTHONPATH nor the working directory may lend it the checkout's modules.
+    run(bare_environment(folder / "environment", built[1]), "-I", SMOKE, cwd=folder)
+    return built
 
 
 def main() -> int:
@@ -102,14 +113,8 @@ def main() -> int:
     )
     out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
         try:
-            built = build(folder / "built")
-            run(sys.executable, "-m", "twine", "check", "--strict", *built)
-            compare(built[1])
-            interpreter = bare_environment(folder / "environment", built[1])
-            # Isolated: neither PYTHONPATH nor the working directory may lend it the checkout's modules.
-            run(interpreter, "-I", SMOKE, cwd=folder)
+            built = build_and_try(Path(temporary))
         except UnfitPackageError as error:
             print(error, file=sys.stderr)
             return 1

@@ -190,6 +190,13 @@ def test_a_torch_that_does_not_serve_the_devices_there_are() -> None:
 def test_devices_are_told_apart() -> None:
     apart = tuple(dataclasses.replace(device, peers=frozenset()) for device in PAIR.devices)
     assert told(doctor.devices(dataclasses.replace(PAIR, devices=apart))) == {"peer access": HINT}
+    # Which is why nothing is copied; that alone is another matter.
+    unreached = dataclasses.replace(PAIR, devices=apart, uncopied="device 0 cannot access device 1")
+    assert told(doctor.devices(unreached)) == {"peer access": HINT}
+    multicast = doctor.devices(dataclasses.replace(PAIR, uncopied="symmetric memory would set up multicast"))
+    assert only(multicast).what == "do not move units: symmetric memory would set up multicast"
+    assert ("units from 64 MiB", "by NCCL") in multicast.facts
+    assert ("units from 64 MiB", "by copy engines, with collectives 'auto'") in doctor.devices(PAIR).facts
     taken = dataclasses.replace(H200, free_nbytes=20 * GIB)
     section = doctor.devices(dataclasses.replace(PAIR, devices=(taken, PAIR.devices[1])))
     assert "120.0 GiB are taken already" in only(section).what

@@ -30,8 +30,8 @@ from polyshard.errors import (
 )
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard_tools.cli import main
-from polyshard_tools.cli.explain import folded
 from polyshard_tools.explaining import Explanation, explain
+from polyshard_tools.explaining.explanation import folded
 from torch import nn
 
 
@@ -199,15 +199,18 @@ def test_the_model_stays_as_it_is() -> None:
 
 
 def test_the_default_collectives_depend_on_the_device_and_need_neither_it_nor_ranks() -> None:
-    for device, name in (("cuda", "nccl"), ("cpu", "gloo")):
+    shown = {}
+    for device, names in (("cuda", ["auto"]), ("cpu", ["auto", "gloo"])):
         told = explain(ShardConfig(), on_meta(), 8, device=device)
         (auto,) = [each for each in told.plugins if each.serves == "collectives"]
-        (inner,) = auto.inner
-        assert (auto.name, auto.absent) == ("auto", "")
-        assert (inner.name, inner.serves, inner.distribution) == (name, "auto", "polyshard")
-        assert Path(inner.file).name == f"{name}.py"
-        assert "torch.distributed" in inner.absent
+        *_, last = shown[device] = auto.walk()
+        assert [each.name for each in shown[device]] == names
+        assert [Path(each.file).name for each in shown[device]] == [f"{name}.py" for name in names]
+        assert (last.serves, last.distribution) == ("auto" if len(names) > 1 else "collectives", "polyshard")
+        assert "torch.distributed" in last.absent
         assert told.device.type == device
+    assert shown["cuda"][0].reason.startswith("symmetric for units from 64 MiB where all ranks")
+    assert [each.reason for each in shown["cpu"]] == ["", ""]
     assert not torch.cuda.is_initialized()
 
 

@@ -56,7 +56,6 @@ class Capturer(ABC):
         return None
 
     def warm_up(self, step: Callable[[], T]) -> T:
-        """Run ``step``."""
         return step()
 
     @abstractmethod
@@ -70,8 +69,6 @@ class Capturer(ABC):
 
 
 class NoCapturer(Capturer):
-    """For devices that cannot record."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -85,8 +82,6 @@ class NoCapturer(Capturer):
 
 
 class CudaCapturer(Capturer):
-    """Records CUDA graphs."""
-
     def __init__(self, device: torch.device, groups: Iterable[Collectives]) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._groups = tuple(groups)

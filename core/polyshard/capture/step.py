@@ -145,12 +145,7 @@ class CapturedStep(Generic[P, T]):
         self._device = self._sharded.collectives.device
         self._capturer = self._make_capturer()
         self._graph: _Graph[T] | None = None
-        self._warm = 0
-        self._mode = CaptureMode.WARMING_UP
-        self._reason: str | None = None
-        obstacle = self._capturer.obstacle() or self._sharded.capture_obstacle()
-        if obstacle is not None:
-            self._give_up(obstacle)
+        self.reset()
 
     @property
     def mode(self) -> CaptureMode:
@@ -169,7 +164,8 @@ class CapturedStep(Generic[P, T]):
             CaptureError: the step cannot be captured, or not replayed with these arguments; nothing was trained.
             StateError: inside a forward, a backward or ``polyshard.unsharded``.
         """
-        self._refuse_inside_a_step()
+        self._sharded.refuse_inside_step("A CapturedStep")
+        self._sharded.refuse_replaced_values("A CapturedStep")
         if self._mode is CaptureMode.EAGER:
             return self._run(*to_device(args, kwargs, self._device))
         if self._graph is None and (self._warm < self._warmup or self._sharded.warming_up):
@@ -202,7 +198,7 @@ class CapturedStep(Generic[P, T]):
         self._drop_graph()
         self._warm = 0
         self._mode = CaptureMode.WARMING_UP
-        self._reason = None
+        self._reason: str | None = None
         obstacle = self._capturer.obstacle() or self._sharded.capture_obstacle()
         if obstacle is not None:
             self._give_up(obstacle)
@@ -228,10 +224,6 @@ class CapturedStep(Generic[P, T]):
                 f"CapturedStep got warmup={self._warmup!r} (rank {rank}): the order of units and the optimizer's state "
                 "come from eager steps. Give an integer of at least 2."
             )
-
-    def _refuse_inside_a_step(self) -> None:
-        self._sharded.refuse_inside_step("A CapturedStep")
-        self._sharded.refuse_replaced_values("A CapturedStep")
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         outputs = self._train_step(*args, **kwargs)
@@ -288,11 +280,8 @@ class CapturedStep(Generic[P, T]):
 
     def _obstacle(self) -> str | None:
         """Why this rank cannot capture its next step, as far as it can be known before."""
-        for optimizer in self._optimizers:
-            obstacle = optimizer_obstacle(optimizer, self._device)
-            if obstacle is not None:
-                return obstacle
-        return self._sharded.step_obstacle()
+        obstacles = (optimizer_obstacle(optimizer, self._device) for optimizer in self._optimizers)
+        return next(filter(None, obstacles), None) or self._sharded.step_obstacle()
 
     def _recorded(self, inputs: StaticInputs) -> T:
         outputs = self._run(inputs.args, inputs.kwargs)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import ShardedModel, StateTensor, idle_model, taken_apart
+from ..inspect import ShardedModel, StateTensor, idle_model, inner_tensors, taken_apart
 from ..interfaces import Collectives, PrecisionCaster
 from ..io.memory import NAMES
 from ..state.contents import (
@@ -56,7 +56,6 @@ def caster_states(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
 
 
 def restore_casters(sharded: ShardedModel, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give the casters of the model what they had."""
     for name, caster in _casters(sharded).items():
         if name in states:
             caster.load_state_dict(states[name])
@@ -70,12 +69,7 @@ def _casters(sharded: ShardedModel) -> dict[str, PrecisionCaster]:
 
 
 def number_of(given: object, name: str, least: int) -> int:
-    """The argument ``name`` as an int.
-
-    Raises:
-        ConfigTypeError: it is no whole number.
-        ConfigError: it is less than ``least``.
-    """
+    """The argument ``name`` as an int. Raises ConfigTypeError: it is none; ConfigError: it is less than ``least``."""
     try:
         if isinstance(given, bool):
             raise TypeError
@@ -164,7 +158,7 @@ def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:
         for (unit, _), is_sound in zip(units, sound, strict=False)
         if not is_sound
         for parameter in unit.parameters
-        if not all(_are_finite(list(_plain(parameter.tensor))))
+        if not all(_are_finite(_plain(parameter.tensor)))
     ]
     broken = [state for state, is_sound in zip(states, sound[len(units) :], strict=True) if not is_sound]
     if joint is not None and broken:
@@ -194,16 +188,10 @@ def _states(joint: Joint) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
                     yield parameter, key, values
 
 
-def _plain(value: object) -> Iterator[torch.Tensor]:
+def _plain(value: object) -> list[torch.Tensor]:
     """The tensors with numbers that ``value`` is made of: of eight bits, say, those of its scales."""
-    if not isinstance(value, torch.Tensor):
-        return
-    flatten = getattr(value, "__tensor_flatten__", None)
-    if flatten is not None:
-        for name in flatten()[0]:
-            yield from _plain(getattr(value, name))
-    elif _has_numbers(value):
-        yield value.detach()
+    inner = inner_tensors(value) if isinstance(value, torch.Tensor) else ()
+    return [each.detach() for each in inner if _has_numbers(each)]
 
 
 def _has_numbers(values: torch.Tensor) -> bool:

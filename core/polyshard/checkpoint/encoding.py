@@ -46,16 +46,13 @@ class Encoder:
         self.tensors: list[tuple[dict[str, Json], torch.Tensor]] = []
         """Each with the object that describes it, in which its place is still missing."""
 
-    def encode(self, value: Any, where: str) -> Json:
+    def encode(self, value: Any, where: str, depth: int = 0) -> Json:
         """``value`` as JSON. ``where``: what users call it, for errors.
 
         Raises:
             ConfigTypeError: it has something that cannot be written; names the way there.
             ConfigError: it is nested too deeply, or in itself.
         """
-        return self._encode(value, where, 0)
-
-    def _encode(self, value: Any, where: str, depth: int) -> Json:
         if depth > _DEPTH:
             raise ConfigError(f"{where[:200]}... is nested more than {_DEPTH} deep, or in itself. Flatten it.")
         if value is None or value is True or value is False:
@@ -81,7 +78,7 @@ class Encoder:
         return found
 
     def _items(self, values: Any, where: str, depth: int) -> list[Json]:
-        return [self._encode(each, f"{where}[{index}]", depth + 1) for index, each in enumerate(values)]
+        return [self.encode(each, f"{where}[{index}]", depth + 1) for index, each in enumerate(values)]
 
     def _of_containers(self, value: Any, where: str, depth: int) -> Json | None:
         # A named tuple or an enum needs its class, which a file must not name.
@@ -90,10 +87,10 @@ class Encoder:
         if isinstance(value, Mapping):
             keys = list(value)
             if all(type(key) is str for key in keys) and not any(key.startswith(_MARK) for key in keys):
-                return {key: self._encode(value[key], f"{where}[{key!r}]", depth + 1) for key in keys}
+                return {key: self.encode(value[key], f"{where}[{key!r}]", depth + 1) for key in keys}
             pairs = [
-                [self._encode(key, f"the key {key!r} of {where}", depth + 1),
-                 self._encode(value[key], f"{where}[{key!r}]", depth + 1)]
+                [self.encode(key, f"the key {key!r} of {where}", depth + 1),
+                 self.encode(value[key], f"{where}[{key!r}]", depth + 1)]
                 for key in keys
             ]  # fmt: skip
             return _tagged("dict", pairs)
@@ -150,16 +147,6 @@ def require_plain(value: torch.Tensor, where: str) -> None:
         )
 
 
-def decode(value: Json, tensor: Callable[[Json], torch.Tensor]) -> Any:
-    """The value that was encoded.
-
-    ``value``: JSON. ``tensor``: gives the tensor of an entry. Its elements may be filled later, also where it becomes
-    an array.
-    Raises MalformedError, ValueError, TypeError, LookupError, OverflowError: it was not made by ``Encoder``.
-    """
-    return _decode(value, tensor, 0)
-
-
 def tensor_entry(value: Json) -> Json | None:
     """The entry of the tensor that ``value`` is; None where it is no tensor."""
     if isinstance(value, dict) and len(value) == 1:
@@ -167,7 +154,11 @@ def tensor_entry(value: Json) -> Json | None:
     return None
 
 
-def _decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int) -> Any:
+def decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int = 0) -> Any:
+    """The value that was encoded. ``tensor``: gives that of an entry, whose elements may be filled later.
+
+    Raises MalformedError, ValueError, TypeError, LookupError, OverflowError: it was not made by ``Encoder``.
+    """
     if depth > _DEPTH:
         raise MalformedError("it has a value that is nested too deeply")
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -177,7 +168,7 @@ def _decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int) -> 
     if not tag.startswith(_MARK):
         if any(key.startswith(_MARK) for key in entry):
             raise MalformedError("it has a value with a tag beside names")
-        return {key: _decode(each, tensor, depth + 1) for key, each in entry.items()}
+        return {key: decode(each, tensor, depth + 1) for key, each in entry.items()}
     if len(entry) != 1:
         raise MalformedError("it has a value with several tags")
     inner, kind = entry[tag], tag[len(_MARK) :]
@@ -186,10 +177,10 @@ def _decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int) -> 
     if kind == "array":
         return tensor(inner).numpy()
     if kind == "dict":
-        pairs = [[_decode(part, tensor, depth + 1) for part in a_list(pair, "a pair")] for pair in a_list(inner, kind)]
+        pairs = [[decode(part, tensor, depth + 1) for part in a_list(pair, "a pair")] for pair in a_list(inner, kind)]
         return dict(pairs)
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](_decode(each, tensor, depth + 1) for each in a_list(inner, kind))
+        return _SEQUENCES[kind](decode(each, tensor, depth + 1) for each in a_list(inner, kind))
     if kind == "scalar":
         name, raw = a_list(inner, kind)
         if name not in NUMPY:
@@ -285,22 +276,22 @@ def checked(directory: object, name: str) -> Iterator[None]:
         raise damaged(directory, f"'{name}' cannot be what was written ({why})") from error
 
 
+# Each raises MalformedError for a value that is not what its name says.
+
+
 def an_object(value: Any, what: str) -> dict[str, Any]:
-    """``value``, which must be an object."""
     if not isinstance(value, dict):
         raise MalformedError(f"{what} is no object")
     return value
 
 
 def a_list(value: Any, what: str) -> list[Any]:
-    """``value``, which must be a list."""
     if not isinstance(value, list):
         raise MalformedError(f"{what} is no list")
     return value
 
 
 def a_text(value: Any, what: str) -> str:
-    """``value``, which must be a string."""
     if not isinstance(value, str):
         raise MalformedError(f"{what} is no text")
     return value

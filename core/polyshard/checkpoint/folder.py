@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError, StateError, warn_once
 from . import reading
 from .manifest import Marker
 from .storage import MARKER, AnyPlace, Place, place_of, storage_of
@@ -104,7 +103,7 @@ def latest(folder: AnyPlace, *, verify: bool = False) -> AnyPlace | None:
 def _latest(folder: Place, *, verify: bool) -> Place | None:
     contents = Contents.of(folder)
     for text in contents.unreadable:
-        warnings.warn(f"passed over: {text}", stacklevel=3)
+        warn_once(f"passed over: {text}")
     if not contents.entries:
         return None
     line = list(contents.line(contents.entries[-1].marker.identity))
@@ -112,7 +111,7 @@ def _latest(folder: Place, *, verify: bool) -> Place | None:
         problem = entry.problem(verified=verify)
         if problem is None:
             return entry.directory
-        warnings.warn(f"passed over: {problem}", stacklevel=3)
+        warn_once(f"passed over: {problem}")
     return None
 
 

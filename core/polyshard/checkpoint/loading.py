@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..errors import ConfigError, PolyshardError, StateError
-from ..inspect import ShardedModel, savable_model
+from ..inspect import savable_model
 from ..interfaces import Collectives
 from ..state.contents import Joint, Optimizers
 from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
-from ..state.restore import ModelRestore, OptimizerRestore
+from ..state.restore import ModelRestore, OptimizerRestore, same_values
 from ..state.sharded import MODEL, OPTIMIZER, holdings
 from ..state.source import Source, listed, opening, require_name
 from .contents import restore_casters
@@ -66,48 +66,42 @@ def load(
     """
     sharded = savable_model(model, "checkpoint.load()")
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
-        extra = _load(sharded, directory, model, optimizer, frozen=frozen)
-        _notify(sharded, model, directory)
-    return extra
-
-
-def _load(
-    sharded: ShardedModel, directory: Place, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool
-) -> Mapping[str, Any]:
-    collectives, history = sharded.collectives, sharded.attached(History)
-    history.finish_pending(sharded)
-    called: dict[str, object] = {}
-    require_file_seen(collectives, directory, MARKER)
-    with together(collectives, f"Opening the checkpoint {directory}", called):
-        directory = place_of(directory, "directory")
-        joint = None if optimizer is None else Joint(optimizer)
-        called.update(optimizer=str(joint and joint.described), frozen=frozen)
-        marker = Marker.read(directory)
-        if coordinates(collectives):
-            marker.require_files(directory)
-        with readable(directory, collectives):
-            manifest = marker.read_manifest(directory)
-            source = StoredSource(manifest)
-            # Decoded here, where a failure changes nothing.
-            precision, extra = source.precision, source.extra
-    require_same(collectives, directory, marker.identity, REMEDY)
-    with together(collectives, f"Matching the checkpoint {directory}"), readable(directory, collectives):
-        targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
-        restore = None
-        if joint is not None:
-            restore = OptimizerRestore(source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None)
-    with together(collectives, f"Reading the checkpoint {directory}"), readable(directory, collectives):
-        if restore is None:
-            source.read(targets)
-        else:
+        collectives, history = sharded.collectives, sharded.attached(History)
+        history.finish_pending(sharded)
+        called: dict[str, object] = {}
+        require_file_seen(collectives, directory, MARKER)
+        with together(collectives, f"Opening the checkpoint {directory}", called):
+            directory = place_of(directory, "directory")
+            joint = None if optimizer is None else Joint(optimizer)
+            called.update(optimizer=str(joint and joint.described), frozen=frozen)
+            marker = Marker.read(directory)
+            if coordinates(collectives):
+                marker.require_files(directory)
+            with readable(directory, collectives):
+                manifest = marker.read_manifest(directory)
+                source = StoredSource(manifest)
+                # Decoded here, where a failure changes nothing.
+                precision, extra = source.precision, source.extra
+        require_same(collectives, directory, marker.identity, REMEDY)
+        with together(collectives, f"Matching the checkpoint {directory}"), readable(directory, collectives):
+            targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
+            restore = None
+            if joint is not None:
+                restore = OptimizerRestore(
+                    source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None
+                )
+        with together(collectives, f"Reading the checkpoint {directory}"), readable(directory, collectives):
             # At once: a file's blocks have something of both.
-            both = {**targets, **restore.targets}
-            source.read(both)
-            restore.targets.update({key: both[key] for key in restore.targets})
-            restore.commit()
-        restore_casters(sharded, precision)
-        if coordinates(collectives):
-            history.line = Line.from_loaded(directory, marker)
+            both = targets if restore is None else {**targets, **restore.targets}
+            with sharded.telling(model, f"Loading {directory}"):
+                source.read(both)
+            if restore is not None:
+                restore.targets.update({key: both[key] for key in restore.targets})
+                restore.commit()
+            restore_casters(sharded, precision)
+            if coordinates(collectives):
+                history.line = Line.from_loaded(directory, marker)
+        notify_listeners(collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, directory))
     return extra
 
 
@@ -139,40 +133,34 @@ def load_dcp(
     """
     sharded = savable_model(model, "checkpoint.load_dcp()")
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
-        _load_dcp(sharded, directory, model, optimizer, keys)
-        _notify(sharded, model, directory)
-
-
-def _load_dcp(
-    sharded: ShardedModel, directory: Path, model: nn.Module, optimizer: Optimizers | None, keys: DcpKeys | None
-) -> None:
-    collectives = sharded.collectives
-    called: dict[str, object] = {}
-    require_file_seen(collectives, directory, _METADATA)
-    opening = f"Opening the directory {directory}"
-    with together(collectives, opening, called), readable(directory, collectives):
-        directory = _local(directory)
-        joint = None if optimizer is None else Joint(optimizer)
-        called.update(optimizer=str(joint and joint.described), keys=keys)
-        held = {} if joint is None else holdings(sharded, joint.groups)
-        groups = [
-            [name for parameter in group["params"] for name in held[parameter].names]
-            for group in (() if joint is None else joint.groups)
-        ]
-        source = ForeignSource(directory, read_metadata(directory), keys or DcpKeys(), groups)
-        identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
-    require_same(collectives, directory, identity, REMEDY)
-    with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives):
-        targets = ModelRestore(source, model, collectives.rank).targets
-        restore = None
-        if joint is not None:
-            source.find_optimizer()
-            restore = OptimizerRestore(source, sharded, joint, None)
-    with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives):
-        source.read(targets)
-        if restore is not None:
-            source.read(restore.targets)
-            restore.commit()
+        collectives = sharded.collectives
+        called: dict[str, object] = {}
+        require_file_seen(collectives, directory, _METADATA)
+        opening = f"Opening the directory {directory}"
+        with together(collectives, opening, called), readable(directory, collectives):
+            directory = _local(directory)
+            joint = None if optimizer is None else Joint(optimizer)
+            called.update(optimizer=str(joint and joint.described), keys=keys)
+            held = {} if joint is None else holdings(sharded, joint.groups)
+            groups = [
+                [name for parameter in group["params"] for name in held[parameter].names]
+                for group in (() if joint is None else joint.groups)
+            ]
+            source = ForeignSource(directory, read_metadata(directory), keys or DcpKeys(), groups)
+            identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
+        require_same(collectives, directory, identity, REMEDY)
+        with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives):
+            targets = ModelRestore(source, model, collectives.rank).targets
+            restore = None
+            if joint is not None:
+                source.find_optimizer()
+                restore = OptimizerRestore(source, sharded, joint, None)
+        with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives):
+            source.read(targets)
+            if restore is not None:
+                source.read(restore.targets)
+                restore.commit()
+        notify_listeners(collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, directory))
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -210,11 +198,6 @@ def require_file_seen(collectives: Collectives, directory: object, name: str) ->
         place = place_of(directory, "directory") if seen else None
         seen = place is not None and storage_of(place).sees(place / name)
     require_seen(collectives, directory, seen)
-
-
-def _notify(sharded: ShardedModel, model: nn.Module, directory: Place) -> None:
-    place = place_of(directory, "directory")
-    notify_listeners(sharded.collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, place))
 
 
 def _local(directory: object) -> Path:
@@ -296,7 +279,7 @@ class ForeignSource(Source):
         targets.update({key: names for key, names in self._made.items() if key in targets})
         for key in wanted:
             for other in self._aliases.get(key, ()):
-                if not _same(both[key], both[other]):
+                if not same_values(both[key], both[other]):
                     raise ConfigError(
                         f"{opening(self)} has {both[key]} as '{key}' but "
                         f"{both[other]} as '{other}', and the optimizer has both parameters in one group. Make its "
@@ -305,9 +288,6 @@ class ForeignSource(Source):
 
     def entry(self, key: str) -> Any | None:
         return BytesStorageMetadata() if key in self._made else self.metadata.state_dict_metadata.get(key)
-
-    def paths(self, *prefix: str) -> dict[str, tuple[Any, ...]]:
-        return {key: path for key, path in self._paths.items() if path[: len(prefix)] == prefix}
 
     def _below(self, what: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
         start = self.keys.path(what)
@@ -356,12 +336,6 @@ class ForeignSource(Source):
             f"{opening(self)} has no {what} at {given!r}; at the top it has "
             f"{listed(top)}. Say where it is: DcpKeys({what}=...)."
         )
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
 
 
 def read_state(directory: Path, targets: dict[str, Any], metadata: Metadata) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -115,22 +115,15 @@ class Manifest:
     """Tensors in encoded values, by the identity of their descriptions, which live as long."""
 
     @classmethod
-    def read(cls, directory: Place, size: int, digest: str, files: Mapping[str, int], *, complete: bool) -> Manifest:
-        """That of ``directory``.
-
-        Args:
-            directory: Of a committed checkpoint.
-            size: Of the manifest, by the marker.
-            digest: Its sha256, by the marker.
-            files: Sizes of all files, by the marker.
-            complete: Whether all elements of all tensors must be there.
+    def read(cls, directory: Place, marker: Marker) -> Manifest:
+        """That of ``directory``, which was committed with ``marker``.
 
         Raises:
             CheckpointDamagedError: it is not the one that was committed, or what was committed contradicts itself.
             OSError: it cannot be read.
         """
-        content = storage_of(directory).read_whole(directory, NAME, size)
-        if hashlib.sha256(content).hexdigest() != digest:
+        content = storage_of(directory).read_whole(directory, NAME, marker.files[NAME])
+        if hashlib.sha256(content).hexdigest() != marker.manifest:
             raise damaged(directory, f"'{NAME}' is not what was committed: its sha256 is another")
         with checked(directory, NAME):
             top = an_object(parse(content), "the manifest")
@@ -138,16 +131,16 @@ class Manifest:
                 raise MalformedError(f"it is of format {top['format']!r}, and 'COMMITTED' of format 3")
             known = {name: _file(name, each) for name, each in an_object(top["files"], "files").items()}
             sizes = {name: each.size for name, each in known.items()}
-            if sizes != {name: nbytes for name, nbytes in files.items() if name != NAME}:
+            if sizes != {name: nbytes for name, nbytes in marker.files.items() if name != NAME}:
                 raise MalformedError("its files are not those of 'COMMITTED'")
-            read = _Tensors(known, complete=complete)
+            read = _Tensors(known, complete=marker.complete)
             model = {name: read.tensor(each, name) for name, each in an_object(top["model"], "model").items()}
             aliases = an_object(top["aliases"], "aliases")
             for name, first in aliases.items():
                 if name in model or first not in model:
                     raise MalformedError(f"'{name}' is said to be '{first}'")
             optimizer = None if top["optimizer"] is None else _optimizer(top["optimizer"], read)
-            found = cls(known, model, aliases, optimizer, top["precision"], top["extra"], complete, directory)
+            found = cls(known, model, aliases, optimizer, top["precision"], top["extra"], marker.complete, directory)
 
             # Decoded without elements first: a rank must not find out when others have changed their models.
             def stand_in(entry: Json) -> torch.Tensor:
@@ -166,12 +159,10 @@ class Manifest:
         return self._within[id(entry)]
 
     def settings(self) -> Iterator[Json]:
-        """Every encoded setting of the optimizer."""
         for group in () if self.optimizer is None else self.optimizer.groups:
             yield from group.values()
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
-        """Every tensor, with what it is called."""
         for name, stored in self.model.items():
             yield f"model.{name}", stored
         if self.optimizer is not None:
@@ -309,15 +300,6 @@ def _overlapping(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     return False
 
 
-def tensor_as_json(dtype: str, shape: Iterable[int], chunks: Iterable[Json]) -> Json:
-    """A tensor in the manifest. ``chunks``: of ``chunk_as_json``."""
-    return {"dtype": dtype, "shape": list(shape), "chunks": list(chunks)}
-
-
-def chunk_as_json(offsets: Iterable[int], sizes: Iterable[int], file: str, at: int, nbytes: int) -> Json:
-    return [list(offsets), list(sizes), file, at, nbytes]
-
-
 @dataclass(frozen=True, slots=True)
 class Marker:
     """The facts of a checkpoint at its commit."""
@@ -342,7 +324,6 @@ class Marker:
     format: int = FORMAT
 
     def rendered(self) -> bytes:
-        """What ``read`` reads."""
         return _render({**dataclasses.asdict(self), "torch": str(torch.__version__)})
 
     @classmethod
@@ -396,7 +377,7 @@ class Marker:
 
     def read_manifest(self, directory: Place) -> Manifest:
         """What the files hold. Errors as ``Manifest.read``."""
-        return Manifest.read(directory, self.files[NAME], self.manifest, self.files, complete=self.complete)
+        return Manifest.read(directory, self)
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

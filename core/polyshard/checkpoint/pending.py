@@ -79,7 +79,6 @@ class Notes:
         self._wakes.set()
 
     def look_now(self) -> None:
-        """Look at once: somebody waits."""
         self._wakes.set()
 
     def collect(self) -> list[Any]:

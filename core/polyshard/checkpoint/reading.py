@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..errors import CheckpointDamagedError, ConfigError
 from ..io.boxes import Box, box_within, row_major, span
 from ..io.files import MOST, carried_out, damaged, digest_of
 from ..io.memory import flat_bytes, view_of
+from ..io.progress import tell
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Source, chunks_of, in_lines
 from .encoding import Json, checked, decode, tensor_entry
@@ -62,13 +64,8 @@ class _Wanted:
 
     def end(self) -> None:
         if self.staged is not None:
-            strides = self.strides
-            held = (
-                self.staged.view(self.part.shape)
-                if strides is None
-                else self.staged.as_strided(self.part.shape, strides)
-            )
-            self.part.copy_(held)
+            shape, strides = self.part.shape, self.strides
+            self.part.copy_(self.staged.view(shape) if strides is None else self.staged.as_strided(shape, strides))
         self.staged = self.memory = None
 
 
@@ -101,32 +98,13 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
             for file in {file for file, _ in order}
         }
         results = carried_out(_calls(manifest, inputs, order, buffers), len(order))
-        for _, parts in zip(results, order.values(), strict=True):
+        ends = list(accumulate(min(BLOCK, manifest.files[file].size - index * BLOCK) for file, index in order))
+        for _, parts, done in zip(results, order.values(), ends, strict=True):
             for each in parts:
                 each.left -= 1
                 if not each.left:
                     each.end()
-
-
-def examine(manifest: Manifest, problems: Callable[[Exception], None]) -> None:
-    """Read every file and compare it with its digests; reports each block that differs, and each file that cannot be.
-
-    Raises OSError: reading failed.
-    """
-    buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-    for _ in range(MOST):
-        buffers.put(bytearray(BLOCK))
-    for file, stored in sorted(manifest.files.items()):
-        try:
-            with storage_of(manifest.directory).opened(manifest.directory, file, stored.size) as handle:
-                calls = (
-                    partial(_differs, manifest, handle, file, index, buffers) for index in range(len(stored.blocks))
-                )
-                for index, differs in enumerate(carried_out(calls, len(stored.blocks))):
-                    if differs:
-                        problems(manifest.block_damaged(file, index))
-        except CheckpointDamagedError as error:
-            problems(error)
+            tell(done, ends[-1])
 
 
 def _wanted(target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
@@ -277,9 +255,6 @@ class StoredSource(Source):
         ]
         return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)
 
-    def paths(self, *prefix: str) -> dict[str, _Path]:
-        return {key: path for key, path in self._paths.items() if path[: len(prefix)] == prefix}
-
     @property
     def aliases(self) -> Mapping[str, str]:
         """Further names of what the model has, and the name under which it is saved."""
@@ -365,7 +340,19 @@ def verify(directory: Place) -> None:
         OSError: reading failed.
     """
     directory = place_of(directory, "directory")
+    manifest = Marker.read(directory).read_manifest(directory)
     found: list[str] = []
-    examine(Marker.read(directory).read_manifest(directory), lambda error: found.append(str(error)))
+    buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+    for _ in range(MOST):
+        buffers.put(bytearray(BLOCK))
+    for file, stored in sorted(manifest.files.items()):
+        numbers = range(len(stored.blocks))
+        try:
+            with storage_of(directory).opened(directory, file, stored.size) as handle:
+                calls = (partial(_differs, manifest, handle, file, index, buffers) for index in numbers)
+                differing = carried_out(calls, len(numbers))
+                found += [str(manifest.block_damaged(file, index)) for index, each in enumerate(differing) if each]
+        except CheckpointDamagedError as error:
+            found.append(str(error))
     if found:
         raise CheckpointDamagedError(in_lines(found))

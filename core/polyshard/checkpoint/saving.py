@@ -73,15 +73,9 @@ def save(
         Exception: a listener's, on its rank, once the checkpoint is there.
     """
     sharded = savable_model(model, "checkpoint.save()")
-    collectives = sharded.collectives
     with sharded.meeting("save of a checkpoint", (sharded.collectives,)):
-        with ExitStack() as stack:
-            taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
-            task = prepare(collectives, (sharded,), root, step, keep, stack, taking)
-            write(task, collectives)
-        done = f"the save of {task.named}, which is committed"
-        notify_listeners(collectives, done, partial(sharded.tell_saved, model, task.named))
-    return cast(AnyPlace, task.named)
+        taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
+        return save_now(sharded.collectives, [(sharded, model)], root, step, keep, taking)
 
 
 def async_save(
@@ -112,11 +106,9 @@ def async_save(
         As ``save``, but for what happens in the background.
     """
     sharded = savable_model(model, "checkpoint.async_save()")
-    collectives = sharded.collectives
-    with sharded.meeting("save of a checkpoint", (sharded.collectives,)), ExitStack() as stack:
+    with sharded.meeting("save of a checkpoint", (sharded.collectives,)):
         taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
-        task = prepare(collectives, (sharded,), root, step, keep, stack, taking)
-        return write_later(task, collectives, sharded, stack, partial(sharded.tell_saved, model, task.named))
+        return save_later(sharded.collectives, [(sharded, model)], root, step, keep, taking)
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,7 @@ class _Commit:
 
 
 @dataclass(frozen=True)
-class Task:
+class _Task:
     """One save, on one rank."""
 
     described: str
@@ -187,7 +179,6 @@ def take(
     *,
     frozen: bool,
 ) -> Taken:
-    """What a save of one model writes."""
     beside = mapping_of(extra, "extra")
     joint = None if optimizer is None else Joint(optimizer)
     state = state_of(sharded, model, optimizer, frozen=frozen)
@@ -202,29 +193,68 @@ def take(
     return Taken(state, not_finite(sharded, joint), called, document)
 
 
-def prepare(
+#: This rank's models, the first of which remembers what was saved, each with its outermost module.
+_Models = Sequence[tuple[ShardedModel, nn.Module]]
+
+
+def save_now(
+    collectives: Collectives, models: _Models, root: AnyPlace, step: int, keep: int | None, taking: Callable[[], Taken]
+) -> AnyPlace:
+    """Save what ``taking`` gives, and call the models' listeners; returns the checkpoint's directory.
+
+    ``collectives``: all ranks that save together.
+    """
+    with ExitStack() as stack:
+        task = _prepare(collectives, models, root, step, keep, stack, taking)
+        first, module = models[0]
+        with first.telling(module, f"Saving {task.named}"):
+            files, manifest = write_all(plan_writing(task.path, task.state, task.document, collectives), collectives)
+        with together(collectives, f"Committing {task.described}"):
+            if task.commit is not None:
+                task.commit.run(files, manifest)
+    done = f"the save of {task.named}, which is committed"
+    for sharded, module in models:
+        notify_listeners(sharded.collectives, done, partial(sharded.tell_saved, module, task.named))
+    return cast(AnyPlace, task.named)
+
+
+def save_later(
+    collectives: Collectives, models: _Models, root: AnyPlace, step: int, keep: int | None, taking: Callable[[], Taken]
+) -> PendingSave[AnyPlace]:
+    """As ``save_now``, of a copy that is written in the background."""
+    with ExitStack() as stack:
+        task = _prepare(collectives, models, root, step, keep, stack, taking)
+
+        def notify() -> None:
+            for sharded, module in models:
+                sharded.tell_saved(module, task.named)
+
+        writing = plan_writing(task.path, task.state, task.document, collectives)
+        with together(collectives, f"Copying {task.described}"):
+            writing = writing.detached()
+        first, ranks = models[0][0], collectives.world_size if speaks(collectives) else 1
+        notes = Notes(task.path, collectives.rank, ranks, first.timeout_s)
+        work = partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all())
+        named = cast(AnyPlace, task.named)
+        pending = first.attached(History).pending = PendingSave(named, collectives.rank, work, notify, notes)
+        pending.start()
+        return pending
+
+
+def _prepare(
     collectives: Collectives,
-    models: Sequence[ShardedModel],
+    models: _Models,
     root: Place,
     step: int,
     keep: int | None,
     stack: ExitStack,
     taking: Callable[[], Taken],
-) -> Task:
-    """Everything up to the writing. ``stack`` gives the directory back.
-
-    Args:
-        collectives: All ranks that save together.
-        models: This rank's; the first one remembers what was saved.
-        root: Of all checkpoints.
-        step: The checkpoint's.
-        keep: How many to leave.
-        stack: To be left behind the commit.
-        taking: Takes what is written.
-    """
-    for each in models:
+) -> _Task:
+    """Everything up to the writing. ``stack``, which is left behind the commit, gives the directory back."""
+    handles = [sharded for sharded, _ in models]
+    for each in handles:
         each.attached(History).finish_pending(each)
-    history = models[0].attached(History)
+    history = handles[0].attached(History)
     what = f"the checkpoint of step {step} in {root}"
     commit: _Commit | None = None
     document: Document | None = None
@@ -247,7 +277,7 @@ def prepare(
             complete = collectives.world_size == 1 or speaks(collectives)
             marker = Marker(step, collectives.world_size, complete, attempt.identity, line.newest, 0, {}, True, "")
             commit = _Commit(history, attempt, line, marker, keep)
-    broken = not_finite_anywhere(collectives, models, taken.broken)
+    broken = not_finite_anywhere(collectives, handles, taken.broken)
     # A program may let warnings raise.
     with together(collectives, f"Preparing {what}"):
         if commit is not None and broken:
@@ -255,51 +285,13 @@ def prepare(
             warnings.warn(
                 f"{what[0].upper()}{what[1:]} holds values that are infinite or no number: {listed(broken)}. Whoever "
                 "loads it goes on with them.",
-                stacklevel=3,
+                stacklevel=4,
             )
     # Names alone: one file system may be mounted at several places.
     mine = None if commit is None else (commit.attempt.path.name, commit.attempt.target.name, commit.attempt.identity)
     path, name, identity = from_first(collectives, mine)
     require_seen(collectives, here / path, storage_of(here).sees(here / path))
-    return Task(what, here / path, here / name, root / name, identity, taken.state, document, commit)
-
-
-def write(task: Task, collectives: Collectives) -> None:
-    """Write what ``prepare`` made, and commit it."""
-    writing = plan_writing(task.path, task.state, task.document, collectives)
-    files, manifest = write_all(writing, collectives)
-    with together(collectives, f"Committing {task.described}"):
-        if task.commit is not None:
-            task.commit.run(files, manifest)
-
-
-def write_later(
-    task: Task, collectives: Collectives, first: ShardedModel, stack: ExitStack, notify: Callable[[], None]
-) -> PendingSave[Any]:
-    """Copy what ``prepare`` made, and begin to write it in the background.
-
-    Args:
-        task: What ``prepare`` returned.
-        collectives: All ranks that save together.
-        first: The model that remembers the save.
-        stack: As ``prepare`` left it; the thread gives the directory back.
-        notify: Calls the listeners of all models.
-    """
-    writing = plan_writing(task.path, task.state, task.document, collectives)
-    with together(collectives, f"Copying {task.described}"):
-        writing = writing.detached()
-    ranks = collectives.world_size if speaks(collectives) else 1
-    notes = Notes(task.path, collectives.rank, ranks, first.timeout_s)
-    pending: PendingSave[Any] = PendingSave(
-        task.named,
-        collectives.rank,
-        partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all()),
-        notify,
-        notes,
-    )
-    first.attached(History).pending = pending
-    pending.start()
-    return pending
+    return _Task(what, here / path, here / name, root / name, identity, taken.state, document, commit)
 
 
 def _in_background(

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from .loading import REMEDY, readable, require_file_seen
 from .manifest import Marker
 from .pending import History, PendingSave
 from .reading import StoredSource
-from .saving import Taken, prepare, take, write, write_later
+from .saving import Taken, save_later, save_now, take
 from .storage import MARKER, AnyPlace, Place, place_of
 from .writing import Document
 
@@ -54,8 +54,7 @@ def save_stages(
     and buffers of a part have the names that they have in the whole model.
 
     Args:
-        root: As in ``save``.
-        step: As in ``save``.
+        root, step, keep, frozen: As in ``save``.
         stages: This rank's parts of the model, the outermost sharded modules.
         optimizers: One for each of ``stages``, of one class and with groups of the same settings on all ranks; None to
             save none.
@@ -63,8 +62,6 @@ def save_stages(
         tied: For parameters that two stages have one each of: the name in the later one, and that in the earlier one,
             which is saved.
         extra: As in ``save``; of the first rank.
-        keep: As in ``save``.
-        frozen: As in ``save``.
 
     Raises:
         As ``save``.
@@ -73,13 +70,7 @@ def save_stages(
     models = _models(stages, "checkpoint.save_stages()")
     with _everyone(models, group) as everyone:
         parts, taking = _named(everyone, stages, models, optimizers, step, tied or {}, extra, frozen=frozen)
-        with ExitStack() as stack:
-            task = prepare(everyone, models, root, step, keep, stack, taking)
-            write(task, everyone)
-        done = f"the save of {task.named}, which is committed"
-        for part in parts:
-            notify_listeners(part.sharded.collectives, done, partial(part.sharded.tell_saved, part.module, task.named))
-    return cast(AnyPlace, task.named)
+        return save_now(everyone, parts, root, step, keep, taking)
 
 
 def async_save_stages(
@@ -96,17 +87,6 @@ def async_save_stages(
 ) -> PendingSave[AnyPlace]:
     """As ``save_stages``, with the writing in the background, as ``async_save`` does it for one model.
 
-    Args:
-        root: As in ``save_stages``, as all that follows.
-        step: Its number.
-        stages: This rank's.
-        optimizers: One for each.
-        group: All ranks of the pipeline.
-        tied: Names of parameters that two stages have.
-        extra: Values beside tensors.
-        keep: How many checkpoints to leave.
-        frozen: Whether parameters that need no gradient are written.
-
     Returns:
         The pending save, to be asked by ``done()`` and ``result(timeout)``.
 
@@ -114,15 +94,9 @@ def async_save_stages(
         As ``save_stages``, but for what happens in the background.
     """
     models = _models(stages, "checkpoint.async_save_stages()")
-    with _everyone(models, group) as everyone, ExitStack() as stack:
+    with _everyone(models, group) as everyone:
         parts, taking = _named(everyone, stages, models, optimizers, step, tied or {}, extra, frozen=frozen)
-        task = prepare(everyone, models, root, step, keep, stack, taking)
-
-        def notify() -> None:
-            for part in parts:
-                part.sharded.tell_saved(part.module, task.named)
-
-        return write_later(task, everyone, models[0], stack, notify)
+        return save_later(everyone, parts, root, step, keep, taking)
 
 
 def load_stages(
@@ -139,9 +113,8 @@ def load_stages(
 
     Args:
         directory: What ``save_stages``, ``save`` or ``latest`` returned.
-        stages: As in ``save_stages``.
+        stages, group: As in ``save_stages``.
         optimizers: As in ``save_stages``; None leaves saved ones alone.
-        group: As in ``save_stages``.
         frozen: As in ``load``.
 
     Raises:
@@ -178,9 +151,11 @@ def load_stages(
         _refuse_left_over(everyone, source, parts)
         with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
             for part, own, restore, joint in zip(parts, sources, restores, joints, strict=True):
-                own.read(restore.targets)
+                with part.sharded.telling(part.module, f"Loading {directory}"):
+                    own.read(restore.targets)
+                    if joint is not None:
+                        own.read(joint.targets)
                 if joint is not None:
-                    own.read(joint.targets)
                     joint.commit()
                 restore_casters(part.sharded, precision)
             if coordinates(everyone):
@@ -205,7 +180,6 @@ class _Part:
         return {name: first for first, names in names_of(self.module).items() for name in names}
 
     def outline(self, tied: Mapping[str, str]) -> _Outline:
-        """What the manifest says of it."""
         names, saved = self.names, saved_names(self.module)
         left_out = frozenset(later for later, first in tied.items() if later in names and first not in names)
         groups = None
@@ -239,8 +213,7 @@ class _Outline:
     def joined(cls, outlines: Sequence[_Outline]) -> _Outline:
         """That of the whole model.
 
-        Raises:
-            ConfigError: two stages have a name, or optimizers of other numbers of groups.
+        Raises ConfigError: two stages have a name, or optimizers of other numbers of groups.
         """
         told = [each for each in outlines if each.tells]
         names: list[str] = [name for each in told for name in each.names]
@@ -326,8 +299,8 @@ class _StageSource(Source):
         #: Names in the stage, and in the saved optimizer: a tied parameter is saved under one of its names.
         self._names = {name: aliases.get(name, name) if name not in saved else name for name in own}
         self._inner: dict[str, str] = {}
-        self._model = {key: path for key, path in source.paths(MODEL).items() if ".".join(map(str, path[1:])) in own}
-        self._optimizer: dict[str, tuple[Any, ...]] = dict(source.paths(OPTIMIZER, "param_groups"))
+        self._paths = {key: path for key, path in source.paths(MODEL).items() if ".".join(map(str, path[1:])) in own}
+        self._paths |= source.paths(OPTIMIZER, "param_groups")
         by_name: dict[str, list[tuple[str, tuple[Any, ...]]]] = {}
         for key, path in source.paths(OPTIMIZER, "state").items():
             by_name.setdefault(path[2], []).append((key, path))
@@ -335,7 +308,7 @@ class _StageSource(Source):
             for key, path in by_name.get(first, ()):
                 mine = key if name == first else f"{key}\0of\0{name}"
                 self._inner[mine] = key
-                self._optimizer[mine] = (*path[:2], name, *path[3:])
+                self._paths[mine] = (*path[:2], name, *path[3:])
 
     @property
     def described(self) -> str:
@@ -346,17 +319,13 @@ class _StageSource(Source):
         self._source.read(inner)
         for key in targets:
             value = inner[self._inner.get(key, key)]
-            path = self._optimizer.get(key, ())
-            if path[1:2] == ("param_groups",) and path[3] in ("params", "param_names"):
+            path = self._paths[key]
+            if path[:2] == (OPTIMIZER, "param_groups") and path[3] in ("params", "param_names"):
                 value = [name for name, first in self._names.items() if first in set(value) or name in set(value)]
             targets[key] = value
 
     def entry(self, key: str) -> Any | None:
         return self._source.entry(self._inner.get(key, key))
-
-    def paths(self, *prefix: str) -> Mapping[str, tuple[Any, ...]]:
-        both = {**self._model, **self._optimizer}
-        return {key: path for key, path in both.items() if path[: len(prefix)] == prefix}
 
 
 def _named(
@@ -369,7 +338,7 @@ def _named(
     extra: Mapping[str, Any] | None,
     *,
     frozen: bool,
-) -> tuple[Sequence[_Part], Callable[[], Taken]]:
+) -> tuple[Sequence[tuple[ShardedModel, nn.Module]], Callable[[], Taken]]:
     """This rank's stages, whose names all ranks have compared; and what takes their state."""
     what = f"Naming the stages for step {step}"
     with together(everyone, what):
@@ -383,7 +352,7 @@ def _named(
         taken = _taken(parts, outlines, whole, extra, frozen=frozen)
         return replace(taken, called={**taken.called, "tied": dict(tied)})
 
-    return parts, taking
+    return [(part.sharded, part.module) for part in parts], taking
 
 
 def _models(stages: Sequence[nn.Module], call: str) -> list[ShardedModel]:

@@ -17,11 +17,12 @@ from ..interfaces import Collectives
 from ..io.boxes import Box, Chunk, box_within, disjoint
 from ..io.files import DIGEST, carried_out, digest_of
 from ..io.memory import DTYPES, NAMES, HostCopy, pieces_of
+from ..io.progress import tell
 from ..state.exchange import coordinates, gather_to_first, scatter_from_first, speaks, together
 from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor
 from ..state.source import chunks_of
 from .encoding import Encoder, Json, render, require_plain
-from .manifest import ALIGNMENT, BLOCK, NAME, chunk_as_json, file_of, tensor_as_json
+from .manifest import ALIGNMENT, BLOCK, NAME, file_of
 from .storage import OutputFile, Place, storage_of
 
 #: Pieces up to here are put together, since a call to the system costs more than the copy.
@@ -114,6 +115,7 @@ class Writing:
             for digest, block in carried_out(calls, -(-self.size // BLOCK)):
                 file.follow(block, len(found) * BLOCK)
                 found.append(digest)
+                tell(min(len(found) * BLOCK, self.size), self.size)
         return {"file": self.file, "size": self.size, "digests": found}
 
     def finish(self, everything: Sequence[Written]) -> tuple[dict[str, int], str]:
@@ -356,9 +358,11 @@ def share_out(
         share.sort(key=lambda each: each[0] > _IN_FRONT)
         starts, _ = places(each[0] for each in share)
         for at, (nbytes, key, _, _, (offsets, sizes)) in zip(starts, share, strict=True):
-            chunks[key].append(chunk_as_json(offsets, sizes, file, at, nbytes))
+            chunks[key].append([list(offsets), list(sizes), file, at, nbytes])
         found.append([(key, index, part) for _, key, index, part, _ in share])
-    return found, {key: tensor_as_json(*kinds[key], chunks[key]) for key in kinds}
+    return found, {
+        key: {"dtype": dtype, "shape": list(shape), "chunks": chunks[key]} for key, (dtype, shape) in kinds.items()
+    }
 
 
 def _piece_by_piece(offers: Sequence[Offer]) -> Sequence[Offer]:
@@ -395,7 +399,6 @@ def _piece_by_piece(offers: Sequence[Offer]) -> Sequence[Offer]:
 
 
 def _by_itself(key: Key, label: str) -> Key:
-    """The key of a tensor of one piece."""
     return (*key[:-1], f"{key[-1]}{label}")
 
 

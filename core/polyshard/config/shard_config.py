@@ -386,7 +386,6 @@ class ShardConfig:
             raise ConfigError(f"{where}: {error}") from error
 
     def _coming_from(self, sources: Sources) -> ShardConfig:
-        """This new configuration, with its sources."""
         object.__setattr__(self, "_sources", dict(sources))
         return self
 
@@ -400,7 +399,6 @@ FILE_FIELDS: tuple[str, ...] = tuple(name for name in _fields() if name != "mesh
 
 
 def _defaults() -> dict[str, Any]:
-    """Defaults of the settings that a file or the environment can hold."""
     return {name: field.default for name, field in _fields().items() if name in FILE_FIELDS}
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import enum
 import math
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, warn_once
 from ..planning.parts import is_dtensor
 from ..runtime.unit import Unit
 from .lookup import ParameterLocation
@@ -233,18 +232,18 @@ def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, groups: Sequence[Sequen
         kind = f"{type(optimizer).__name__} keeps its state in blocks of {blocks.size} elements"
         if each.slot is None:
             if each.unit.layout.shard_numel >= blocks.smallest:
-                warnings.warn(
+                warn_once(
                     f"{kind}, and divides the flat parameter of unit '{each.unit.name}' otherwise than each of its "
                     "parameters (rank 0): the result differs slightly from the unsharded model's. Give the optimizer "
                     "model.parameters(), and shard with layout={'name': 'blocks', 'size': 4096}.",
-                    stacklevel=2,
+                    rank=0,
                 )
                 return
         elif blocks.differ(each.unit, each.slot):
-            warnings.warn(
+            warn_once(
                 f"{kind}, and ranks cut '{each.unit.parameters[each.slot].names[0]}' inside of some (rank 0): the "
                 "result differs slightly from the unsharded model's. Shard with layout={'name': 'blocks', 'size': "
                 "4096}, or filter this warning.",
-                stacklevel=2,
+                rank=0,
             )
             return

@@ -33,7 +33,6 @@ class ParameterLocation(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter itself."""
         if self.slot is None:
             assert self.unit.flat is not None
             return self.unit.flat.parameter
@@ -67,7 +66,6 @@ class LiveRoots:
         self.flattened: weakref.WeakSet[Root] = weakref.WeakSet()
 
     def add(self, root: Root) -> None:
-        """Find the parameters of ``root`` from now on."""
         places = {
             id(held): (number, slot)
             for number, unit in enumerate(root.units)
@@ -170,8 +168,14 @@ class Placement:
     the part's offset and sizes. None for a parameter that was no ``DTensor``."""
 
 
-def placement_of(parameter: torch.Tensor) -> Placement:
-    """See ``polyshard.placement``."""
+def placement(parameter: torch.Tensor) -> Placement:
+    """Which elements of ``parameter`` this rank holds, and what shape the whole has.
+
+    A sharded parameter is a 1-D tensor, or ``(rows, ...)`` where the layout cuts between rows only, and empty on ranks
+    without a part of it: what is decided by shape, such as which parameters decay, is to be decided by
+    ``placement(parameter).shape``. Nothing is communicated. A parameter that is not sharded lies here as a whole. A
+    flat parameter is that of its unit's padded elements.
+    """
     (found,) = live_roots.find((parameter,))
     if found is None:
         numel = parameter.numel()
@@ -196,10 +200,18 @@ def placement_of(parameter: torch.Tensor) -> Placement:
     return Placement(slot.shape, slot.stride, start, stop, unit.name, shard, pieces, rows, unit.ranks.label, part)
 
 
-def dtensor_of(parameter: torch.Tensor) -> DTensor:
-    """See ``polyshard.as_dtensor``."""
+def as_dtensor(parameter: torch.Tensor) -> DTensor:
+    """The whole ``parameter`` as a ``DTensor`` with placement ``Shard(0)`` over this rank's piece, which is not copied.
+
+    For code that computes with DTensors. It is detached: gradients arrive in ``parameter.grad``. Every rank calls it,
+    in the same order.
+
+    Raises:
+        UnsupportedError: ranks hold other rows of it than ``Shard(0)`` would give them, it is not sharded, or the
+            collectives are behind no process group.
+    """
     (found,) = live_roots.find((parameter,))
-    placed = placement_of(parameter)
+    placed = placement(parameter)
     if found is None or found.slot is None or found.unit.ranks.owner is None:
         raise UnsupportedError(
             f"as_dtensor() needs a parameter of which each rank holds a piece, but this one, of shape {placed.shape}, "

@@ -49,6 +49,9 @@ class MemoryReport:
     over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of units by the dimensions of the mesh that they are cut and replicated over, ``"edp and dp_replicate"``;
     empty where the configuration names none."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """What was chosen by what is there, in one line with the reason, by the setting that left it open: ``collectives``,
+    ``reshard_after_forward``, ``batch_nbytes``. Lines change while the first steps decide."""
 
     def optimizer_nbytes(self, states: int) -> int:
         """Bytes of an optimizer with ``states`` tensors of a trained master's size (AdamW: 2)."""
@@ -105,7 +108,19 @@ def memory_report(root: Root) -> MemoryReport:
             for over in dict.fromkeys(u.spec.ranks for u in units)
             if over
         },
+        reasons=_reasons(root),
     )
+
+
+def _reasons(root: Root) -> dict[str, str]:
+    groups = [unit.ranks.owner or root.collectives for unit in root.units] or [root.collectives]
+    # A hybrid strategy has several groups, which may have found different things.
+    found = {
+        "collectives": "; ".join(filter(None, dict.fromkeys(each.reason for each in groups))),
+        "reshard_after_forward": root.budget_reason,
+        "batch_nbytes": root.execution_order.reason if root.collectives.world_size > 1 else "",
+    }
+    return {setting: reason for setting, reason in found.items() if reason}
 
 
 def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:

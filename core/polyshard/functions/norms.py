@@ -32,12 +32,8 @@ def clip_grad_norm(
     """Scale all gradients so that their norm, over every rank's shards, is at most ``max_norm``.
 
     Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce. Trained parameters outside of units
-    count once, and must have one gradient on all ranks, but for those that each rank owns: see ``agreed_norm``.
-
-    Raises:
-        ConfigError: ``norm_type`` is not positive, or other parts of a ``DTensor`` are on ranks of another model.
-        RankMismatchError: gradients of parameters outside of units differ between ranks.
-        NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
+    count once, and must have one gradient on all ranks, but for those that each rank owns. Errors as ``agreed_norm``;
+    NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
     gradients = ModelGradients(root, module)
     total = gradients.norm(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
@@ -50,8 +46,7 @@ def clip_grad_norm(
 class ModelGradients:
     """The gradients of one model on this rank: their norm over all ranks, and a factor for all of them.
 
-    Raises:
-        ConfigError: other parts of a ``DTensor`` are on ranks of another model, or one is in no unit.
+    Raises ConfigError: other parts of a ``DTensor`` are on ranks of another model, or one is in no unit.
     """
 
     def __init__(self, root: Root, module: nn.Module, uncounted: Collection[torch.Tensor] = frozenset()) -> None:
@@ -85,9 +80,7 @@ class ModelGradients:
     ) -> torch.Tensor:
         """The norm over all ranks of the model, the same on each of them; ``max_norm`` is compared among them.
 
-        Raises:
-            ConfigError: ``norm_type`` is not positive.
-            RankMismatchError: gradients of parameters outside of units differ between ranks.
+        Errors as ``check_norm_type`` and ``agreed_norm``.
         """
         root = self._root
         check_norm_type(norm_type, "clip_grad_norm_", root.rank)
@@ -133,8 +126,7 @@ THIS_RANK = Holders(None, 1)
 def groups_of(held: GradientsByHolders, unit: Unit) -> list[list[torch.Tensor]]:
     """Where in ``held`` the gradients of ``unit`` belong: one list for all, or one for each of its parameters.
 
-    Raises:
-        ConfigError: other parts of a parameter are on ranks that are none of the model's.
+    Raises ConfigError: other parts of a parameter are on ranks that are none of the model's.
     """
     ranks, copies = unit.ranks, unit.copies
     if not all(copies):
@@ -167,8 +159,7 @@ def count_parts(
 def count_outside(held: GradientsByHolders, root: Root, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Add the gradient of a parameter that is no unit's to ``held``.
 
-    Raises:
-        ConfigError: it is a ``DTensor``, of which nobody says who averages it.
+    Raises ConfigError: it is a ``DTensor``, of which nobody says who averages it.
     """
     owned = parameter in root.owned_locally
     if is_dtensor(parameter) and not owned:
@@ -206,8 +197,7 @@ def agreed_norm(
     waiting for the device: on the CPU at each call, on other devices at the first that has gradients (of the first
     three), and at each with ``check_ranks="always"``.
 
-    Raises:
-        RankMismatchError: the ranks' norms of one gradient differ; on all ranks.
+    Raises RankMismatchError: the ranks' norms of one gradient differ; on all ranks.
     """
     device = root.collectives.device
     reach = {holders.ranks: holders.ranks.everyone for holders in held if holders.ranks is not None}
@@ -265,8 +255,7 @@ def norm_dtype(units: Iterable[Unit], outside: Iterable[torch.Tensor] = ()) -> t
 def check_norm_type(norm_type: float, call: str, rank: int) -> None:
     """Raise where norms of shards do not make a norm of the whole.
 
-    Raises:
-        ConfigError: ``norm_type`` is not positive.
+    Raises ConfigError: ``norm_type`` is not positive.
     """
     if not norm_type > 0:
         raise ConfigError(

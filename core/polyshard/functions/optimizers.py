@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _torch_private
-from ..errors import ConfigError, StateError, UnsupportedError
+from ..errors import ConfigError, StateError, UnsupportedError, warn_once
 from ..runtime.root import Root
 from .block_states import refuse_dtensors_in_blocks, warn_of_cut_blocks
 from .lookup import LiveRoots, ParameterLocation
@@ -102,11 +101,12 @@ class OptimizerCheck:
 
     def _prepare(self, optimizer: torch.optim.Optimizer, root: Root) -> None:
         """Let ``root`` end what its backwards left, where the optimizer has parameters of it."""
-        for group in optimizer.param_groups:
-            # Whether or not they have gradients, or elements on this rank: all ranks decide alike.
-            if any(found is not None and found.root is root for found in self._live.find(group["params"])):
-                root.settle()
-                return
+        # Whether or not they have gradients, or elements on this rank: all ranks decide alike.
+        found = [each for group in optimizer.param_groups for each in self._live.find(group["params"])]
+        own = [each for each in found if each is not None and each.root is root]
+        if own:
+            _refuse_unreduced(optimizer, own)
+            root.settle()
 
     def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the parameters that forwards have gathered are older than the masters from now on."""
@@ -171,11 +171,7 @@ class _StateGuard:
         self._fresh = fresh
 
     def refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Called before ``state_dict`` and before ``load_state_dict``.
-
-        Raises:
-            StateError: that module calls it.
-        """
+        """Called before ``state_dict`` and before ``load_state_dict``. Raises StateError: that module calls it."""
         if not _asked_for_states():
             self._fresh = False
             return
@@ -191,6 +187,17 @@ class _StateGuard:
 def _asked_for_states() -> bool:
     """Whether torch's functions for states of whole models are among the callers."""
     return _torch_private.called_from(_STATE_DICTS)
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, found: Iterable[ParameterLocation]) -> None:
+    """Raise where every gradient of a parameter waits for a backward that synchronises: the step would pass it over."""
+    for each in found:
+        if each.unit.gradients.unreduced and each.parameter.grad is None:
+            raise StateError(
+                f"{type(optimizer).__name__} was to update '{each.name}' (rank {each.root.rank}), whose gradients were "
+                "computed without synchronisation and are not reduced: it would stay as it is. Leave no_sync() for the "
+                "last backward before a step."
+            )
 
 
 def _refuse_dead_hooks(found: Iterable[ParameterLocation]) -> None:
@@ -216,11 +223,11 @@ def _warn_of_underflow(optimizer: torch.optim.Optimizer, groups: Sequence[Sequen
     ]
     if scaled and not _torch_private.called_from(_SCALER):
         first = next((each for each in scaled if torch.float16 in _travels_in(each)), scaled[0])
-        warnings.warn(
+        warn_once(
             f"{type(optimizer).__name__} steps without a torch.amp.GradScaler, and gradients of '{first.name}' pass "
             "through a dtype in which small ones become zero. Scale the loss, and step by "
             "scaler.step(optimizer); where the loss is scaled by something else, filter this warning.",
-            stacklevel=2,
+            rank=0,
         )
 
 
@@ -332,13 +339,13 @@ def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Seque
     flattened = next((each for group in groups for each in group if _dims(each) >= 2 > each.parameter.ndim), None)
     alone = len(given) > 2 and all(len(group["params"]) == 1 for group in given)
     mixed = any(len({_dims(each) >= 2 for each in group}) > 1 for group in groups)
-    if flattened is not None and flattened.root.rank == 0 and (mixed or alone):
-        warnings.warn(
+    if flattened is not None and (mixed or alone):
+        warn_once(
             f"No parameter group of {type(optimizer).__name__} decays, and '{flattened.name}' is a matrix of which "
             f"each rank holds a 1-D piece: were groups chosen by p.ndim? Choose by "
             "polyshard.placement(parameter).shape, by name, or with polyshard.optim.decay_groups. If nothing is to "
             "decay, give the optimizer itself weight_decay=0.",
-            stacklevel=2,
+            rank=flattened.root.rank,
         )
 
 
@@ -374,8 +381,7 @@ class ReplacedParameters:
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of each optimizer.
 
-        Raises:
-            ConfigError: it holds a trained parameter that was replaced.
+        Raises ConfigError: it holds a trained parameter that was replaced.
         """
         if torch.compiler.is_compiling() or self._passed.get(optimizer) == len(optimizer.param_groups):
             return

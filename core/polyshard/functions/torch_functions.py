@@ -112,8 +112,9 @@ def replacing_values(root: Root, context: str, values: str) -> Iterator[None]:
     ``context``, ``values``: what the program entered, and what the masters hold, for messages.
     """
     before, root.replaced = root.replaced, (context, values)
-    # Optimizers that were let through are looked at again.
-    _checks[0].forget()
+    # Optimizers that were let through are looked at again. Nobody looks where ``shard`` was never called: FSDP's face.
+    for check in _checks:
+        check.forget()
     try:
         yield
     finally:
@@ -124,7 +125,6 @@ class GradientUtilities:
     """Norms and infinities of gradients, over all ranks that hold pieces of the parameters."""
 
     def install(self) -> None:
-        """Exchange torch's functions."""
         self._total_norm = _torch_private.exchange_behind(torch.nn.utils.get_total_norm, self.total_norm)
         self._clip = _torch_private.exchange_behind(torch.nn.utils.clip_grad_norm_, self.clip_grad_norm)
         self._unscale = _torch_private.exchange_unscale(self.unscale)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import ParameterChangedError, StateError
+from ..errors import ParameterChangedError, StateError, UnsupportedError
 from ..interfaces import Collectives, CollectivesDecorator, Work
 from ..planning.extensions import InnerTensor, own_rows, rows_of
 from ..planning.parts import is_dtensor, local_of
@@ -40,7 +40,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
 
     Raises:
         StateError: inside a forward or backward, or when entered twice.
-        UnsupportedError: a parameter gathers itself, and what it is made of cannot be told.
+        UnsupportedError: as ``refuse_flat_parameters``, or it cannot be told what a parameter is made of.
         ParameterChangedError: on leaving, what is to be kept has another shape, or was tied to another parameter.
     """
     root.leave_failed_backward()
@@ -59,6 +59,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
     for unit in units:
         if isinstance(unit, ExtendedUnit):
             unit.require_insides("unsharded()")
+    refuse_flat_parameters(units, "unsharded()")
     root.adopt_changes(trains=False)
     root.outdate()
     root.unsharded = frozenset(units)
@@ -89,6 +90,23 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
         root.unsharded = ()
 
 
+def refuse_flat_parameters(units: Iterable[Unit], call: str) -> None:
+    """Raise where modules have a flat parameter in the place of their own: FSDP's ``use_orig_params=False``.
+
+    Raises:
+        UnsupportedError: naming a parameter; ``call`` begins the message.
+    """
+    for unit in units:
+        for parameter in unit.parameters:
+            site, key = parameter.sites[0]
+            if key not in site._parameters:
+                raise UnsupportedError(
+                    f"{call}: the module of '{parameter.names[0]}' has a flat parameter in its place (rank "
+                    f"{unit.ranks.world.rank}). Use the wrapper's own summon_full_params, state_dict and "
+                    "optim_state_dict, or wrap with use_orig_params=True."
+                )
+
+
 def units_within(root: Root, module: nn.Module) -> Sequence[Unit]:
     """The units that have a parameter in ``module``, in module order."""
     if module is root.module_states[0].module:
@@ -102,9 +120,7 @@ def whole_on_this_rank(root: Root, values: Mapping[str, torch.Tensor]) -> Iterat
     """Inside, every original has its whole shape on this rank, without a word to others: for what reads a model that it
     is given, modules called included. Between steps alone. Changes are dropped on leaving.
 
-    Args:
-        root: Of the model; all of its parameters.
-        values: Whole tensors by the parameters' first names, on any device; not copied.
+    ``values``: whole tensors by the parameters' first names, on any device; not copied.
     """
     root.unsharded = frozenset(root.units)
     try:
@@ -160,9 +176,8 @@ class WholeGather:
     def __init__(self, shards: Sequence[tuple[Unit, torch.Tensor, torch.dtype, Collectives | None]]) -> None:
         """Issue it, as one communication for each group of ranks.
 
-        Args:
-            shards: Units of one model, what this rank has of each (``[shard_numel]``), in which dtype it travels, and
-                among whom: the unit's owners, or ``ToSome`` of them.
+        ``shards``: units of one model, what this rank has of each (``[shard_numel]``), in which dtype it travels, and
+        among whom: the unit's owners, or ``ToSome`` of them.
         """
         root = shards[0][0].step
         assert isinstance(root, Root)
@@ -194,7 +209,6 @@ class ToSome(CollectivesDecorator):
 
     @property
     def receives(self) -> bool:
-        """Whether gathers reach this rank."""
         return self.rank in self.receivers
 
     def around(self, inner: Collectives) -> Collectives:
@@ -267,8 +281,7 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
 
     ``whole``: ``[padded_numel]``, in the master's dtype. Tensors that replaced its views are copied into it first.
 
-    Raises:
-        ParameterChangedError: a replacement has another shape.
+    Raises ParameterChangedError: a replacement has another shape.
     """
     with torch.no_grad():
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
@@ -298,8 +311,7 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
 def _write_back_inner(unit: ExtendedUnit) -> None:
     """As ``write_back``, of whole parameters that gather themselves.
 
-    Raises:
-        ParameterChangedError: one is of another class or shape.
+    Raises ParameterChangedError: one is of another class or shape.
     """
     for index, parameter in enumerate(unit.parameters):
         module, key = parameter.sites[0]
@@ -458,8 +470,7 @@ class _Guard:
     def _rows_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``value``, a whole parameter that gathers itself.
 
-        Raises:
-            StateError: it is of another class, in whose values ranks would make something else of each.
+        Raises StateError: it is of another class, in whose values ranks would make something else of each.
         """
         parameter, ranks = self.unit.parameters[index], self.unit.ranks
         insides, shape = parameter.insides, self.unit.layout.slots[index].shape

@@ -24,7 +24,7 @@ from ..functions.block_states import (
     state_name_of,
     taken_apart,
 )
-from ..functions.lookup import live_roots
+from ..functions.lookup import as_dtensor, live_roots, placement
 from ..functions.optimizers import NOT_BY_ELEMENT
 from ..functions.recorded_streams import Stream, StreamRecorder
 from ..functions.whole import state_dicts_of_pieces
@@ -65,6 +65,7 @@ __all__ = [
     "TensorPart",
     "WaitingTimes",
     "WholeFlats",
+    "as_dtensor",
     "blocks_of",
     "find",
     "gathers_to",
@@ -77,6 +78,7 @@ __all__ = [
     "models",
     "models_changed",
     "outermost_model",
+    "placement",
     "put_together",
     "refuse_unshardable",
     "role_of",
@@ -127,12 +129,7 @@ def units_in(model: nn.Module) -> Iterator[ShardedUnit]:
 
 
 def refuse_unshardable(model: nn.Module, rank: int) -> None:
-    """Raise where ``shard`` would refuse ``model``, without changing it.
-
-    Raises:
-        AlreadyShardedError: a module in it is sharded.
-        ParameterError: a parameter cannot be sharded.
-    """
+    """Raise AlreadyShardedError or ParameterError where ``shard`` would refuse ``model``, without changing it."""
     refuse_sharded(model, rank)
     refuse_unshardable_parameters(model, ignored_modules=(), ignored_parameters=(), rank=rank, extends=True)
 
@@ -140,8 +137,7 @@ def refuse_unshardable(model: nn.Module, rank: int) -> None:
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:
     """The sharded model whose outermost module is ``model``; ``call`` begins messages.
 
-    Raises:
-        StateError: ``model`` is not the outermost sharded module, or was closed.
+    Raises StateError: ``model`` is not the outermost sharded module, or was closed.
     """
     return ShardedModel(outermost_root(model, call))
 
@@ -149,9 +145,7 @@ def outermost_model(model: nn.Module, call: str) -> ShardedModel:
 def idle_model(model: nn.Module, call: str) -> ShardedModel:
     """``outermost_model`` between steps, with the user's changes to parameters taken over.
 
-    Raises:
-        StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
-        ParameterChangedError: as ``ShardedModel.adopt_changes``.
+    Raises StateError: inside a step or ``unsharded()``; ParameterChangedError: as ``ShardedModel.adopt_changes``.
     """
     refuse_broken(model, call)
     found = outermost_model(model, call)
@@ -164,9 +158,7 @@ def idle_model(model: nn.Module, call: str) -> ShardedModel:
 def savable_model(model: nn.Module, call: str) -> ShardedModel:
     """``idle_model``, for what saves or loads whole values.
 
-    Raises:
-        StateError, ParameterChangedError: as ``idle_model``.
-        UnsupportedError: as ``ShardedModel.refuse_unnamed``.
+    Raises UnsupportedError, too: as ``ShardedModel.refuse_unnamed``.
     """
     found = idle_model(model, call)
     found.refuse_unnamed(call)
@@ -176,8 +168,7 @@ def savable_model(model: nn.Module, call: str) -> ShardedModel:
 def savable_part(module: nn.Module, call: str) -> tuple[ShardedModel, nn.Module]:
     """The model that ``module`` is or is inside of, as ``savable_model`` gives it, and the module without a wrapper.
 
-    Raises:
-        StateError, ParameterChangedError, UnsupportedError: as ``savable_model``, and where no sharded model has it.
+    Raises StateError, ParameterChangedError, UnsupportedError: as ``savable_model``, and where no sharded model has it.
     """
     root, module = root_around(module, call)
     return savable_model(root.module_states[0].module, call), module

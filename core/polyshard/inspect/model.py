@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -14,12 +15,8 @@ from torch import nn
 from ..errors import CollectiveError, StateError, UnsupportedError
 from ..functions.recorded_streams import RecordedStreams, StreamRecorder
 from ..functions.torch_functions import replacing_values
-from ..functions.whole import (
-    ToSome,
-    WholeGather,
-    gather_inner,
-    whole_on_this_rank,
-)
+from ..functions.whole import ToSome, WholeGather, gather_inner, refuse_flat_parameters, whole_on_this_rank
+from ..io.progress import telling
 from ..runtime import graph
 from ..runtime.extended import ExtendedUnit
 from ..runtime.step import Phase
@@ -110,12 +107,9 @@ class ShardedModel:
         return found
 
     def refuse_inside_step(self, call: str) -> None:
-        """Raise unless the model is between steps, open, and not whole; ``call`` begins the message.
+        """Raise StateError unless the model is between steps, open, and not whole; ``call`` begins the message.
 
         A backward that raised is given up.
-
-        Raises:
-            StateError: saying where the model stands.
         """
         root = self._root
         root.leave_failed_backward()
@@ -131,18 +125,13 @@ class ShardedModel:
             )
 
     def refuse_ended(self, call: str) -> None:
-        """Raise if the model was closed or a communication failed; ``call`` begins the message.
-
-        Raises:
-            StateError: saying which.
-        """
+        """Raise StateError if the model was closed or a communication failed; ``call`` begins the message."""
         self._root.refuse_ended(call)
 
     def refuse_unnamed(self, call: str) -> None:
         """Raise where ranks have other parameters under the same names, and nothing says which part of what each is.
 
-        Raises:
-            UnsupportedError: naming a parameter; ``call`` begins the message.
+        Raises UnsupportedError: naming a parameter; ``call`` begins the message.
         """
         here = self._root.collectives.world_size
         # Ranks that compute with other samples, and share no gradients of a parameter, have another one each.
@@ -176,12 +165,12 @@ class ShardedModel:
         # Whoever asks between steps may write to masters.
         self._root.outdate()
 
-    def refuse_moved(self) -> None:
-        """Raise where modules moved, so that a name is another parameter's now.
+    def refuse_flat_parameters(self, call: str) -> None:
+        """Raise where modules have flat parameters; see ``functions.whole.refuse_flat_parameters``."""
+        refuse_flat_parameters(self._root.units, call)
 
-        Raises:
-            ParameterChangedError: naming one.
-        """
+    def refuse_moved(self) -> None:
+        """Raise ParameterChangedError where modules moved, so that a name is another parameter's now."""
         self._root.refuse_moved()
 
     def meeting(
@@ -189,10 +178,7 @@ class ShardedModel:
     ) -> AbstractContextManager[None]:
         """A context for communications between steps over ``groups``, which ranks compare where they can.
 
-        Args:
-            operation: Names them in errors.
-            groups: What communicates inside.
-            detail: What else must be alike on all ranks.
+        ``operation`` names them in errors; ``detail``: what else must be alike on all ranks.
         """
         return self._root.meeting(operation, groups, detail)
 
@@ -224,33 +210,24 @@ class ShardedModel:
         self._root.use_streams(RecordedStreams(recorder))
 
     def refuse_replaced_values(self, call: str) -> None:
-        """Raise inside ``replacing_values``; ``call`` begins the message.
-
-        Raises:
-            StateError: naming the context.
-        """
+        """Raise StateError inside ``replacing_values``; ``call`` begins the message."""
         if self._root.replaced:
             raise StateError(
                 f"{call} was called inside of {self._root.replaced[0]} (rank {self.rank}). Leave the context first."
             )
 
-    @contextmanager
-    def replacing_values(self, context: str, values: str) -> Iterator[None]:
+    def replacing_values(self, context: str, values: str) -> AbstractContextManager[None]:
         """Inside, masters hold other values than the trained ones: optimizers and backwards refuse the model.
 
-        Args:
-            context: What the program calls, for the messages.
-            values: What the masters hold, for the messages: ``averages``.
+        For messages ``context`` is what the program calls, and ``values`` what the masters hold.
         """
-        with replacing_values(self._root, context, values):
-            yield
+        return replacing_values(self._root, context, values)
 
     @contextmanager
     def handing_out(self) -> Iterator[None]:
         """Inside, whole weights are handed out: nothing may change masters or begin a step.
 
-        Raises:
-            StateError: as ``refuse_inside_step``.
+        Raises StateError: as ``refuse_inside_step``.
         """
         root = self._root
         self.refuse_inside_step("stream()")
@@ -264,9 +241,8 @@ class ShardedModel:
     def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype, Collectives | None]]) -> WholeFlats:
         """Issue gathers of whole masters: one communication for all units that have the same ranks.
 
-        Args:
-            units: At least one, each with the dtype in which it travels, and its ``shard`` or what ``gathers_to`` made
-                of that. Every rank of a unit calls it. What arrives is memory of its own.
+        ``units``: at least one, each with the dtype in which it travels, and its ``shard`` or what ``gathers_to`` made
+        of that. Every rank of a unit calls it. What arrives is memory of its own.
         """
         names = ", ".join(f"'{unit.name}'" for unit, *_ in units)
         with self.meeting(f"gather of whole {names}", dict.fromkeys(among for *_, among in units)):
@@ -342,8 +318,7 @@ class ShardedModel:
     def prepare_recording(self) -> RecordedModel:
         """Do everything that a forward does before its first operation, and release all gather buffers.
 
-        Raises:
-            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+        Raises ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
         graph.prepare_recording(self._root)
         return graph.RecordedState(self._root)
@@ -359,6 +334,11 @@ class ShardedModel:
     def begin_gathers(self) -> None:
         """Order the next gathers behind the current stream."""
         self._root.streams.begin_forward()
+
+    def telling(self, model: nn.Module, work: str) -> AbstractContextManager[None]:
+        """Inside, what this thread tells of its progress (``io.progress``) is for the listeners' ``on_progress``."""
+        events = self._root.events
+        return telling(partial(events.on_progress, model, work)) if events.active else nullcontext()
 
     def tell_saved(self, model: nn.Module, path: Path | str) -> None:
         """Call the listeners' ``on_save``."""

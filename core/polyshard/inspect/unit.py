@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..functions.whole import (
-    gather_whole,
-)
+from ..functions.whole import gather_whole
 from ..planning.extensions import InnerTensor, Insides, inner_tensors
 from ..planning.layout import FlatLayout, Piece, Slot, contiguous_stride, product
 from ..planning.parts import TensorPart
@@ -122,8 +120,7 @@ class ShardedUnit:
 
         An inner tensor is named behind its parameter (``weight.scales``), and a plain tensor of this rank's memory.
 
-        Raises:
-            UnsupportedError: what a parameter is made of cannot be told.
+        Raises UnsupportedError: what a parameter is made of cannot be told.
         """
         unit, parameters = self._unit, self.parameters
         if not isinstance(unit, ExtendedUnit):
@@ -163,8 +160,7 @@ class ShardedUnit:
     def refuse_added(self, call: str) -> None:
         """Raise where a parameter that gathers itself has tensors that it had not when it was sharded.
 
-        Raises:
-            UnsupportedError: naming it; they would be of the values of before.
+        Raises UnsupportedError: naming it; they would be of the values of before.
         """
         unit = self._unit
         for index, own in enumerate(unit.own_tensors if isinstance(unit, ExtendedUnit) else ()):
@@ -186,8 +182,7 @@ class ShardedUnit:
     def master(self) -> torch.Tensor:
         """This rank's shard of the flat unit (``[shard_numel]``, master dtype), where it is parked if it is.
 
-        Raises:
-            UnsupportedError: its parameters gather themselves.
+        Raises UnsupportedError: its parameters gather themselves.
         """
         self._unit.refuse_extended("A function over flat shards")
         return self._unit.master
@@ -230,7 +225,6 @@ class ShardedUnit:
 
     @property
     def shard_rank(self) -> int:
-        """Index of this rank's shard."""
         return self._unit.ranks.shard_rank
 
     @property
@@ -285,12 +279,10 @@ class ShardedUnit:
 
     @property
     def caster(self) -> PrecisionCaster:
-        """Its precision plugin."""
         return self._unit.caster
 
     @property
     def offload(self) -> OffloadManager:
-        """Its offload plugin."""
         return self._unit.offload
 
     @property

@@ -149,6 +149,16 @@ class Collectives(ABC):
         """The ``torch.distributed.ProcessGroup`` behind it, or None."""
         return None
 
+    @property
+    def reason(self) -> str:
+        """One line for people: what it chose by itself, and why; empty where it chooses nothing.
+
+        Equal on all ranks of the group. It may change once ranks have met. Reading it does not communicate.
+        ``polyshard.report`` and ``polyshard explain`` show it. A factory whose collectives cannot be constructed
+        without ranks may have an attribute of this name, a text, which ``polyshard explain`` shows instead.
+        """
+        return ""
+
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         """A context in which the engine allocates a storage of ``nbytes`` for ``role``: plain, registered or symmetric.
 
@@ -347,6 +357,10 @@ class CollectivesDecorator(Collectives):
     @property
     def process_group(self) -> Any | None:
         return self.inner.process_group
+
+    @property
+    def reason(self) -> str:
+        return self.inner.reason
 
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         return self.inner.allocation(role, nbytes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+
+from ..errors import warn_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ UNIT_OVERRIDES: tuple[str, ...] = (
 
 
 def _warn(text: str) -> bool:
-    warnings.warn(text, stacklevel=4)
-    return True
+    return warn_once(text, rank=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class PolicyContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Device on which the model computes."""
     warn: Callable[[str], bool] = _warn
-    """Warns users, as ``warnings.warn`` does, on one of the ranks; returns whether this is that rank."""
+    """Warns users on one of the ranks, of each text once a process; returns whether this is that rank."""
 
 
 class WrapPolicy(ABC):

@@ -54,10 +54,8 @@ def naming(path: Path) -> Iterator[None]:
 def make_folder(path: Path) -> None:
     """Have the folder ``path``, made with those around it where missing.
 
-    Raises:
-        ConfigError: it cannot be: a file or a link that leads nowhere is in its place, its name is too long, or this
-            program may not.
-        OSError: the system failed; names it.
+    Raises ConfigError: it cannot be: a file or a link that leads nowhere is in its place, its name is too long, or this
+    program may not; OSError: the system failed; names it.
     """
     try:
         with naming(path):
@@ -147,9 +145,7 @@ def begin_flush(descriptor: int, at: int, nbytes: int) -> None:
 def created(path: Path) -> Iterator[int]:
     """A descriptor to write the new file ``path``; all of it is on disk when the body is left.
 
-    Raises:
-        FileExistsError: something is there.
-        OSError: writing failed, at the latest here; names ``path``.
+    Raises FileExistsError: something is there; OSError: writing failed, at the latest here; names ``path``.
     """
     with naming(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -257,12 +253,7 @@ def _serve(jobs: SimpleQueue[tuple[Future[T], Callable[[], T]] | None]) -> None:
 
 
 def path_of(given: object, name: str) -> Path:
-    """The argument ``name`` as a path.
-
-    Raises:
-        ConfigTypeError: it is none.
-        ConfigError: it is empty, or has a character that no path has.
-    """
+    """The argument ``name`` as a path. Raises ConfigTypeError: it is none; ConfigError: it is empty, or has a null."""
     if isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str):
         if os.fspath(given) == "":
             raise ConfigError(f"{name} is empty, and must name a folder. The current one is '.'.")

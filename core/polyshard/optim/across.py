@@ -21,13 +21,11 @@ from torch import distributed as dist
 from .. import _torch_private
 from ..errors import CollectiveError, UnsupportedError
 from ..inspect import TensorPart
+from ..io.boxes import Box, box_within
 from ..planning.layout import contiguous_stride
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-#: Where a part lies in its whole: the first index of each dimension, and how many there are.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +101,8 @@ class Crossing:
         self._leaving = [sum(part.numel for part in batch) for batch in batches]
         #: The boxes of what arrives, in its order, and of which tensor.
         self._boxes = [(row, part.boxes[source]) for source in range(across.size) for row, part in enumerate(own)]
-        self._sizes = [math.prod(sizes) for _, (_, sizes) in self._boxes]
-        self._arriving = [sum(math.prod(part.boxes[source][1]) for part in own) for source in range(across.size)]
+        self._sizes = [box.numel for _, box in self._boxes]
+        self._arriving = [sum(part.boxes[source].numel for part in own) for source in range(across.size)]
         parts = [part for batch in batches for part in batch]
         offsets = itertools.accumulate((part.numel for part in parts), initial=0)
         # What crosses over has the order of its indices.
@@ -140,11 +138,11 @@ class Crossing:
         return together
 
     def _places(self, wholes: torch.Tensor) -> list[torch.Tensor]:
-        return [_inside(wholes[row], box) for row, box in self._boxes]
+        return [box_within(wholes[row], Box.whole(self._shape), box) for row, box in self._boxes]
 
     def _blocks(self, crossed: torch.Tensor) -> list[torch.Tensor]:
         blocks = torch.split(crossed, self._sizes)
-        return [block.view(sizes) for block, (_, (_, sizes)) in zip(blocks, self._boxes, strict=True)]
+        return [block.view(box.sizes) for block, (_, box) in zip(blocks, self._boxes, strict=True)]
 
 
 def copy_each(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -153,27 +151,15 @@ def copy_each(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         _torch_private.foreach_copy_(places, values)
 
 
-def _inside(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(*box, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
-
-
 def parted(
     part: TensorPart, stacked: bool, where: str, optimizer: str
 ) -> tuple[tuple[int, ...], Across | None, tuple[Box, ...]]:
     """What has to be whole of a tensor: its shape, the ranks that have parts of it, and where theirs lie in it.
 
-    No ranks, and no boxes, where this rank's part is whole.
+    No ranks, and no boxes, where this rank's ``part`` is whole. ``stacked``: whether the indices of dimension 0 are
+    tensors by themselves, which a cut between them leaves whole. ``where`` names the parameter and the rank.
 
-    Args:
-        part: This rank's part.
-        stacked: Whether the indices of dimension 0 are tensors by themselves: a cut between them leaves them whole.
-        where: The parameter's name and the rank, for messages.
-        optimizer: The optimizer's name, for messages.
-
-    Raises:
-        UnsupportedError: several dimensions of its mesh cut what has to be whole.
+    Raises UnsupportedError: several dimensions of its mesh cut what has to be whole.
     """
     axes = [
         axis
@@ -195,5 +181,5 @@ def parted(
     boxes = []
     for index in range(part.mesh.size(axes[0])):
         offset, sizes = part.box_at([index if axis == axes[0] else each for axis, each in enumerate(coordinate)])
-        boxes.append((tuple(0 if dim in kept else each for dim, each in enumerate(offset)), sizes))
+        boxes.append(Box(tuple(0 if dim in kept else each for dim, each in enumerate(offset)), sizes))
     return shape, Across.along(part.mesh, axes[0]), tuple(boxes)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..api import placement
 from ..errors import ConfigError, ConfigTypeError
+from ..inspect import placement
 
 
 class MatrixSplit(NamedTuple):

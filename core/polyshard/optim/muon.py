@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..api import placement
 from ..errors import ConfigError, ConfigTypeError
+from ..inspect import placement
 from .whole_tensors import Parameters, WholeTensorOptimizer
 
 #: Of the quintic that Muon's authors tuned for its slope at zero (Jordan et al. 2024, "Muon: An optimizer for hidden
@@ -127,7 +127,6 @@ class Muon(WholeTensorOptimizer):
         parameters: Sequence[nn.Parameter],
         results: Sequence[torch.Tensor],
     ) -> None:
-        """Decay, and go along them."""
         ratio = _ratio(group["adjust_lr_fn"], shape)
         go_along(parameters, results, group["lr"], ratio, group["weight_decay"])
 

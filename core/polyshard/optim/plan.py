@@ -191,7 +191,7 @@ def _whole(
 
 def _plan(key: _Key, wholes: tuple[Whole, ...], work: Callable[[int, tuple[int, ...]], float]) -> Plan:
     model, _, peers, dtype, device = key
-    owners = peers.shards * peers.replicas * peers.parts
+    owners = math.prod(peers.sizes)
     works = [work(each.group, each.shape) for each in wholes]
     numels = [each.numel for each in wholes]
     most = min(_MOST_NUMEL, max(_LEAST_NUMEL, sum(numels) // owners // _ROUNDS))
@@ -267,32 +267,19 @@ class Peers:
     """Those that hold pieces of other parts, of tensors that have to be put together; None where there is no other."""
 
     @property
-    def shards(self) -> int:
-        return 1 if self.shard is None else self.shard.world_size
+    def sizes(self) -> tuple[int, int, int]:
+        """How many ranks hold different pieces and the same piece, and how many parts tensors consist of."""
+        return (
+            1 if self.shard is None else self.shard.world_size,
+            1 if self.replicate is None else self.replicate.world_size,
+            1 if self.across is None else self.across.size,
+        )
 
     @property
-    def replicas(self) -> int:
-        """Number of ranks that hold each piece."""
-        return 1 if self.replicate is None else self.replicate.world_size
-
-    @property
-    def replica(self) -> int:
-        """Which of these this rank is."""
-        return 0 if self.replicate is None else self.replicate.rank
-
-    @property
-    def index(self) -> int:
-        return 0 if self.shard is None else self.shard.rank
-
-    @property
-    def parts(self) -> int:
-        """Number of parts that tensors consist of."""
-        return 1 if self.across is None else self.across.size
-
-    @property
-    def part(self) -> int:
-        """Which of these this rank has."""
-        return 0 if self.across is None else self.across.rank
+    def places(self) -> tuple[int, int, int]:
+        """Which of these this rank is, and has."""
+        shard, replica, part = (0 if each is None else each.rank for each in (self.shard, self.replicate, self.across))
+        return shard, replica, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,20 +317,17 @@ class Round:
         self._peers = peers
         self._dtype = dtype
         self._device = device
-        shards, index, parts = peers.shards, peers.index, peers.parts
+        (shards, replicas, parts), (index, self._replica, part) = peers.sizes, peers.places
         # By replica and shard: tensors of which that rank puts together what its group holds.
         together = [[i for each in batches[at : at + parts] for i in each] for at in range(0, len(batches), parts)]
-        mine = together[peers.replica * shards : (peers.replica + 1) * shards]
+        mine = together[self._replica * shards : (self._replica + 1) * shards]
         here = [wholes[each] for each in mine[index]]
-        crossing = batches[(peers.replica * shards + index) * parts :][:parts]
+        crossing = batches[(self._replica * shards + index) * parts :][:parts]
         #: Which tensors this rank owns.
-        self.own = tuple(crossing[peers.part])
+        self.own = tuple(crossing[part])
         self._numel = wholes[self.own[0]].numel if self.own else 0
         #: For each replica, this rank's pieces of what that owns.
-        self.held = [
-            _sent(wholes, together[replica * shards : (replica + 1) * shards], index)
-            for replica in range(peers.replicas)
-        ]
+        self.held = [_sent(wholes, together[each * shards : (each + 1) * shards], index) for each in range(replicas)]
         self._sizes = [sum(each.numel for each in held) for held in self.held]
         self._outgoing = [sum(wholes[each].size(index) for each in owned) for owned in mine]
         self._incoming = [sum(each.size(source) for each in here) for source in range(shards)]
@@ -358,7 +342,7 @@ class Round:
         self._crossing: Crossing | None = None
         if peers.across is not None:
             shape = wholes[self.own[0]].shape if self.own else (0,)
-            cut = [[part for each in batch if (part := wholes[each].part) is not None] for batch in crossing]
+            cut = [[its for each in batch if (its := wholes[each].part) is not None] for batch in crossing]
             self._crossing = Crossing(peers.across, cut, shape)
 
     @property
@@ -368,11 +352,11 @@ class Round:
 
     @property
     def sends(self) -> Sequence[SentPiece]:
-        return self.held[self._peers.replica]
+        return self.held[self._replica]
 
     def outgoing(self) -> torch.Tensor:
         """Memory for what this rank sends, and gets back."""
-        return self._empty(self._sizes[self._peers.replica])
+        return self._empty(self._sizes[self._replica])
 
     def incoming(self, outgoing: torch.Tensor) -> torch.Tensor:
         """Memory for what this rank receives, and sends back: ``outgoing`` itself where nothing is cut."""
@@ -400,7 +384,7 @@ class Round:
         if replicate is None or not everyone.numel():
             return work
         work.wait()
-        own = everyone[self._peers.replica]
+        own = everyone[self._replica]
         own[: outgoing.numel()].copy_(outgoing)
         return replicate.all_gather(everyone.view(-1), own)
 

@@ -27,11 +27,7 @@ from ..interfaces import (
 
 
 def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: int) -> None:
-    """Raise for a plugin whose ``capabilities`` are not what its contract asks for.
-
-    Raises:
-        PluginContractError: naming the plugin and the wrong field.
-    """
+    """Raise PluginContractError for a plugin whose ``capabilities`` are not what its contract asks for."""
     wanted = next(of for contract, of in _CAPABILITIES.items() if isinstance(plugin, contract))
     answer: Any = plugin.capabilities
     if not isinstance(answer, wanted):
@@ -67,9 +63,8 @@ def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int, *, packed: boo
 
     ``packed``: whether they are of packed classes, whatever their dtype.
 
-    Raises:
-        PluginContractError: no ``UnitDtypes``, a dtype that parameters cannot compute in or gradients be reduced in, or
-            a reduction narrower than what travels.
+    Raises PluginContractError: no ``UnitDtypes``, a dtype that parameters cannot compute in or gradients be reduced in,
+    or a reduction narrower than what travels.
     """
     own = unit.master_dtype
     if packed or is_packed(own):
@@ -105,9 +100,8 @@ _WIRE_ALIGNMENT = 16
 def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | None:
     """The format in which ``unit`` travels in gathers; None for its compute dtype.
 
-    Raises:
-        PluginContractError: something else than a ``WireSpec`` of a positive multiple of 16 bytes or None, or a
-            ``WireSpec`` of a caster whose capabilities do not say that it encodes.
+    Raises PluginContractError: something else than a ``WireSpec`` of a positive multiple of 16 bytes or None, or a
+    ``WireSpec`` of a caster whose capabilities do not say that it encodes.
     """
     answer = caster.wire(unit)
     if answer is None:
@@ -124,21 +118,8 @@ def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | No
     return answer
 
 
-def forms_of(caster: PrecisionCaster, unit: UnitSpec, linear: torch.nn.Linear, name: str, rank: int) -> bool:
-    """Whether ``linear``, of the fully-qualified ``name``, computes with bytes as ``caster`` forms them.
-
-    Raises:
-        PluginContractError: neither True nor False.
-    """
-    return _yes_or_no(caster, "forms", caster.forms(unit, linear, name), f"'{name}'", rank)
-
-
 def form_of(caster: PrecisionCaster, weights: FormedWeights, rank: int) -> LinearForm:
-    """How ``weights`` travel and compute.
-
-    Raises:
-        PluginContractError: no ``LinearForm``, or one whose lanes are no numbers of bytes.
-    """
+    """How ``weights`` travel and compute. Raises PluginContractError: no ``LinearForm``, or lanes that are no sizes."""
     answer: Any = caster.form(weights)
     where = _answered(caster, "form", answer, f"unit '{weights.unit}'", rank)
     if not isinstance(answer, LinearForm):
@@ -156,18 +137,13 @@ def _is_nbytes(value: object) -> bool:
 def leaves_alone(caster: PrecisionCaster, module: torch.nn.Module, name: str, rank: int) -> bool:
     """Whether ``module``, of the fully-qualified ``name``, keeps full precision.
 
-    Raises:
-        PluginContractError: neither True nor False.
+    Raises PluginContractError: neither True nor False.
     """
-    return _yes_or_no(caster, "leaves_alone", caster.leaves_alone(module), f"'{name}'", rank)
+    return yes_or_no(caster, "leaves_alone", caster.leaves_alone(module), f"'{name}'", rank)
 
 
 def callable_or_none(caster: PrecisionCaster, question: str, unit: UnitSpec, rank: int) -> Any:
-    """The ``input_cast`` or ``output_cast`` of ``unit``.
-
-    Raises:
-        PluginContractError: it cannot be called.
-    """
+    """The ``input_cast`` or ``output_cast`` of ``unit``. Raises PluginContractError: it cannot be called."""
     answer = getattr(caster, question)(unit)
     if answer is not None and not callable(answer):
         where = _answered(caster, question, answer, f"unit '{unit.label}'", rank)
@@ -175,21 +151,10 @@ def callable_or_none(caster: PrecisionCaster, question: str, unit: UnitSpec, ran
     return answer
 
 
-def full_precision_in_eval_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> bool:
-    """Whether ``unit`` computes in its master dtype in eval mode.
-
-    Raises:
-        PluginContractError: neither True nor False.
-    """
-    answer = caster.full_precision_in_eval(unit)
-    return _yes_or_no(caster, "full_precision_in_eval", answer, f"unit '{unit.label}'", rank)
-
-
 def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> frozenset[UnitSpec]:
     """The units that ``offload`` parks, of all ``units`` that it serves.
 
-    Raises:
-        PluginContractError: something else than a collection of some of them.
+    Raises PluginContractError: something else than a collection of some of them.
     """
     if not offload.capabilities.parks:
         return frozenset()
@@ -212,8 +177,7 @@ def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> 
 def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: int) -> torch.Tensor:
     """The tensor in which ``offload`` parks ``shard`` (``[shard_numel]``, master dtype), checked for views of it.
 
-    Raises:
-        PluginContractError: it is no plain, dense, contiguous tensor of the shard's shape and dtype with memory.
+    Raises PluginContractError: it is no plain, dense, contiguous tensor of the shard's shape and dtype with memory.
     """
     with torch.inference_mode(False):
         parked = offload.place(unit, shard)
@@ -227,11 +191,7 @@ def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: in
 
 
 def refuse_shared_memory(parked: Iterable[tuple[OffloadManager, UnitSpec, torch.Tensor]], rank: int) -> None:
-    """Raise for masters of two units in the same memory: each step of the optimizer would overwrite one.
-
-    Raises:
-        PluginContractError: naming both units.
-    """
+    """Raise PluginContractError for masters of two units in one memory: a step of the optimizer would overwrite one."""
     ranges = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, unit.label, plugin_name(offload))
         for offload, unit, tensor in parked
@@ -252,9 +212,8 @@ def refuse_gradient(
 
     ``like``: the reduced gradient; ``device``: of the master, None for any.
 
-    Raises:
-        PluginContractError: it is no plain, dense, contiguous tensor of the gradient's shape and dtype, or is not
-            beside the master.
+    Raises PluginContractError: it is no plain, dense, contiguous tensor of the gradient's shape and dtype, or is not
+    beside the master.
     """
     fault = _fault(stored, like.shape, like.dtype)
     if not fault and device is not None and stored.device != device:
@@ -267,10 +226,9 @@ def refuse_gradient(
 
 
 def issued(work: Any, operation: str, collectives: Collectives, unit: str) -> Work:
-    """``work``, which ``operation`` of ``collectives`` returned, if it can be waited for. ``unit``: empty for several.
+    """``work``, which ``operation`` of ``collectives`` returned. ``unit``: empty for several.
 
-    Raises:
-        PluginContractError: naming the collectives, the operation, the unit and the rank.
+    Raises PluginContractError: it cannot be waited for.
     """
     if not hasattr(work, "wait"):
         about = f" for unit '{unit}'" if unit else ""
@@ -304,7 +262,8 @@ def _fault(tensor: Any, shape: torch.Size, dtype: torch.dtype) -> str:
     return ""
 
 
-def _yes_or_no(caster: PrecisionCaster, question: str, answer: Any, about: str, rank: int) -> bool:
+def yes_or_no(caster: PrecisionCaster, question: str, answer: Any, about: str, rank: int) -> bool:
+    """``answer`` of ``caster`` to a ``question``. Raises PluginContractError: it is neither True nor False."""
     if not isinstance(answer, bool):
         raise PluginContractError(f"{_answered(caster, question, answer, about, rank)}. Return True or False.")
     return answer

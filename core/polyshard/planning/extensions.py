@@ -46,15 +46,12 @@ class MeshOfRanks:
     ndim: int = 1
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """The number of ranks."""
         return self.ranks
 
     def rank(self) -> int:
-        """This rank's number among them."""
         return self.rank_here
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's number among them."""
         return self.rank_here
 
     def get_group(self, mesh_dim: int | str | None = None) -> MeshOfRanks:
@@ -63,7 +60,6 @@ class MeshOfRanks:
 
 
 def gathers_itself(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is of a class of its own that has the protocol."""
     return type(tensor) not in _PLAIN and hasattr(tensor, _PRE) and hasattr(tensor, _POST)
 
 
@@ -193,8 +189,7 @@ def insides_of(whole: torch.Tensor, where: str, rank: int, ranks: int, *, traine
 
     ``where``: its name, for messages.
 
-    Raises:
-        ParameterError: the class cannot cut it there; or it is trained, and an optimizer could not change it.
+    Raises ParameterError: the class cannot cut it there; or it is trained, and an optimizer could not change it.
     """
     kind, shape, whole = type(whole).__name__, tuple(whole.shape), whole.detach()
     start, stop = rows_of(shape[0], rank, ranks)
@@ -218,8 +213,7 @@ def insides_of(whole: torch.Tensor, where: str, rank: int, ranks: int, *, traine
 def refuse_untrainable(rows: torch.Tensor, where: str) -> None:
     """Try on ``rows``, which may be lost, what an optimizer does to a parameter.
 
-    Raises:
-        ParameterError: its class cannot.
+    Raises ParameterError: its class cannot.
     """
     if not rows.numel():
         return

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..interfaces import FormedWeights, LinearForm, PrecisionCaster, UnitSpec
-from .answers import form_of, forms_of, is_packed
+from .answers import form_of, is_packed, yes_or_no
 from .layout import FlatLayout, contiguous_stride
 from .plan import ManagedParameter, ModuleParameters
 
@@ -24,11 +24,7 @@ def split_by_form(
     """
     if planned.parent is not None:
         return [tuple(group)]
-    formed = [
-        each
-        for each in group
-        if _may_be_formed(each) and forms_of(caster, unit, _linear_of(each), _name_of(each), rank)
-    ]
+    formed = [each for each in group if _may_be_formed(each) and _forms(caster, unit, each, rank)]
     plain = [each for each in group if each not in formed]
     for each in formed:
         each.formed = True
@@ -97,11 +93,7 @@ def _may_be_formed(parameter: ManagedParameter) -> bool:
     )
 
 
-def _linear_of(parameter: ManagedParameter) -> nn.Linear:
-    module = parameter.sites[0][0]
-    assert isinstance(module, nn.Linear)
-    return module
-
-
-def _name_of(parameter: ManagedParameter) -> str:
-    return parameter.names[0].removesuffix("weight").removesuffix(".")
+def _forms(caster: PrecisionCaster, unit: UnitSpec, parameter: ManagedParameter, rank: int) -> bool:
+    linear: Any = parameter.sites[0][0]
+    name = parameter.names[0].removesuffix("weight").removesuffix(".")
+    return yes_or_no(caster, "forms", caster.forms(unit, linear, name), f"'{name}'", rank)

@@ -67,7 +67,6 @@ class UnitRanks:
 
     @property
     def shard_rank(self) -> int:
-        """Index of this rank's shard."""
         return self.owner.rank if self.owner else 0
 
     @property
@@ -123,7 +122,6 @@ class UnitRanks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank."""
         return self.owner is None and self.replicate is None
 
     def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
@@ -160,7 +158,6 @@ class UnitRanks:
 
     @property
     def without_replicas(self) -> Self:
-        """The ranks of a reduction that leaves each replica its own sum."""
         return replace(self, replicate=None)
 
     @staticmethod
@@ -245,8 +242,7 @@ class ModelRanks:
     def of_unit(self, overrides: Mapping[str, Any], module: str) -> tuple[UnitLists, float | None]:
         """The ranks of the units of ``module``, and their divisor; None for a mean over them.
 
-        Raises:
-            ConfigError: the ``mesh`` that a policy gave it is none of this model's.
+        Raises ConfigError: the ``mesh`` that a policy gave it is none of this model's.
         """
         choice = overrides.get("gradient_divisor")
         value = overrides.get("mesh")
@@ -310,8 +306,7 @@ def post_forward_size(releases: object, shards: int, module: str, rank: int) -> 
 
     None for all that share their ``shards``, or none.
 
-    Raises:
-        ConfigError: a number that does not divide that of shards.
+    Raises ConfigError: a number that does not divide that of shards.
     """
     if isinstance(releases, bool) or not isinstance(releases, int) or shards == 1:
         return None
@@ -346,7 +341,6 @@ class FormedGroups:
         self.batch = self._group(ranks.batch_lists)
 
     def of(self, lists: UnitLists, divisor: float | None) -> UnitRanks:
-        """The ranks of a unit."""
         found = self._ranks.get((id(lists), divisor))
         if found is None:
             owner, replicate = self._group(lists.shard), self._group(lists.replicate)

@@ -6,6 +6,7 @@ Pure arithmetic.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,6 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """One past the last element."""
         return self.offset + self.numel
 
     def shown(self, numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -69,7 +69,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 
@@ -120,8 +119,7 @@ class FlatLayout:
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The non-empty pieces of parameters in ``rank``'s shard, in order.
 
-        Raises:
-            IndexError: ``rank`` is not in ``range(world_size)``.
+        Raises IndexError: ``rank`` is not in ``range(world_size)``.
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not in range({self.world_size})")
@@ -370,13 +368,8 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def product(sizes: Sequence[int]) -> int:
-    """Product of ``sizes``; 1 where there are none."""
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
+    return math.prod(sizes)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple

@@ -59,12 +59,10 @@ class WorldMesh:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.names)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
-        """Names of the dimensions."""
         return self.names
 
     @property
@@ -137,8 +135,7 @@ def world_mesh(mesh: DeviceMesh | WorldMesh, others: Iterable[DeviceMesh] = ()) 
 
     With ``mesh=whole["dp"]`` and DTensors over ``whole["tp"]`` the world is that of both dimensions, in this order.
 
-    Raises:
-        ConfigError: this rank is not in ``mesh``, or a dimension is not orthogonal to it.
+    Raises ConfigError: this rank is not in ``mesh``, or a dimension is not orthogonal to it.
     """
     if not isinstance(mesh, WorldMesh) and mesh.get_coordinate() is None:
         raise ConfigError(
@@ -186,8 +183,7 @@ def unit_lists(mesh: DeviceMesh | WorldMesh, shard: Sequence[str], replicate: Se
 
     Several dimensions of one kind count as one. Their order is that of the mesh, whatever the order of the names.
 
-    Raises:
-        ConfigError: the mesh has no such dimension, or its ranks have another order from one group to the next.
+    Raises ConfigError: the mesh has no such dimension, or its ranks have another order from one group to the next.
     """
     world = world_mesh(mesh)
     return _lists(world, *(tuple(_axis(world.names, name) for name in names) for names in (shard, replicate)))
@@ -402,7 +398,7 @@ def _extended(slices: torch.Tensor, name: str, groups: Groups) -> torch.Tensor:
     lines = {tuple(each) for each in slices.flatten(1).tolist()}
     for each in slices:
         ranks = each.flatten().tolist()
-        world = torch.tensor([group_of.get(rank, [rank]) for rank in ranks]) if _even(ranks, group_of) else None
+        world = torch.tensor([group_of[rank] for rank in ranks]) if group_of.keys() >= set(ranks) else None
         if world is None or any(tuple(line) not in lines for line in world.t().tolist()):
             raise _not_orthogonal(name, groups, slices)
         made.setdefault(tuple(world.flatten().tolist()), world.view(*each.shape, -1))
@@ -410,10 +406,6 @@ def _extended(slices: torch.Tensor, name: str, groups: Groups) -> torch.Tensor:
     if len(set(members)) != len(members):
         raise _not_orthogonal(name, groups, slices)
     return torch.stack(list(made.values()))
-
-
-def _even(ranks: Sequence[int], group_of: Mapping[int, Sequence[int]]) -> bool:
-    return all(rank in group_of for rank in ranks)
 
 
 def _not_orthogonal(name: str, groups: Groups, slices: torch.Tensor) -> ConfigError:

@@ -29,7 +29,6 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether ``value`` is a ``DTensor``."""
     # Importing them takes long, and without the import there are none.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(value, tensors.DTensor)
@@ -55,8 +54,7 @@ class TensorPart:
     def of(cls, parameter: torch.Tensor, name: str, rank: int) -> TensorPart | None:
         """The part that ``parameter`` is; None for a parameter that is no ``DTensor``.
 
-        Raises:
-            ParameterError: it is placed in a way that a unit cannot hold: partial, or in uneven strides.
+        Raises ParameterError: it is placed in a way that a unit cannot hold: partial, or in uneven strides.
         """
         if not is_dtensor(parameter):
             return None

@@ -28,6 +28,7 @@ from .. import _torch_private
 from ..errors import (
     AlreadyShardedError,
     ConfigError,
+    ConfigTypeError,
     DeviceError,
     EmptyUnitError,
     ParameterError,
@@ -96,28 +97,8 @@ def find_split_modules(
 
     Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_SPLIT`` elements
     of the parent's, and shares none of them with a module outside of it. Sides are those of ``parent.modules()``. See
-    [Note: split modules].
-
-    Args:
-        parent: A module that owns parameters.
-        inner: The modules inside ``parent`` that own units, at least one.
-        owned: The parameters of ``parent``, with every (module, attribute) that holds them.
+    [Note: split modules]. ``owned``: the parameters of ``parent``, with every (module, attribute) that holds them.
     """
-    found = _separable(parent, inner, owned)
-    place = {module: index for index, module in enumerate(parent.modules())}
-    begin, end = min(place[module] for module in inner), max(place[module] for module in inner)
-    sides = (
-        [module for module in found if place[module] < begin],
-        [module for module in found if place[module] > end],
-    )
-    return [side[0] for side in sides if len(side) == 1]
-
-
-def _separable(
-    parent: nn.Module,
-    inner: Collection[nn.Module],
-    owned: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]],
-) -> list[nn.Module]:
     found: list[nn.Module] = []
     seen: set[nn.Module] = set(inner)
     waiting = list(parent.children())[::-1]
@@ -127,7 +108,8 @@ def _separable(
             continue
         seen.add(module)
         inside = set(module.modules())
-        if not _can_be_called(module) or not inside.isdisjoint(inner):
+        # A container such as ModuleList has no forward, and so no moment at which its parameters could be gathered.
+        if type(module).forward is nn.Module.forward or not inside.isdisjoint(inner):
             waiting += list(module.children())[::-1]
             continue
         held = {p for each in inside for p in each._parameters.values() if p is not None and p in owned}
@@ -137,12 +119,13 @@ def _separable(
         large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_SPLIT
         if large and all(user in inside for parameter in held for user, _ in owned[parameter]):
             found.append(module)
-    return found
-
-
-def _can_be_called(module: nn.Module) -> bool:
-    # A container such as ModuleList has no forward, and so no moment at which its parameters could be gathered.
-    return type(module).forward is not nn.Module.forward
+    place = {module: index for index, module in enumerate(parent.modules())}
+    begin, end = min(place[module] for module in inner), max(place[module] for module in inner)
+    sides = (
+        [module for module in found if place[module] < begin],
+        [module for module in found if place[module] > end],
+    )
+    return [side[0] for side in sides if len(side) == 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +179,7 @@ def plan_modules(
         root: The model.
         chosen: What the policy chose, and the settings that differ there.
         names: Those of all modules of ``root``, where the caller has them.
-        ignored_modules: Modules that stay as they are, with all inside them.
-        ignored_parameters: Parameters that stay as they are.
+        ignored_modules, ignored_parameters: They stay as they are, with all inside them.
         rank: Of this process, for messages.
         divides: Whether large modules before and behind the chosen ones may be split off ``root``.
 
@@ -307,8 +289,7 @@ def _with_meshes_inside(
 ) -> dict[nn.Module, Mapping[str, Any]]:
     """``overrides``, where modules have the mesh of the nearest one around them: parts of experts belong to these.
 
-    Raises:
-        ParameterError: a parameter would belong to units over two meshes, or to none of the meshes of its modules.
+    Raises ParameterError: a parameter would belong to units over two meshes, or to none of the meshes of its modules.
     """
     result = dict(overrides)
     # By parameter: name, mesh and chosen modules of each use.
@@ -370,12 +351,9 @@ def refuse_unshardable(
     rank: int = 0,
     extends: bool = False,
 ) -> None:
-    """Raise if a parameter of ``root`` cannot be sharded. To be called before a policy looks at them.
+    """Raise ParameterError if a parameter of ``root`` cannot be sharded. To be called before a policy looks at them.
 
     ``extends``: whether parameters may gather themselves.
-
-    Raises:
-        ParameterError: saying which, and what to do.
     """
     seen = set(ignored_parameters)
     for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
@@ -422,10 +400,10 @@ def _check_parameter(
         fault = packed_fault(parameter, module)
         if fault:
             raise ParameterError(f"The parameter {where} is a {type(parameter).__name__}, {fault}")
-    elif not extended and (own := _state_of_its_own(parameter)):
+    elif not (extended or type(parameter) is nn.Parameter or is_dtensor(parameter)) and (own := vars(parameter)):
         raise ParameterError(
             f"The parameter {where} is a trained {type(parameter).__name__} with state of its own "
-            f"({', '.join(own[:4])}), which its optimizer's steps would not follow. Freeze it with "
+            f"({', '.join(list(own)[:4])}), which its optimizer's steps would not follow. Freeze it with "
             "requires_grad_(False), and what computes has that state, too; or pass it in ignored_parameters."
         )
     if _torch_private.tensor_hooks(parameter):
@@ -440,11 +418,6 @@ def _check_parameter(
             f"The meta parameter {where} is weakly referenced, so it cannot be materialized in place. "
             "Drop the reference, or materialize the model before sharding it."
         )
-
-
-def _state_of_its_own(parameter: nn.Parameter) -> list[str]:
-    """Attributes of a parameter of another class than torch's, as quantized ones need to compute."""
-    return [] if type(parameter) is nn.Parameter or is_dtensor(parameter) else list(vars(parameter))
 
 
 def _walk(
@@ -500,7 +473,13 @@ def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
 
 
 def modules_in(root: nn.Module) -> list[nn.Module]:
-    """``root`` and all modules inside it, each once, in no order: without names, for a fraction of what these cost."""
+    """``root`` and all modules inside it, each once, in no order: without names, for a fraction of what these cost.
+
+    Raises:
+        ConfigTypeError: ``root`` is no module.
+    """
+    if not isinstance(root, nn.Module):
+        raise ConfigTypeError(f"{type(root).__name__!r} was given as the model. Give a torch.nn.Module.")
     found = {root: None}
     waiting = [root]
     while waiting:
@@ -512,11 +491,7 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
 
 
 def refuse_sharded(root: nn.Module, rank: int) -> None:
-    """Raise if ``root`` or anything inside it is sharded already.
-
-    Raises:
-        AlreadyShardedError: naming the first such module.
-    """
+    """Raise AlreadyShardedError if ``root`` or anything inside it is sharded already."""
     if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in modules_in(root)):
         return
     for name, module in root.named_modules():

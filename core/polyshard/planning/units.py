@@ -25,7 +25,7 @@ from ..interfaces import (
     WireSpec,
 )
 from ..registry import Constructed
-from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, is_packed, parked_of, wire_of
+from .answers import callable_or_none, dtypes_of, is_packed, parked_of, wire_of, yes_or_no
 from .extensions import ChunkedRows
 from .forms import forms_in, split_by_form
 from .layout import FlatLayout, NamedLayout, dense_stride
@@ -92,12 +92,10 @@ class PlannedModule(ModuleParameters):
 
     @property
     def parks(self) -> bool:
-        """Whether any of its units is parked."""
         return any(unit.parked for unit in self.units)
 
     @property
     def has_meta_parameters(self) -> bool:
-        """Whether any of its parameters has no values yet."""
         return any(parameter.original.is_meta for group in self.groups for parameter in group)
 
 
@@ -129,15 +127,12 @@ def plan_units(
 
     Args:
         planned: A module and the parameters that it owns.
-        plugins: What serves it.
-        lists: The ranks of its units.
-        divisor: What the sum of their gradients is divided by; None for a mean.
+        plugins, lists, divisor, post_forward_size: As in ``PlannedModule``.
         device: The device that computes.
         events: The listeners.
         travelled: Bytes in which an element of a dtype travelled in the modules planned before; updated.
         is_root: Whether it is the outermost module, or split off that.
         rank: Of this process, for messages.
-        post_forward_size: How many ranks gather its units for backward, if that does; None for all that share them.
 
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.
@@ -172,7 +167,7 @@ def plan_units(
         as_it_is = shards == 1 or bool(forms) or group[0].extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
-        full_precision_in_eval_of(caster, spec, rank)
+        _full_precision_in_eval(caster, spec, rank)
         observers = events.observers(spec) if events.active else ()
         launched = _launch_numel(members, flat)
         units.append(PlannedUnit(spec, flat, dtypes, wire, forms, observers, parked=False, launch_numel=launched))
@@ -208,7 +203,7 @@ def plan_units(
         buffer_dtype=buffer_dtype,
         input_cast=callable_or_none(caster, "input_cast", first, rank) if casts else None,
         output_cast=callable_or_none(caster, "output_cast", first, rank) if casts else None,
-        full_precision_in_eval=full_precision_in_eval_of(caster, first, rank),
+        full_precision_in_eval=_full_precision_in_eval(caster, first, rank),
         reads_in_backward=reads,
         post_forward_size=post_forward_size if reads else None,
         scope=None if planned.overrides.get("mesh") is None else lists.of(rank),
@@ -220,8 +215,7 @@ def decide_parking(plans: Sequence[PlannedModule], rank: int) -> tuple[PlannedMo
 
     A manager is asked once, of all the units that it serves.
 
-    Raises:
-        PluginContractError: a manager answered what its contract does not allow.
+    Raises PluginContractError: a manager answered what its contract does not allow.
     """
     served: dict[int, tuple[OffloadManager, list[UnitSpec]]] = {}
     for plan in plans:
@@ -232,10 +226,8 @@ def decide_parking(plans: Sequence[PlannedModule], rank: int) -> tuple[PlannedMo
 
 
 def _with_parked(plan: PlannedModule, parked: frozenset[UnitSpec]) -> PlannedModule:
-    if not parked:
-        return plan
     units = tuple(dataclasses.replace(unit, parked=unit.spec in parked) for unit in plan.units)
-    return dataclasses.replace(plan, units=units)
+    return dataclasses.replace(plan, units=units) if parked else plan
 
 
 def reads_in_backward(module: nn.Module) -> bool:
@@ -252,6 +244,11 @@ def reads_in_backward(module: nn.Module) -> bool:
         or bool(each._forward_hooks or each._forward_pre_hooks)
         for each in modules_called(module)
     )
+
+
+def _full_precision_in_eval(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> bool:
+    answer = caster.full_precision_in_eval(unit)
+    return yes_or_no(caster, "full_precision_in_eval", answer, f"unit '{unit.label}'", rank)
 
 
 def _launch_numel(group: Sequence[ManagedParameter], flat: FlatLayout) -> int:

@@ -5,7 +5,6 @@ Nothing is called to find out.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
@@ -113,12 +112,6 @@ def qualified(cls: type) -> str:
 
 def _takes_context(factory: Any) -> bool:
     """Whether ``factory`` can be called with one argument by place and any by name."""
-    plain: Any = factory
-    if isinstance(factory, type) and _found(type(factory), "__call__") is _TYPE_CALL and _plainly_new(factory):
-        plain = _found(factory, "__init__")
-    if isinstance(plain, FunctionType) and not hasattr(plain, "__wrapped__"):
-        # Known without a signature, which takes many times as long.
-        return plain.__code__.co_argcount > (plain is not factory) or bool(plain.__code__.co_flags & inspect.CO_VARARGS)
     try:
         inspect.signature(factory).bind_partial(None)
     except ValueError:
@@ -128,15 +121,18 @@ def _takes_context(factory: Any) -> bool:
     return True
 
 
-_TYPE_CALL = vars(type)["__call__"]
+#: By contract and class: looking at all signatures takes a millisecond, and ``fully_shard`` is called for every layer.
+_known_faults: dict[tuple[type, type], tuple[str, ...]] = {}
 
 
-def _plainly_new(cls: type) -> bool:
-    return _found(cls, "__new__") is vars(object)["__new__"]
-
-
-def _method_faults(contract: type, cls: type) -> Iterator[str]:
+def _method_faults(contract: type, cls: type) -> tuple[str, ...]:
     """A sentence for each member of ``cls``, a subclass of ``contract``, that the contract cannot use."""
+    if (contract, cls) not in _known_faults:
+        _known_faults[contract, cls] = tuple(_unusable_members(contract, cls))
+    return _known_faults[contract, cls]
+
+
+def _unusable_members(contract: type, cls: type) -> Iterator[str]:
     for name in sorted(getattr(cls, "__abstractmethods__", ())):
         yield f"it lacks {_shown(contract, name)}"
     for name, wanted in _members(contract).items():
@@ -159,7 +155,6 @@ def _found(cls: type, name: str) -> Any:
     return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
 
 
-@functools.lru_cache(maxsize=16)
 def _members(contract: type) -> Mapping[str, Any]:
     """Public members that the contract's classes define, by name."""
     members: dict[str, Any] = {}
@@ -178,7 +173,7 @@ def _shown(contract: type, name: str) -> str:
 
 def _call_faults(name: str, found: Any, wanted: FunctionType) -> Iterator[str]:
     function = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
-    if not isinstance(function, FunctionType) or _alike(found, wanted):
+    if not isinstance(function, FunctionType):
         # A callable that is no Python function tells at the call itself.
         return
     # A wrapper is called, and not what it wraps.
@@ -207,21 +202,6 @@ def _refused(taken: inspect.Signature, by_place: list[Any], error: TypeError) ->
         except TypeError:
             return f"it does not take {by_place[count - 1]!r}" if by_place[count - 1] else "it does not take 'self'"
     return str(error)
-
-
-def _alike(found: Any, wanted: FunctionType) -> bool:
-    """Whether both take as many arguments by place, and the same by name: then nothing has to be bound to know."""
-    if not isinstance(found, FunctionType):
-        return False
-    mine, theirs = found.__code__, wanted.__code__
-    if mine.co_argcount != theirs.co_argcount or mine.co_kwonlyargcount != theirs.co_kwonlyargcount:
-        return False
-    by_name = frozenset(theirs.co_varnames[theirs.co_argcount :][: theirs.co_kwonlyargcount])
-    return (
-        by_name == frozenset(mine.co_varnames[mine.co_argcount :][: mine.co_kwonlyargcount])
-        and (found.__kwdefaults__ or {}).keys() >= (wanted.__kwdefaults__ or {}).keys()
-        and len(found.__defaults__ or ()) >= len(wanted.__defaults__ or ())
-    )
 
 
 #: Attribute that ``polyshard.hookimpl`` leaves on a function, and that of a specification.

@@ -35,8 +35,7 @@ def local_options(group: Group, plugin: object, where: str) -> frozenset[str]:
 
     The rank among those of collectives differs in any case.
 
-    Raises:
-        PluginContractError: the plugin's ``local_options`` are not names. ``where``: the plugin, for the message.
+    Raises PluginContractError: the plugin's ``local_options`` are not names. ``where``: the plugin, for the message.
     """
     named: Any = getattr(plugin, LOCAL_OPTIONS, ())
     sound = isinstance(named, Collection) and not isinstance(named, str | bytes)

@@ -287,6 +287,11 @@ class UsedPlugin:
     inner: tuple[UsedPlugin, ...] = ()
     """The plugins that its factory constructed by name."""
 
+    @property
+    def reason(self) -> str:
+        """One line for people: what collectives chose by themselves until now, and why; empty for other plugins."""
+        return self.instance.reason if isinstance(self.instance, Collectives) else ""
+
     def __str__(self) -> str:
         origin = f"{self.distribution} {self.version}" if self.distribution else "an object of the program"
         inside = ", ".join(map(str, self.inner))

@@ -136,8 +136,9 @@ class Bindings:
         ``beside``: what else modules find in each state.
         """
         self.shown = Shown.ORIGINALS
-        # Memory that is never released is shown everywhere: the leaf collects the gradient that is reduced.
-        self._elsewhere = Shown.GUARDS if guarded else Shown.VIEWS
+        #: What other modules' forwards see. Memory that is never released is shown everywhere: the leaf collects the
+        #: gradient that is reduced.
+        self.elsewhere = Shown.GUARDS if guarded else Shown.VIEWS
         self._gathers = gathers
         self._beside = beside
         self._lazy: list[LazyParameter] = []
@@ -156,12 +157,6 @@ class Bindings:
                 swap.of[Shown.VIEWS][attribute] = leaf
         return swaps
 
-    def hide(self, computing: bool) -> None:
-        """Let modules see the originals or, while a forward is ``computing``, the stand-ins."""
-        shown = self._elsewhere if computing else Shown.ORIGINALS
-        if self.shown is not shown:
-            self.show(shown)
-
     def show(self, shown: Shown) -> None:
         """Let modules see ``shown``. Views must be attached by then."""
         if self.shown is not shown:
@@ -178,7 +173,7 @@ class Bindings:
 
     def _prepare(self) -> None:
         # At first use, which is in the first forward: sharding a model is then as fast as it can be.
-        if self._elsewhere is Shown.GUARDS:
+        if self.elsewhere is Shown.GUARDS:
             for index, parameter in enumerate(self._parameters):
                 stand_in = self._stand_in(index, parameter)
                 for module, attribute in parameter.sites:

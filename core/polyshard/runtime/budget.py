@@ -108,6 +108,8 @@ class Budget:
         self._backwards = 0
         self._sums: tuple[float, ...] = ()
         self._stepped = False
+        self.reason = "decided at the end of the first backward that follows an optimizer step; until then none is kept"
+        """One line for people: what was decided, and why; equal on all ranks once it was."""
 
     def decide(self, units: Sequence[Unit], order: Sequence[Unit], collectives: Collectives) -> bool:
         """Decide, if it is time; returns whether it has decided.
@@ -145,11 +147,19 @@ class Budget:
         count = fitting(list(choice.values()), room)
         for unit in list(choice)[len(choice) - count :]:
             unit.reshard_policy = Reshard.NEVER
+        self.reason = (
+            f"{count} of {len(choice)} units stay gathered behind forward: the rank with the least memory has "
+            f"{_mib(max(0, room))} left, and all of them take {_mib(sum(choice.values()))}"
+        )
         return True
 
     def _room(self) -> int:
         budget = self._meter.default_budget() if self._nbytes is None else self._nbytes
         return budget - self._meter.peak_allocated()
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def _sums(units: Sequence[Unit]) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Protocol
@@ -79,8 +79,9 @@ class Gradients:
         #: A factor of the mean over ranks; None for 1.
         self.scale = unit.ranks.scale
         self._reduced_once = False
-        # The places at which the gradients of the next reduction were computed, and those in the sum added up.
-        self._places: list[object] = []
+        #: The places (``CommStreams.here``) at which the gradients of the next reduction were computed, and those in the
+        #: sum added up.
+        self.places: list[object] = []
         # The last reduced gradient, which lives as long as any ``.grad`` that views it: ``zero_grad`` frees its memory.
         self._delivered: TensorWeakRef | None = None
         self._shown: list[int] = []
@@ -131,11 +132,10 @@ class Gradients:
             dtype = self.input.result_dtype
             self.sums = ReductionInput(self._layout, dtype, dtype, self.unit.spec.device)
 
-    def computed_at(self, places: Iterable[object]) -> None:
-        """Note the places (``CommStreams.here``) at which the next gradients were computed."""
-        for place in places:
-            if place not in self._places:
-                self._places.append(place)
+    def computed_at(self, here: object) -> None:
+        """Note the place (``CommStreams.here``) at which the next gradients were computed."""
+        if here not in self.places:
+            self.places.append(here)
 
     def claim(self, index: int, reducer: Reducer) -> torch.Tensor | None:
         """Memory in the reduction's input for the gradient of parameter ``index``, as a new tensor.
@@ -147,13 +147,13 @@ class Gradients:
             if self.sums.has_sum or not self.input.free:
                 return None
             reducer.open(self._contribution(self.input, ()))
-            self.computed_at((here,))
+            self.computed_at(here)
         return self.input.claim(index, here)
 
     def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
         """Add ``gradients`` to the sum that waits for a synchronising backward."""
-        self.computed_at((streams.here(),))
-        with streams.between(self._places):
+        self.computed_at(streams.here())
+        with streams.between(self.places):
             self.sums.accumulate(gradients)
 
     def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
@@ -172,10 +172,10 @@ class Gradients:
             if self._shards_coming:
                 streams.make_room(0)
         self._note_missed(missed)
-        self.computed_at((streams.here(),))
-        contribution = self._contribution(input, tuple(self._places))
+        self.computed_at(streams.here())
+        contribution = self._contribution(input, tuple(self.places))
         self._shard = None
-        self._places.clear()
+        self.places.clear()
         return contribution
 
     def contribute_without_replicas(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
@@ -183,10 +183,10 @@ class Gradients:
         input = self.sums if self.sums.has_sum else self.input
         missed = input.missing(gradients)
         self._shard_missed = missed & self._shard_missed if self.waits_for_replicas else missed
-        self.computed_at((streams.here(),))
-        contribution = self._contribution(input, tuple(self._places))
+        self.computed_at(streams.here())
+        contribution = self._contribution(input, tuple(self.places))
         self._shards_coming += 1
-        self._places.clear()
+        self.places.clear()
         return contribution._replace(ranks=self.unit.ranks.without_replicas, deliver=self._keep_shard, waiting=None)
 
     def _keep_shard(self, shard: torch.Tensor) -> None:
@@ -236,7 +236,7 @@ class Gradients:
     def discard(self) -> None:
         """Release the gradients of a backward that failed."""
         self._forget_missed()
-        self._places.clear()
+        self.places.clear()
         self._shards_coming = 0
         self.input.discard()
         self.sums.discard()
@@ -259,7 +259,7 @@ class Gradients:
             self.discard()
         if not self.sums.has_sum:
             # A backward that accumulated nowhere.
-            self._places.clear()
+            self.places.clear()
 
     def end_backward(self) -> None:
         """Run the user's hooks on the originals, into which autograd itself accumulates nothing."""

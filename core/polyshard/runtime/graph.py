@@ -53,7 +53,7 @@ def capture_obstacle(root: Root) -> str | None:
                 f"{type(unit.caster).__name__} encodes what travels, and prepares that on the host before each "
                 "forward. Choose a precision that casts only."
             )
-    if root.events.active or any(unit.observers for unit in root.units):
+    if root.events.steps or any(unit.observers for unit in root.units):
         return "The model has listeners, which a replay would not call. Shard it without listeners."
     return None
 

@@ -36,9 +36,9 @@ from .. import _torch_private
 from ..errors import ParameterMovedError, StateError, UnshardedUseError
 from ..nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from .activation_checkpoint import Checkpointed, Region, may_have_backward, running
-from .module_state import ModuleState, StateKind, show_whole, unshard_ahead
+from .module_state import BackwardState, ModuleState, StateKind, show_whole, unshard_ahead
 from .order import BackwardAction, ForwardRecord, Point
-from .root import root_of
+from .root import Root, root_of
 from .step import Phase, Step
 from .unit import Reshard, refuse_escape
 
@@ -432,7 +432,8 @@ def pre_backward(
             f"polyshard does not support gradients of gradients: backward(create_graph=True) reached "
             f"'{module_state.label}' on rank {module_state.rank}. Differentiate twice outside of sharded modules."
         )
-    root = root_of(module_state)
+    root = module_state.step
+    assert isinstance(root, Root)
     root.enter_backward()
     if forward_record is None:
         # On no record that other ranks know of: they must recompute, too.
@@ -452,9 +453,11 @@ def post_backward(
     module_state: ModuleState, forward_record: ForwardRecord[ModuleState], post_backward_at: Point[ModuleState]
 ) -> None:
     """The gradients of the inputs of the first forward on ``forward_record`` are there, and so are all others."""
-    if not module_state.in_backward:
+    root = module_state.step
+    assert isinstance(root, Root)
+    if module_state.backward_state is not BackwardState.PRE_BACKWARD:
         module_state.refuse_unseen_backward()
-    if root_of(module_state).arrive(forward_record, post_backward_at) or module_state.in_backward:
+    if root.arrive(forward_record, post_backward_at) or module_state.backward_state is BackwardState.PRE_BACKWARD:
         module_state.post_backward()
 
 

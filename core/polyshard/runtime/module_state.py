@@ -315,6 +315,7 @@ class ModuleState:
                 unit.reduced |= self.all_reduces or unit.ranks.replicate is None
             else:
                 unit.gradients.keep(gradients, step.streams)
+                step.awaits_optimizer = True
         if not self.all_reduces:
             self._reduce_without_replicas(reduced)
         elif len(reduced) == 1:

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from ..planning import thresholds
 from ..planning.launches import batch_ends
 
 
@@ -59,6 +60,11 @@ class _Order(Generic[S]):
         # The first one is entered before anything can be prefetched.
         sizes = [module_state.launch_nbytes for module_state in self.module_states[1:]]
         self._ends = [1, *(1 + end for end in batch_ends(sizes, batch_nbytes))]
+
+    @property
+    def launches(self) -> int:
+        """How many batches there are."""
+        return len(set(self._ends))
 
     def behind(self, position: int, ahead: int) -> list[list[S]]:
         """The batches of the ``ahead`` modules behind ``position``, and of one module of the next batch at least."""
@@ -107,6 +113,17 @@ class ExecutionOrder(Generic[S]):
     def order(self) -> tuple[S, ...]:
         """The modules in the order in which the last finished forward entered them."""
         return tuple(self._routes[0].module_states) if self._routes else ()
+
+    @property
+    def reason(self) -> str:
+        """One line for people: how many launches gather the modules of a forward, and why."""
+        if not self.batch_nbytes:
+            return "each module is gathered by itself"
+        most = f"neighbours go together up to {self.batch_nbytes / 2**20:g} MiB, at most {thresholds.LARGEST_BATCH}"
+        if not self._routes:
+            return f"{most}; by the order that the first forward records"
+        route = self._routes[0]
+        return f"{len(route.module_states)} modules in {route.launches} launches: {most}"
 
     def begin_forward(self) -> None:
         """An outermost forward starts."""
@@ -285,7 +302,8 @@ class BackwardOrder(Generic[T]):
     """The order of one backward, along the records of the forwards that it goes through, and how far it has come."""
 
     def __init__(self) -> None:
-        self._record: ForwardRecord[T] | None = None
+        #: The record that this backward follows; None before the first.
+        self.record: ForwardRecord[T] | None = None
         # Records that this backward is done with.
         self._left: set[ForwardRecord[T]] = set()
         self._order: list[Point[T]] = []
@@ -295,20 +313,15 @@ class BackwardOrder(Generic[T]):
         # The points that ``_order`` was made of: steps repeat.
         self._ordered: list[Point[T]] = []
 
-    @property
-    def begun(self) -> bool:
-        """Whether this backward follows a record."""
-        return self._record is not None
-
-    def follows(self, forward_record: ForwardRecord[T]) -> bool:
-        """Whether this backward follows ``forward_record``, or is done with it."""
-        return forward_record is self._record or forward_record in self._left
+    def left(self, forward_record: ForwardRecord[T]) -> bool:
+        """Whether this backward is done with ``forward_record``, and follows another one."""
+        return forward_record in self._left
 
     def begin(self, forward_record: ForwardRecord[T]) -> None:
         """Follow ``forward_record`` from its end. ``rest`` of the record before must have been done."""
-        if self._record is not None:
-            self._left.add(self._record)
-        self._record = forward_record
+        if self.record is not None:
+            self._left.add(self.record)
+        self.record = forward_record
         self._done = 0
         if self._ordered != forward_record.points:
             self._ordered = list(forward_record.points)
@@ -319,7 +332,7 @@ class BackwardOrder(Generic[T]):
     def until(self, forward_record: ForwardRecord[T], point: Point[T]) -> Sequence[Point[T]] | None:
         """The points to do before ``point``, which counts as done from now on; None where it was done already."""
         index = self._index.get(point, -1)
-        if forward_record is not self._record or index < self._done:
+        if forward_record is not self.record or index < self._done:
             return None
         before = self._order[self._done : index]
         self._done = index + 1
@@ -327,7 +340,7 @@ class BackwardOrder(Generic[T]):
 
     def rest(self) -> Sequence[Point[T]]:
         """The points that are left; they count as done from now on."""
-        if self._record is None:
+        if self.record is None:
             return ()
         left = self._order[self._done :]
         self._done = len(self._order)
@@ -339,7 +352,7 @@ class BackwardOrder(Generic[T]):
 
     def end(self) -> None:
         """The backward has ended."""
-        self._record = None
+        self.record = None
         self._left.clear()
 
 

@@ -128,7 +128,6 @@ class Originals(MasterViews):
 
     def _remember(self) -> None:
         self._addresses = list(map(_address_of, self.tensors))
-        # An empty tensor has no address: on a rank without a piece, only its dtype shows that it was replaced.
         self._empty = [original for original in self.tensors if not original.numel()]
         self._empty_dtypes = [self._master.dtype] * len(self._empty)
         self._trained = list(map(_is_trained, self.tensors))
@@ -144,7 +143,12 @@ class Originals(MasterViews):
         Raises:
             ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
-        if self._moved() or self._replaced():
+        # An empty tensor has no address: on a rank without a piece, only its dtype shows that it was replaced.
+        if (
+            list(map(_address_of, self.tensors)) != self._addresses
+            or list(map(_dtype_of, self._empty)) != self._empty_dtypes
+            or self._replaced()
+        ):
             for index, parameter in enumerate(self._parameters):
                 self._write_back(index, parameter)
             before = self._trained
@@ -166,7 +170,7 @@ class Originals(MasterViews):
         Raises:
             ParameterMovedError: naming the parameter.
         """
-        if not self._moved() and not (held and self._replaced()):
+        if list(map(_address_of, self.tensors)) == self._addresses and not (held and self._replaced()):
             return
         for parameter, address in zip(self._parameters, self._addresses, strict=True):
             replaced = held and any(
@@ -178,11 +182,6 @@ class Originals(MasterViews):
                     f"'{parameter.names[0]}' was replaced on rank {self._rank}. "
                     "Replace it before the forward or after the backward."
                 )
-
-    def _moved(self) -> bool:
-        if list(map(_address_of, self.tensors)) != self._addresses:
-            return True
-        return list(map(_dtype_of, self._empty)) != self._empty_dtypes
 
     def _replaced(self) -> bool:
         return not all(map(is_, map(dict.get, self._holders, self._keys), self._held))

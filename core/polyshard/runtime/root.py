@@ -27,9 +27,8 @@ from .used_parameters import UsedParameters
 _reduced = attrgetter("reduced")
 
 
-def _never() -> bool:
+def _never() -> None:
     """No backward was entered yet."""
-    return False
 
 
 def root_of(module_state: ModuleState) -> Root:
@@ -73,6 +72,8 @@ class Root(Step):
         self.events = events
         #: Decides which units stay gathered behind forward; None where nothing is left to decide.
         self.budget: Budget | None = None
+        #: What it decided, and why: one line for people. Empty where the configuration asks for no budget.
+        self.budget_reason = ""
         self._used_parameters: UsedParameters | None = None
         #: Whether backwards end with what ``finish_backward`` does. The same on all ranks.
         self.last_backward = True
@@ -80,8 +81,8 @@ class Root(Step):
         self._unfinished = False
         #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
-        # Whether the backward that was entered last may still end.
-        self._backward_may_end: Callable[[], bool] = _never
+        # Gives None once the backward that was entered last cannot end any more.
+        self._backward_may_end: Callable[[], object] = _never
         # Whether other ranks know that it raised.
         self._failure_reported = False
         self._backward_order: BackwardOrder[ModuleState] = BackwardOrder()
@@ -194,7 +195,7 @@ class Root(Step):
             self.streams.stalls.begin_forward()
         for caster in self._encoding:
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
-        if self.events.active:
+        if self.events.steps:
             self.events.step_begin(module)
 
     def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
@@ -263,7 +264,7 @@ class Root(Step):
             module_state.awaits_backward |= torch.is_grad_enabled()
         for module_state in self.module_states:
             module_state.end_forward()
-        if self.events.active and not any(module_state.awaits_backward for module_state in self.module_states):
+        if self.events.steps and not any(module_state.awaits_backward for module_state in self.module_states):
             self.events.step_end(self.module_states[0].module)
 
     def share(self, module_states: Sequence[ModuleState]) -> None:
@@ -285,7 +286,7 @@ class Root(Step):
         """A gradient reached one of the outputs."""
         if self.phase is not Phase.IDLE:
             if self.phase is Phase.BACKWARD:
-                if self._backward_may_end():
+                if self._backward_may_end() is not None:
                     return
                 # An earlier one raised.
                 self.abandon()
@@ -380,9 +381,9 @@ class Root(Step):
             Whether ``point`` is new: False where the backward did it already, or is on another forward.
         """
         backward_order = self._backward_order
-        if not backward_order.follows(forward_record):
+        if forward_record is not backward_order.record and not backward_order.left(forward_record):
             self._follow(backward_order.rest())
-            if backward_order.begun:
+            if backward_order.record is not None:
                 self._turn()
             for between in self._behind(forward_record):
                 self._go_through(between)
@@ -465,7 +466,7 @@ class Root(Step):
         # A forward that differentiates inside itself goes on.
         self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
         self.end_audit()
-        if self.events.active:
+        if self.events.steps:
             self.events.step_end(self.module_states[0].module)
 
     def reduce_waiting(self) -> None:
@@ -526,7 +527,9 @@ class Root(Step):
                 if module_state not in kept and module_state.reads_in_backward
                 for u in module_state.units
             ]
-            if self.budget.decide(self.units, order, self.collectives):
+            decided = self.budget.decide(self.units, order, self.collectives)
+            self.budget_reason = self.budget.reason
+            if decided:
                 self.budget = None
 
     def _counted_parameters(self) -> UsedParameters | None:
@@ -587,7 +590,7 @@ class Root(Step):
         if self.phase is not Phase.BACKWARD or self._failure_reported:
             return
         alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
-        if alone or not self._backward_may_end():
+        if alone or self._backward_may_end() is None:
             self._failure_reported = True
             self.recorder.post_error(error)
 

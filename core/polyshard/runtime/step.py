@@ -77,7 +77,7 @@ class Step:
         self.replaced: tuple[str, str] | None = None
         #: False under ``no_sync``.
         self.synchronises = True
-        #: Whether backwards left something that ``Root.settle`` ends before an optimizer steps.
+        #: Whether backwards left what ``Root.settle`` ends before an optimizer steps, or what no step may pass over.
         self.awaits_optimizer = False
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False

@@ -185,10 +185,12 @@ class HostStreams(CommStreams):
             del self._gathers[other.buffer]
         self._end(batch.works, batch.issued)
         for other in waiting:
-            end_gather(other)
+            if other.observers:
+                end_gather(other)
 
     def release(self, record: GatherRecord) -> None:
-        self.arrive(record)
+        if record.buffer in self._gathers:
+            self.arrive(record)
         record.buffer.release()
 
     def keep(self, record: GatherRecord, part: PostForwardShard) -> None:

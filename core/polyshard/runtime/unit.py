@@ -112,6 +112,8 @@ class Unit:
     answers_state_dicts = False
     #: Whether its parameters gather themselves. Its master is on the meta device then.
     extended = False
+    #: Whether its originals may compute by themselves, on a single rank.
+    may_be_resident = True
 
     def __init__(
         self,
@@ -174,7 +176,6 @@ class Unit:
         self.parks = parks
         self.flat: FlatMaster | None = None
         self.pieces = layout.pieces(ranks.shard_rank)
-        self._expired = False
         #: How the unit travels where its caster encodes it; None for as it computes.
         self.wire = wire
         #: How its linear layers compute with the bytes of a gather; empty where they compute in a dtype.
@@ -212,6 +213,9 @@ class Unit:
         # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
         same = self.ranks.owner is None and dtypes.compute == self.master.dtype
         self.permanent = same and not (self.parks or self.extended or self.forms)
+        #: Whether the parameters are to be gathered: neither there, nor on their way, or of another step.
+        self.due = not self.permanent
+        self._follow_ranks()
         self.originals = self._make_originals()
         self.gradients = self._make_gradients()
         self._take_gradient_dtype(self.originals.tensors)
@@ -266,10 +270,12 @@ class Unit:
         """The manager that the unit is parked with; None where it is not."""
         return self.offload if self.parks else None
 
-    @property
-    def resident(self) -> bool:
-        """Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast."""
-        return self.permanent and self.ranks.alone and self.ranks.scale is None and not self._parts
+    def _follow_ranks(self) -> None:
+        ranks = self.ranks
+        #: Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast.
+        self.resident = (
+            self.may_be_resident and self.permanent and ranks.alone and ranks.scale is None and not self._parts
+        )
 
     def watch(self, observers: tuple[Observer, ...]) -> None:
         """Tell ``observers`` of gathers, compute and reductions from now on."""
@@ -422,6 +428,7 @@ class Unit:
     def use_ranks(self, ranks: UnitRanks) -> None:
         """Communicate over ``ranks`` from now on, whose sizes are those of the ranks before."""
         self.ranks = ranks
+        self._follow_ranks()
         self.__dict__.pop("copies", None)
         self._renew_record()
 
@@ -459,7 +466,10 @@ class Unit:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """The views' gradients, which they give up."""
-        self.gradients.computed_at(self.places)
+        computed_at = self.gradients.places
+        for place in self.places:
+            if place not in computed_at:
+                computed_at.append(place)
         gradients = list(map(_gradient_of, self.leaves))
         for leaf in self.leaves:
             leaf.grad = None
@@ -557,11 +567,6 @@ class Unit:
         numel = self.wire.nbytes_per_rank * self.ranks.shard_size if whole else self.launch_numel
         return "all_gather", numel, torch.uint8
 
-    @property
-    def due(self) -> bool:
-        """Whether the parameters are to be gathered: neither there, nor on their way."""
-        return not self.permanent and (self.state in _RELEASED or self._expired)
-
     def unshard(self) -> None:
         """Issue the gather, unless the parameters are there or on their way."""
         if self.due:
@@ -616,7 +621,10 @@ class Unit:
     def hide(self) -> None:
         """Let modules see the originals again; during a forward, stand-ins that refuse to compute."""
         if self.prepared:
-            self.bindings.hide(self.step is not None and self.step.phase is Phase.FORWARD)
+            bindings, step = self.bindings, self.step
+            shown = bindings.elsewhere if step is not None and step.phase is Phase.FORWARD else Shown.ORIGINALS
+            if bindings.shown is not shown:
+                bindings.show(shown)
 
     def _lazy_view(self, index: int) -> torch.Tensor:
         assert self.on_lazy_use is not None
@@ -636,7 +644,8 @@ class Unit:
         self.step.streams.release(self.record)
         self.places.clear()
         self.state = UnitState.SHARDED
-        self._expired = self.kept = self.retained = False
+        self.due = True
+        self.kept = self.retained = False
         for observer in self.observers:
             observer.reshard(self.spec)
 
@@ -653,7 +662,8 @@ class Unit:
         self.places.clear()
         self.record = self._post_forward_record
         self.state = UnitState.SHARDED_POST_FORWARD
-        self._expired = self.kept = self.retained = False
+        self.due = True
+        self.kept = self.retained = False
         for observer in self.observers:
             observer.reshard(self.spec)
 
@@ -671,7 +681,7 @@ class Unit:
         if self.permanent or self.state is UnitState.SHARDED:
             return
         self.wait()
-        self._expired = self.kept = True
+        self.due = self.kept = True
 
     def retain(self) -> None:
         """Keep the parameters whole for later forwards, until an optimizer steps."""
@@ -688,7 +698,7 @@ class Unit:
         use."""
         if self.retained:
             self.retained = False
-            self._expired = True
+            self.due = True
             self.hide()
         elif self.state is UnitState.SHARDED_POST_FORWARD:
             self._drop_post_forward()
@@ -698,7 +708,7 @@ class Unit:
         if not (self.ahead or self.retained):
             if self.state is UnitState.SHARDED_POST_FORWARD:
                 self._drop_post_forward()
-            self._expired = self.state is not UnitState.SHARDED
+            self.due = not self.permanent
         self.ahead = False
         if self.permanent:
             self.places.clear()
@@ -770,7 +780,7 @@ class Unit:
             self._drop_post_forward()
         self.state = UnitState.GATHERING
         self.places.clear()
-        self._expired = self.kept = False
+        self.due = self.kept = False
 
 
 def unshard_due(units: Sequence[Unit]) -> None:

@@ -239,6 +239,7 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
         planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
         meter = CudaMemory(plan.device) if plan.device.type == "cuda" else planned
         root.budget = Budget(config.memory_budget, meter)
+        root.budget_reason = root.budget.reason
     root.owned = (*inner_owned, *_groups(plan, groups))
     for module_state in made.values():
         for module in module_state.modules:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +16,7 @@ from .. import registry
 from .._torch_private import post_accumulate_grad_hooks
 from .._version import __version__
 from ..config import ShardConfig, Strategy
-from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMismatchError, UnsupportedError
+from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMismatchError, UnsupportedError, warn_once
 from ..functions.lookup import live_roots
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
@@ -161,9 +160,8 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     _refuse_pieces(module, parameters_to_shard(module, **ignored), rank)
     refuse_unshardable(module, rank=rank, extends=True, **ignored)
     refuse_unable(plugins.caster, rank)
-    context = PolicyContext(
-        request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, partial(_warn_once, rank)
-    )
+    warn = partial(warn_once, rank=rank)
+    context = PolicyContext(request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, warn)
     chosen = plugins.policy.plan(module, context)
     names = {inner: name for name, inner in module.named_modules()}
     if isinstance(chosen, Mapping):
@@ -357,9 +355,9 @@ def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
 def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
     configured, collectives = plan.request.config.strategy, plugins.collectives
     if plan.ranks.strategy is not configured:
-        warnings.warn(
+        warn_once(
             f"polyshard is switching to use `NO_SHARD` instead of {configured} since the world size is 1.",
-            stacklevel=5,
+            rank=collectives.rank,
         )
     if _LOGGER.isEnabledFor(logging.INFO):
         _LOGGER.info(
@@ -369,13 +367,6 @@ def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
             type(plan.request.module).__name__,
             plugins.told(),
         )
-
-
-def _warn_once(rank: int, text: str) -> bool:
-    """Warn of what all ranks see alike, on the first; returns whether this is it."""
-    if rank == 0:
-        warnings.warn(text, stacklevel=6)
-    return rank == 0
 
 
 def _refuse_pieces(module: nn.Module, named: Mapping[nn.Parameter, str], rank: int) -> None:
@@ -441,11 +432,11 @@ def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], colle
     ]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        warnings.warn(
+        warn_once(
             f"Nothing averages the gradients of {', '.join(map(repr, names[:3]))}{more} over ranks: they are trained, "
             "and ignored by shard(), so that each rank trains copies of its own. Let them be sharded (scalars are, "
             "too), freeze them with requires_grad_(False), or give each a hook that averages its gradient "
             "(register_post_accumulate_grad_hook) before shard(). Where it is meant so, say it: "
             "ignored_parameters={parameter: 'local'}.",
-            stacklevel=5,
+            rank=collectives.rank,
         )

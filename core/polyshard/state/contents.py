@@ -171,9 +171,11 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
+        UnsupportedError: its modules have flat parameters.
     """
     sharded = savable_model(model, "model_state()")
     sharded.refuse_moved()
+    sharded.refuse_flat_parameters("Saving and loading of single parameters")
     stored = {each.name: of_parameter(each, each.tensor) for unit in sharded.units for each in unit.stored}
     return stored | outside_units(sharded)
 

@@ -84,7 +84,8 @@ def full_optimizer_state(
         for name, states in known.items()
     }
     for unit in sharded.units:
-        if unit.shard is None and not _taking_part(unit, receives=receives):
+        # Of parts, others need this rank's.
+        if unit.shard is None and not (receives or any(each.part is not None for each in unit.parameters)):
             continue
         for name, key, tensor in _whole_states(unit, by_unit.get(unit, []), joint, known_of_units, receives=receives):
             found.setdefault(name, {})[key] = tensor
@@ -260,11 +261,6 @@ def _put(own: torch.Tensor, holding: Holding, names: set[str], value: torch.Tens
     # A parameter that is not cut has its own shape, which is no piece's.
     shown = slot.shown(piece.numel) if parameter.sharded else (slot.shape, slot.stride)
     own.as_strided(*shown, own.storage_offset() + piece.shard_offset).copy_(value)
-
-
-def _taking_part(unit: ShardedUnit, *, receives: bool) -> list[ShardedParameter]:
-    """The parameters that this rank puts together: those of which others need its part, and all if it receives."""
-    return [each for each in unit.parameters if receives or each.part is not None]
 
 
 def _on_host(value: Any) -> Any:

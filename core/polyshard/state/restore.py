@@ -100,7 +100,7 @@ class ModelRestore:
                 f"{opening(source)} has '{name}' otherwise than the model {where}: its bytes were quantized in another "
                 "way. Load it into the model that it was saved from, quantized as it was then."
                 for key, name in settled.items()
-                if not _same(values[key].cpu(), wanted[name].cpu())
+                if not same_values(values[key].cpu(), wanted[name].cpu())
             ]
         if wrong:
             raise ConfigError(in_lines(wrong))
@@ -179,7 +179,6 @@ class OptimizerRestore:
         self._read_scalars()
 
     def commit(self) -> None:
-        """Give the optimizer the values in ``targets``."""
         state = {parameter: flat.finish() for parameter, flat in self._flat.items()}
         for parameter, name, key in self._entries:
             value = self._tensors[key] if key in self._tensors else self.targets[key]
@@ -417,7 +416,7 @@ class _FlatState:
         for name, keys in self._scalars.items():
             (first, key), *others = keys.items()
             for other, other_key in others:
-                if not _same(values[key], values[other_key]):
+                if not same_values(values[key], values[other_key]):
                     raise ConfigError(
                         f"optimizer state '{name}' is {_shown(values[key])} for '{first}' but "
                         f"{_shown(values[other_key])} for '{other}' in {self._source.described}, and "
@@ -457,7 +456,6 @@ class _FlatState:
             )
 
     def _has_shapes(self, keys: Mapping[str, str]) -> bool:
-        """Whether every parameter's entry has the shape of the parameter."""
         shapes = {each.name: each.shape for each in self._holding.sharded}
         entries = {each: self._source.entry(key) for each, key in keys.items()}
         return all(
@@ -516,7 +514,7 @@ def _zeros_like(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_values(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)

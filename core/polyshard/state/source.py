@@ -39,6 +39,7 @@ class Source(ABC):
     complete: bool = True
     #: Whether values of a model are converted to its dtypes, instead of refused where they are of others.
     converts: bool = False
+    _paths: dict[str, _Path]
     #: Why elements that a target needs may be missing, and what to do.
     remedy: str = "one rank of a pretended world saved it. Load it on the same rank of the same world size."
 
@@ -55,9 +56,9 @@ class Source(ABC):
     def entry(self, key: str) -> Any | None:
         """The metadata of ``key``: ``TensorStorageMetadata`` of a tensor; None where there is none."""
 
-    @abstractmethod
-    def paths(self, *prefix: str) -> Mapping[str, tuple[Any, ...]]:
+    def paths(self, *prefix: str) -> dict[str, _Path]:
         """Each key under ``prefix`` and the path of its value."""
+        return {key: path for key, path in self._paths.items() if path[: len(prefix)] == prefix}
 
     def blank(self, key: str) -> torch.Tensor | None:
         """What ``read`` is given for ``key`` where the value is wanted as it is: a tensor to be filled, or None."""
@@ -177,6 +178,7 @@ class StateDictSource(Source):
             problem, self._specs = from_first(collectives, (problem, self._specs))
         if problem is not None:
             raise problem
+        self._paths = {key: spec.path for key, spec in self._specs.items()}
 
     @property
     def described(self) -> str:
@@ -194,9 +196,6 @@ class StateDictSource(Source):
         if in_chunks(value) and not _is_dtensor(value):
             chunks = list(value.__create_chunk_list__())
         return TensorStorageMetadata(TensorProperties(dtype=spec.dtype), size, chunks)
-
-    def paths(self, *prefix: str) -> dict[str, _Path]:
-        return {key: spec.path for key, spec in self._specs.items() if spec.path[: len(prefix)] == prefix}
 
     def read(self, targets: dict[str, Any]) -> None:
         with torch.no_grad():

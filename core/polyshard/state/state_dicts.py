@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from ..api import as_dtensor, placement
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..inspect import ShardedModel, is_dtensor, savable_model, savable_part
+from ..inspect import ShardedModel, as_dtensor, is_dtensor, placement, savable_model, savable_part
 from .contents import Joint, Optimizers, frozen_names, in_order, model_state, names_within, optimizer_state
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole

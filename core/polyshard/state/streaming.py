@@ -172,7 +172,7 @@ def _weights(bucket: Sequence[_Wanted], flats: list[torch.Tensor], receivers: _R
                     # The numbers inside of a parameter mean something in their own dtypes.
                     whole if stored.inner is None or stored.inner.name else whole.to(_cast(whole.dtype, each.dtype))
                     for stored, whole in zip(
-                        each.parameters, receivers.gather_stored(each.unit, each.parameters), strict=True
+                        each.parameters, receivers.sharded.gather_stored(each.unit, each.parameters), strict=True
                     )
                     if receives
                 ]
@@ -215,12 +215,6 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _cast(kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """The dtype in which a tensor of dtype ``kept`` is handed out."""
     return kept if wanted is None or not kept.is_floating_point else wanted
-
-
-def _sent(kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a unit of dtype ``kept`` travels."""
-    cast = _cast(kept, wanted)
-    return cast if cast.itemsize <= kept.itemsize else kept
 
 
 def _wanted(
@@ -298,7 +292,7 @@ class _Receivers:
 
     def __init__(self, sharded: ShardedModel, ranks: Ranks) -> None:
         """Every rank calls it."""
-        self._sharded = sharded
+        self.sharded = sharded
         #: Whether this rank does.
         self.receives = True
         # Of groups some of whose ranks do not: who does, and gathers that reach these.
@@ -327,10 +321,6 @@ class _Receivers:
             return True
         return self.receives if group is None else bool(self._receivers.get(group, True))
 
-    def gather_stored(self, unit: ShardedUnit, wanted: Sequence[ShardedParameter]) -> list[torch.Tensor]:
-        """Whole tensors of a unit whose parameters gather themselves. All ranks take part, and get them."""
-        return self._sharded.gather_stored(unit, wanted)
-
     def gather(self, bucket: Sequence[_Wanted]) -> WholeFlats | None:
         """Issue the gathers of ``bucket``; None where this rank takes part in none."""
         units: list[tuple[ShardedUnit, torch.dtype, Collectives | None]] = []
@@ -338,8 +328,9 @@ class _Receivers:
             if each.unit is not None and not each.unit.extended and self.take_part(each):
                 group = each.unit.shard
                 among = group if group is None or _has_parts(each) else self._among.get(group, group)
-                units.append((each.unit, _sent(each.unit.master.dtype, each.dtype), among))
-        return self._sharded.gather_together(units) if units else None
+                kept, cast = each.unit.master.dtype, _cast(each.unit.master.dtype, each.dtype)
+                units.append((each.unit, cast if cast.itemsize <= kept.itemsize else kept, among))
+        return self.sharded.gather_together(units) if units else None
 
 
 def _has_parts(wanted: _Wanted) -> bool:
@@ -503,7 +494,6 @@ class _Targets:
 
 
 def _write(sharded: ShardedModel, target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Let this rank's part of ``target`` have the values of ``whole``."""
     box = Box.whole(whole.shape)
     chunks = list(chunks_of(target))
     sharded.copy_into_masters([box_within(whole, box, each.box) for each in chunks], [each.view for each in chunks])

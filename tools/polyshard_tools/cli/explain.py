@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout, suppress
-from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from polyshard import registry
@@ -19,7 +18,9 @@ from polyshard.interfaces import Group, PluginContext
 
 from ..explaining import ExplainedPlugin, ExplainedUnit, Explanation, explain
 from ..explaining.explain import Workbench
-from ..explaining.explanation import plain
+from ..explaining.explanation import folded, plain
+from ..explaining.picture import draw
+from ..pictures import require_drawable
 from .shared import (
     Commands,
     add_file_options,
@@ -31,10 +32,6 @@ from .shared import (
     print_table,
 )
 
-_T = TypeVar("_T")
-
-#: The longest pattern that is looked for: the units of one block.
-_LONGEST = 64
 #: Groups whose plugins can be constructed anywhere, to see whether their options are right.
 _CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
 
@@ -49,14 +46,19 @@ def add_explain(commands: Commands) -> None:
     parser.add_argument("--device", help="where ranks compute, for example cuda (default: as FILE says)")
     parser.add_argument("--all", action="store_true", help="a line for each unit, equal ones too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--picture", metavar="FILE", help="draw units, sizes and ranks, as .svg, .png or .pdf")
     parser.set_defaults(run=_explain)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    if arguments.picture:
+        require_drawable(arguments.picture)
     config, world_size = config_of(arguments)
     # Prints of the user's modules stay out of the output.
     with importing_beside(arguments.file), redirect_stdout(sys.stderr):
         explanation = explain(config, model_of(arguments), world_size, device=arguments.device)
+    if arguments.picture:
+        draw(explanation, arguments.picture)
     if arguments.json:
         print(json.dumps(explanation.as_json(), indent=2))
     else:
@@ -65,30 +67,25 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _print(explanation: Explanation, *, unfolded: bool) -> None:
-    print(_headline(explanation) + "\n")
+    print(explanation.headline + "\n")
     print_table([("setting", "value", "set by"), *_setting_rows(explanation)])
     print()
     print_table([("plugin", "serves", "factory", "from", "file"), *_plugin_rows(explanation)])
     print()
-    absent = [each for plugin in explanation.plugins for each in plugin.walk() if each.absent]
-    for each in absent:
-        print(f"{each.name} was not constructed here: {each.absent}")
-    if absent:
+    told = []
+    for each in (inner for plugin in explanation.plugins for inner in plugin.walk()):
+        told += [f"{each.name} was not constructed here: {each.absent}"] if each.absent else []
+        told += [f"{each.name} chooses {each.reason}"] if each.reason else []
+    # A plugin has the reason of what it constructed.
+    for line in dict.fromkeys(told):
+        print(line)
+    if told:
         print()
     print_table(_unit_rows(explanation, unfolded=unfolded))
     print(
         f"\n{len(explanation.units)} units of {explanation.elements:,} elements; {explanation.padding:,} of padding "
         f"({explanation.padding / max(1, explanation.elements):.3%})"
     )
-
-
-def _headline(explanation: Explanation) -> str:
-    ranks = f"{explanation.world_size:,} ranks" if explanation.world_size > 1 else "one rank"
-    cut = f"units in {explanation.shards:,} shards" if explanation.shards > 1 else "whole units on each rank"
-    copies = f", {explanation.replicas:,} replicas of each" if explanation.shards > 1 < explanation.replicas else ""
-    # No index: each rank has a device of its own.
-    where = f"{explanation.model} on {ranks}, computing on {explanation.device.type}"
-    return f"{where}: {explanation.strategy.value}, {cut}{copies}"
 
 
 def _setting_rows(explanation: Explanation) -> Iterator[tuple[str, str, str]]:
@@ -162,34 +159,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(_value(each) for each in value)
     return str(value) if isinstance(value, torch.device) else str(plain(value))
-
-
-def folded(items: Sequence[_T], keys: Sequence[Hashable]) -> list[tuple[_T, ...]]:
-    """Runs of items with equal ``keys``: neighbours, or the same place of a pattern that is repeated as a whole.
-
-    a b a b a b is two runs of three.
-    """
-    found: list[tuple[_T, ...]] = []
-    start = 0
-    while start < len(items):
-        period, times = _longest_repetition(keys, start)
-        for position in range(start, start + period):
-            found.append(tuple(items[position : start + period * times : period]))
-        start += period * times
-    return found
-
-
-def _longest_repetition(keys: Sequence[Hashable], start: int) -> tuple[int, int]:
-    """Length of the pattern that begins at ``start`` and goes furthest, and how often it comes; (1, 1) for none."""
-    best = (1, 1)
-    for period in range(1, min(_LONGEST, (len(keys) - start) // 2) + 1):
-        pattern = keys[start : start + period]
-        times = next(
-            number for number in count(1) if keys[start + period * number : start + period * (number + 1)] != pattern
-        )
-        if times > 1 and period * times > best[0] * best[1]:
-            best = (period, times)
-    return best
 
 
 def add_config(commands: Commands) -> None:

@@ -8,10 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from polyshard import registry
 from polyshard._version import __version__
+from polyshard.config import did_you_mean
 from polyshard.errors import PolyshardError
 from polyshard.interfaces import Group
 
@@ -28,19 +31,36 @@ package of that name; a package that is there gets one plugin more. Without --in
 it has plugins of polyshard; otherwise a new folder polyshard-NAME is made."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, without the usage: that has dozens of lines, and scrolls the error away."""
+
+    def error(self, message: str) -> NoReturn:
+        stop = "" if message.endswith("?") else "."
+        self.exit(2, f"{self.prog}: {message.removesuffix('.')}{stop} See {self.prog} --help.\n")
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """End for arguments that the command of ``parser`` does not have."""
+    near = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}.{near}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the process's own arguments).
 
-    Returns the exit code: 0; 2 where a configuration or a plugin that it names is wrong; others are the command's own.
+    Returns the exit code: 0; 2 where a configuration, a file or a plugin that it names is wrong; others are the
+    command's own. Ends the process with 2 for arguments that there are not.
     """
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="polyshard", description="What is installed, what a configuration means, and what it would cost."
     )
     parser.add_argument("--version", action="version", version=f"polyshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (add_plugins, add_config, add_explain, add_plan, add_bench_links, _add_doctor, _add_trace, _add_new):
         add(commands)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(commands.choices[arguments.command], unknown)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -48,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has enough, ``head`` for one. The interpreter would flush the rest at its end, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except PolyshardError as error:
+    except (PolyshardError, OSError) as error:
+        # Of the system: a file that is not there, or may not be read or written. It names the file.
         print(f"polyshard: {error}", file=sys.stderr)
         return 2
     return code
@@ -74,10 +95,10 @@ def _add_doctor(commands: Commands) -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 1 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return seconds
+    with suppress(ValueError):
+        if 1 <= float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number of 1 or more, not {text!r}")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

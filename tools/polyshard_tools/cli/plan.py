@@ -41,6 +41,7 @@ from ..forecast import (
 from ..forecast.bench import ROUNDS, SIZES, bench_machine
 from ..forecast.plan import draw
 from ..forecast.timing import LinkModel
+from ..pictures import require_drawable
 from .shared import (
     Commands,
     add_model_options,
@@ -50,6 +51,7 @@ from .shared import (
     importing_beside,
     model_of,
     print_table,
+    shown_progress,
 )
 
 _LAUNCH = "torchrun --standalone --nproc-per-node 2 -m polyshard bench-links --out links.json"
@@ -151,6 +153,10 @@ def _pipeline_of(arguments: argparse.Namespace) -> Pipeline | None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.picture:
+        require_drawable(arguments.picture)
+        if not arguments.batch:
+            raise ConfigError("--picture has no step to draw without --batch.")
     pipeline = _pipeline_of(arguments)
     config, world_size = config_of(arguments)
     if arguments.links and not arguments.device:
@@ -160,7 +166,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.microbatches != 1 and not arguments.batch:
         raise ConfigError("--microbatches is of no use without --batch: no forward is run.")
     # Prints of the user's modules would stand in front of the JSON.
-    with importing_beside(arguments.file), redirect_stdout(sys.stderr):
+    with importing_beside(arguments.file), redirect_stdout(sys.stderr), shown_progress("Planning a step", "samples"):
         batch, samples = _batch_of(arguments)
         device = find_device(arguments.device) if arguments.device else None
         memory = _memory_of(arguments.device_memory)
@@ -393,7 +399,8 @@ def _bench(arguments: argparse.Namespace) -> int:
             f"bench-links: {collectives.world_size} ranks, collectives {arguments.collectives!r}, "
             f"{device}, torch {torch.__version__}"
         )
-        links = bench_machine(collectives, ranks_per_host, arguments.name, source, sizes, arguments.rounds)
+        with shown_progress("Timing links", "timings", collectives.rank):
+            links = bench_machine(collectives, ranks_per_host, arguments.name, source, sizes, arguments.rounds)
         if collectives.rank == 0:
             if arguments.out:
                 Path(arguments.out).write_text(links.to_json(), encoding="utf-8")

@@ -11,11 +11,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from polyshard.config import ShardConfig, did_you_mean
 from polyshard.errors import ConfigError
+from polyshard.io.progress import telling
 from polyshard.planning.meshes import WorldMesh
 from torch import nn
 
@@ -90,6 +92,20 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@contextmanager
+def shown_progress(work: str, unit: str, rank: int = 0) -> Iterator[None]:
+    """Show what is told of progress inside as a line of stderr, on rank 0 and where that is a terminal."""
+    # Here, since other commands need no plugin's package.
+    from polyshard_plugins.progress import ProgressLine
+
+    line = ProgressLine(rank=rank, unit=unit)
+    try:
+        with telling(partial(line, work)):
+            yield
+    finally:
+        line.end()
 
 
 @contextmanager

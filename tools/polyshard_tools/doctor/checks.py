@@ -121,8 +121,22 @@ def devices(machine: Machine) -> Section:
         reaches = ", ".join(str(peer) for peer in sorted(device.peers)) or "none"
         capability = f"capability {device.capability[0]}.{device.capability[1]}"
         facts.append((f"cuda:{index}", f"{device.name}, {capability}, {memory}, reaches {reaches}"))
-    findings = (*_each_device(found), *_devices_together(found))
+    if len(found) > 1:
+        facts.append(
+            ("units from 64 MiB", "by NCCL" if machine.uncopied else "by copy engines, with collectives 'auto'")
+        )
+    findings = (*_each_device(found), *_devices_together(found), *_uncopied(machine))
     return Section("devices", (*facts, ("CPUs", str(machine.cpus))), findings)
+
+
+def _uncopied(machine: Machine) -> Iterator[Finding]:
+    everyone = frozenset(range(len(machine.devices)))
+    reached = all(everyone - {index} <= device.peers for index, device in enumerate(machine.devices))
+    # Devices that do not reach each other are told of already.
+    if machine.uncopied and reached:
+        why = "collectives 'auto' leave units from 64 MiB to NCCL, which takes multiprocessors from computation"
+        cure = "see docs/settings.md, Collectives; nothing is wrong where the devices have no NVLink"
+        yield Finding(Level.HINT, "copy engines", f"do not move units: {machine.uncopied}", why, cure)
 
 
 def _each_device(found: tuple[Device, ...]) -> Iterator[Finding]:

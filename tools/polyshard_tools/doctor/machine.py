@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from polyshard_backends.places import Place, obstacle, unasked_obstacle
 
 #: Where the kernel driver shows one folder for each NVIDIA device, whatever a process may see of them.
 _NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
@@ -45,6 +46,8 @@ class Machine:
     requirements: tuple[str, ...]
     """polyshard's own, as its metadata state them; empty where it is not installed."""
     devices: tuple[Device, ...] = ()
+    uncopied: str = ""
+    """Why ranks on these devices would leave large units to NCCL; empty where they copy them, or for one device."""
     nvidia_devices: int = 0
     """How many the kernel driver knows, seen by this process or not."""
     cuda: str | None = None
@@ -73,6 +76,7 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
         installed=_installed(requirements),
         requirements=requirements,
         devices=_devices(),
+        uncopied=_uncopied(),
         nvidia_devices=len(_names_in(_NVIDIA_DEVICES)),
         cuda=torch.version.cuda,
         nccl=_nccl(),
@@ -120,6 +124,14 @@ def _devices() -> tuple[Device, ...]:
             )
         )
     return tuple(found)
+
+
+def _uncopied() -> str:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return ""
+    places = [Place.here(index) for index in range(count)]
+    return obstacle(places) or unasked_obstacle(places, tuple(range(count)))
 
 
 def _nccl() -> str | None:

@@ -218,7 +218,16 @@ def _plugin(constructed: registry.Constructed[Any], serves: str, source: OptionS
             _plugin(each, used.name, partial(_source_inside, resolved, source, choice)) for each, choice in inner
         ),
         absent=constructed.absent if isinstance(constructed, Tried) else "",
+        reason=_choice_reason(constructed),
     )
+
+
+def _choice_reason(constructed: registry.Constructed[Any]) -> str:
+    if isinstance(constructed, Tried) and constructed.absent:
+        told = getattr(constructed.resolved.factory, "reason", "")
+        # Of a class it is the property.
+        return told if isinstance(told, str) else ""
+    return registry.used(constructed).reason
 
 
 def _source_inside(outer: registry.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 from polyshard.config import Source, Strategy
@@ -46,6 +47,8 @@ class ExplainedPlugin:
     """The plugins that its factory constructed by name."""
     absent: str = ""
     """Why it was not constructed: it needs ranks or a device. Empty where it was."""
+    reason: str = ""
+    """What collectives choose by themselves, and why; of absent ones, by what they will choose."""
 
     def walk(self) -> list[ExplainedPlugin]:
         """This one, and all inside of it: an outer one before its inner ones."""
@@ -136,6 +139,16 @@ class Explanation:
     """In the order of the model's modules."""
 
     @property
+    def headline(self) -> str:
+        """Model, ranks, device, strategy, and into how many parts units are cut, in one line."""
+        ranks = f"{self.world_size:,} ranks" if self.world_size > 1 else "one rank"
+        cut = f"units in {self.shards:,} shards" if self.shards > 1 else "whole units on each rank"
+        copies = f", {self.replicas:,} replicas of each" if self.shards > 1 < self.replicas else ""
+        # No index: each rank has a device of its own.
+        where = f"{self.model} on {ranks}, computing on {self.device.type}"
+        return f"{where}: {self.strategy.value}, {cut}{copies}"
+
+    @property
     def elements(self) -> int:
         return sum(unit.elements for unit in self.units)
 
@@ -169,3 +182,36 @@ def plain(value: Any) -> Any:
         return [plain(each) for each in value]
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+#: The longest pattern that is looked for: the units of one block.
+_LONGEST = 64
+_T = TypeVar("_T")
+
+
+def folded(items: Sequence[_T], keys: Sequence[Hashable]) -> list[tuple[_T, ...]]:
+    """Runs of items with equal ``keys``: neighbours, or the same place of a pattern that is repeated as a whole.
+
+    a b a b a b is two runs of three.
+    """
+    found: list[tuple[_T, ...]] = []
+    start = 0
+    while start < len(items):
+        period, times = _longest_repetition(keys, start)
+        for position in range(start, start + period):
+            found.append(tuple(items[position : start + period * times : period]))
+        start += period * times
+    return found
+
+
+def _longest_repetition(keys: Sequence[Hashable], start: int) -> tuple[int, int]:
+    """Length of the pattern that begins at ``start`` and goes furthest, and how often it comes; (1, 1) for none."""
+    best = (1, 1)
+    for period in range(1, min(_LONGEST, (len(keys) - start) // 2) + 1):
+        pattern = keys[start : start + period]
+        times = next(
+            number for number in count(1) if keys[start + period * number : start + period * (number + 1)] != pattern
+        )
+        if times > 1 and period * times > best[0] * best[1]:
+            best = (period, times)
+    return best

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from polyshard.errors import ConfigError
 from polyshard.interfaces import BufferRole, Collectives, ReduceOp
+from polyshard.io.progress import tell
 
 from .recording import Operation
 from .timing import Link, LinkModel, fitted
@@ -52,10 +53,12 @@ def bench(collectives: Collectives, sizes: Sequence[int] = SIZES, rounds: int = 
             f"sizes are {list(sizes)} and rounds {rounds}: give two sizes or more, each of at least "
             f"{ranks * _ALIGNMENT * 2} bytes for {ranks} ranks, and one round or more."
         )
-    timings = []
+    timings: list[Timing] = []
+    operations = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
     for nbytes in sizes:
         shard = nbytes // 2 // ranks // _ALIGNMENT * _ALIGNMENT
-        for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER):
+        for operation in operations:
+            tell(len(timings), len(sizes) * len(operations))
             mine = _Timed(collectives, operation, shard).times(rounds)
             everyone = collectives.all_gather_object(mine)
             slowest = [max(times) for times in zip(*everyone, strict=True)]

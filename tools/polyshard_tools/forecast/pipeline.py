@@ -22,6 +22,7 @@ import torch.distributed as dist
 from polyshard.api import report
 from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError
+from polyshard.io.progress import tell
 from polyshard.pipelining import Gathers, PipelineStage
 from torch import nn
 
@@ -212,6 +213,7 @@ def plan_pipeline(
         memory_nbytes = device.memory_nbytes
     if largest and memory_nbytes is None:
         raise ConfigError("The largest batch needs a device or its memory.")
+    tell(samples, 0)
     sharing = world_size // pipeline.ranks
     chain = _Chain(config, stage_of, sharing, pipeline.stages, batch)
     alike: dict[tuple[Any, ...], list[int]] = {}

@@ -12,8 +12,10 @@ from polyshard.api import report
 from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError
 from polyshard.inspect import ShardedModel, ShardedUnit, Stream
+from polyshard.io.progress import tell
 from torch import nn
 
+from .. import pictures
 from ..explaining.explanation import plain
 from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Span, Transfer
 from .timing import Device, LinkModel, StepTime, find_links, timed
@@ -184,6 +186,7 @@ def plan(
     }
     if batch is None:
         return Plan(**common, groups=groups_of(traced, layout.over), **_of_layout(traced))
+    tell(samples, 0)
     step = traced.step(batch(samples))
     time = None
     if device is not None:
@@ -267,6 +270,7 @@ def largest_fitting(peak_of: Callable[[int], int], samples: int, peak: int, limi
 
     def tried(number: int) -> int:
         if number not in known:
+            tell(number, 0)
             known[number] = peak_of(number)
         return known[number]
 
@@ -391,12 +395,7 @@ def draw(plan: Plan, file: str | Path) -> None:
     """
     if plan.timeline is None:
         raise ConfigError("A plan without a batch has no step to draw. Give --batch.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("Drawing needs matplotlib: install polyshard[docs], or leave out --picture.") from error
-    # No pyplot: it would choose a window system, and keep figures.
-    figure = Figure(figsize=(9, 5.5 if plan.time else 4), layout="constrained")
+    figure = pictures.blank(9, 5.5 if plan.time else 4)
     above, *below = figure.subplots(
         2 if plan.time else 1, 1, sharex=bool(plan.time), height_ratios=(4, 1)[: 1 + bool(plan.time)], squeeze=False
     )[:, 0]
@@ -409,10 +408,7 @@ def draw(plan: Plan, file: str | Path) -> None:
     peak = plan.timeline.peak
     x = positions[plan.timeline.moments.index(peak)]
     above.annotate(f"{peak.total / _GIB:.2f} GiB", (x, peak.total / _GIB), fontsize=8, ha="center", va="bottom")
-    try:
-        figure.savefig(str(file))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(file)!r}: {error}") from error
+    pictures.write(figure, file)
 
 
 def _draw_memory(axes: Any, plan: Plan) -> list[float]:

@@ -42,9 +42,7 @@ def storage_of(place: Place) -> Storage[Any]:
 def place_of(given: object, name: str) -> Place:
     """The argument ``name``: a ``URL`` where it begins with ``scheme://``, else a path.
 
-    Raises:
-        ConfigTypeError: it is neither.
-        ConfigError: it is empty, or its filesystem is not installed.
+    Raises ConfigTypeError: it is neither; ConfigError: it is empty, or its filesystem is not installed.
     """
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if isinstance(text, str) and "://" in text:

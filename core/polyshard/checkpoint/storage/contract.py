@@ -149,9 +149,12 @@ class Storage(ABC, Generic[P]):
     def exists(self, path: P) -> bool:
         """Whether there is a file, a folder or a link."""
 
-    @abstractmethod
     def sees(self, path: P) -> bool:
         """Whether ``path`` exists, or that cannot be told: what needs it raises then. Raises nothing."""
+        try:
+            return self.exists(path)
+        except OSError:
+            return True
 
     @abstractmethod
     def names(self, folder: P) -> list[str]:
@@ -184,9 +187,9 @@ class Storage(ABC, Generic[P]):
     def write_whole(self, path: P, content: bytes) -> None:
         """Write the new file ``path``, which is there to stay when this returns."""
 
-    @abstractmethod
     def replace_whole(self, path: P, content: bytes) -> None:
         """As ``write_whole``; who reads ``path`` meanwhile sees what was there before, or ``content``."""
+        self.write_whole(path, content)
 
     @abstractmethod
     def remove(self, path: P) -> None:

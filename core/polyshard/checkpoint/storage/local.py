@@ -43,9 +43,6 @@ class LocalStorage(Storage[Path]):
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
 
-    def sees(self, path: Path) -> bool:
-        return os.path.lexists(path)
-
     def names(self, folder: Path) -> list[str]:
         return sorted(os.listdir(folder)) if folder.is_dir() else []
 
@@ -252,12 +249,7 @@ class LocalJobLock(JobLock[Path]):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Claim ``folder``, which is there. Models of one process share it.
-
-        Raises:
-            ConfigError: another process holds it; says which.
-            OSError: the file cannot be made; names it.
-        """
+        """Claim ``folder``, which is there. Errors as ``Storage.claim``, and OSError: the file cannot be made."""
         self.folder = folder.resolve()
         path = self.folder / LOCK
         self._descriptor: int | None = None
@@ -303,7 +295,7 @@ class LocalJobLock(JobLock[Path]):
                 warnings.warn(
                     f"{self.folder} is on a file system without locks ({error.strerror}): that no other job saves "
                     "there cannot be seen to.",
-                    stacklevel=7,
+                    stacklevel=8,
                 )
             elif error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise

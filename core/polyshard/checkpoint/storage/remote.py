@@ -102,12 +102,6 @@ class RemoteStorage(Storage[URL]):
             return False
         return True
 
-    def sees(self, path: URL) -> bool:
-        try:
-            return self.exists(path)
-        except OSError:
-            return True
-
     def names(self, folder: URL) -> list[str]:
         return sorted(self._listed(folder))
 
@@ -172,9 +166,6 @@ class RemoteStorage(Storage[URL]):
                     if inner != outer and not filesystem.isdir(inner):
                         filesystem.mkdir(inner, create_parents=False)
                 filesystem.pipe_file(name, content)
-
-    def replace_whole(self, path: URL, content: bytes) -> None:
-        self.write_whole(path, content)
 
     def remove(self, path: URL) -> None:
         with suppress(FileNotFoundError), _reached(path) as (filesystem, name):
@@ -300,7 +291,6 @@ class RemoteAttempt(Attempt[URL]):
         return self.path
 
     def begin(self) -> None:
-        """Be seen by other ranks."""
         _LIVE.add(self.path)
         self._storage.beat(self.path)
 
@@ -358,11 +348,9 @@ class RemoteJobLock(JobLock[URL]):
     """This process's claim to a folder, as an object says. It stays when the process is killed."""
 
     def __init__(self, storage: RemoteStorage, folder: URL) -> None:
-        """Claim ``folder``. Models of one process share it.
+        """Claim ``folder``.
 
-        Raises:
-            ConfigError: another process is seen to hold it, or took it from this one; says which.
-            OSError: the object cannot be read or written; names it.
+        Raises ConfigError: another process is seen to hold it, or took it from this one; OSError: no answer came.
         """
         self.folder = folder
         self._storage = storage
@@ -398,7 +386,6 @@ class RemoteJobLock(JobLock[URL]):
 
 
 def _holder_of(folder: URL) -> Holder | None:
-    """Who has ``folder``; None where nobody."""
     try:
         with _reached(folder / LOCK) as (filesystem, name):
             return Holder.of(filesystem.cat_file(name, start=0, end=MOST_OF_LOCK))
