@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from polyshard.config import Origin, PluginSpec, ShardConfig, Strategy
 from polyshard.errors import ConfigError, PolyshardError
-from polyshard_tools.cli import main
 
 
 class FakeMesh:
@@ -531,20 +530,3 @@ def test_what_is_known_takes_no_part_in_comparisons_and_travels_with_copies(file
 def test_a_setting_that_does_not_exist_has_no_source() -> None:
     with pytest.raises(ConfigError, match=r"there is no setting 'offlod'\. Did you mean 'offload'"):
         ShardConfig().source_of("offlod")
-
-
-def test_the_command_shows_the_column(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("POLYSHARD_COLLECTIVES__WORLD_SIZE", "32")
-    monkeypatch.setenv("POLYSHARD_BATCH_NBYTES", "0")
-    assert main(["config", str(file)]) == 0
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()}
-    where = f"[shard] of {file}"
-    assert rows["setting"] == "value set by found in"
-    assert rows["strategy"] == f"hybrid_shard {where}"
-    assert rows["batch_nbytes"] == "0 POLYSHARD_BATCH_NBYTES"
-    assert rows["timeout_s"] == "600.0 default"
-    assert rows["collectives"].startswith(
-        f"fake (world_size=32, rank=3) {where}; world_size: POLYSHARD_COLLECTIVES__WORLD_SIZE polyshard_backends"
-    )
