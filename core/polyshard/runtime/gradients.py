@@ -79,7 +79,7 @@ class Gradients:
         #: A factor of the mean over ranks; None for 1.
         self.scale = unit.ranks.scale
         self._reduced_once = False
-        #: The places (``CommStreams.here``) at which the gradients of the next reduction were computed, and those in the
+        #: The places (``CommStreams.here``) at which gradients of the next reduction were computed, and those in the
         #: sum added up.
         self.places: list[object] = []
         # The last reduced gradient, which lives as long as any ``.grad`` that views it: ``zero_grad`` frees its memory.
