@@ -127,7 +127,10 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
             ({"batch_nbytes": wrong}, r"batch_nbytes must be bytes, 0 or more, .*'16 MiB', not ")
             for wrong in (-1, True, None, 1.5, "", "-1 MiB", "16 M", "many")
         ),
-        ({"check_ranks": 1}, "check_ranks must be True, False or 'always', not 1"),
+        *(
+            ({"check_ranks": wrong}, "check_ranks must be True, False or 'always', not ")
+            for wrong in (1, None, "never")
+        ),
         ({"timeout_s": 0}, "timeout_s must be a finite number of seconds above 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be a finite number"),
         *(
@@ -350,6 +353,8 @@ def test_mapping_names_its_source() -> None:
         ({"POLYSHARD_FORWARD_PREFETCH": "3"}, {"forward_prefetch": 3}),
         ({"POLYSHARD_BATCH_NBYTES": "0"}, {"batch_nbytes": 0}),
         ({"POLYSHARD_BATCH_NBYTES": "4 MiB"}, {"batch_nbytes": 4 * 2**20}),
+        ({"POLYSHARD_CHECK_RANKS": "always"}, {"check_ranks": "always"}),
+        ({"POLYSHARD_CHECK_RANKS": "True"}, {"check_ranks": True}),
         ({"POLYSHARD_TIMEOUT_S": "1.5"}, {"timeout_s": 1.5}),
         ({"POLYSHARD_DEVICE": "cpu"}, {"device": torch.device("cpu")}),
         ({"POLYSHARD_LISTENERS": "trace,memory"}, {"listeners": ("trace", "memory")}),
