@@ -230,14 +230,6 @@ def wrapper_of(subclass: type[_W], tensor: torch.Tensor) -> _W:
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange all that two tensor objects with equal attributes are, but for who they are.
-
-    The public call looks for what else holds the tensors, then exchanges class and attributes too, in Python.
-    """
-    held = weakref.getweakrefcount(one) or one._use_count() + other._use_count() > 2
-    if type(one) is type(other) and not held:
-        torch._C._swap_tensor_impl(one, other)
-        return
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
 
 
