@@ -6,12 +6,18 @@ models of two depths, so that the step's fixed part cancels.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import polyshard
+import polyshard_backends
+import polyshard_layouts
+import polyshard_plugins
+import polyshard_policies
 import pytest
 import torch
 from polyshard import ShardConfig
@@ -19,6 +25,9 @@ from polyshard.inspect import outermost_model
 from polyshard_backends.fake import FakeCollectives
 from torch import nn
 
+#: Where code of polyshard lies: a clone's own folder, with torch in its .venv, may be called so too.
+PACKAGES = (polyshard, polyshard_backends, polyshard_layouts, polyshard_plugins, polyshard_policies)
+OURS = tuple(f"{Path(str(package.__file__)).parent}{os.sep}" for package in PACKAGES)
 WORLD = 4
 WIDTH = 8
 #: Comprehensions are calls in Python 3.11, and none from 3.12 on.
@@ -42,7 +51,7 @@ def calls_of(function: Callable[[], Any]) -> int:
         if event == "call":
             code = frame.f_code
             if code not in ours:
-                ours[code] = "polyshard" in code.co_filename and code.co_name not in INLINED
+                ours[code] = code.co_filename.startswith(OURS) and code.co_name not in INLINED
             found += ours[code]
 
     sys.setprofile(count)
