@@ -235,7 +235,7 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
     The public call looks for what else holds the tensors, then exchanges class and attributes too, in Python.
     """
     held = weakref.getweakrefcount(one) or one._use_count() + other._use_count() > 2
-    if type(one) is type(other) and not held:
+    if type(one) is type(other) is nn.Parameter and not held:
         torch._C._swap_tensor_impl(one, other)
         return
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
