@@ -234,7 +234,7 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
 
     The public call looks for what else holds the tensors, then exchanges class and attributes too, in Python.
     """
-    held = weakref.getweakrefcount(one) or one._use_count() + other._use_count() > 2
+    held = weakref.getweakrefcount(one) or one._use_count() + other._use_count() > 2  # type: ignore[attr-defined]
     if type(one) is type(other) is nn.Parameter and not held:
         torch._C._swap_tensor_impl(one, other)
         return
