@@ -785,13 +785,10 @@ class Unit:
 
 def unshard_due(units: Sequence[Unit]) -> None:
     """Issue the gathers of those of ``units``, of one module state, that are due, as one communication."""
-    if len(units) == 1:
-        # Most are on their way already.
-        if units[0].due:
-            units[0].issue_gather()
-        return
     due = [unit for unit in units if unit.due]
-    if due:
+    if len(due) == 1:
+        due[0].issue_gather()
+    elif due:
         unshard_together(due)
 
 
