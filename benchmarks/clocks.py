@@ -9,8 +9,6 @@ import torch
 
 
 class Operation(Protocol):
-    """What is timed."""
-
     def run(self) -> None:
         """Issue the operation on the current stream, and order that stream after it."""
 
@@ -41,7 +39,6 @@ class DeviceClock:
         self._communication = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def alone(self, operation: Operation, repeats: int) -> float:
-        """One operation."""
         with torch.cuda.stream(self._communication):
             operation.run()
             begin = self._mark()
@@ -52,7 +49,6 @@ class DeviceClock:
         return float(begin.elapsed_time(end)) / 1e3 / repeats
 
     def products(self, gemm: Gemm, count: int) -> float:
-        """``count`` products."""
         with torch.cuda.stream(self._compute):
             gemm.run(2)
             begin = self._mark()
@@ -62,7 +58,6 @@ class DeviceClock:
         return float(begin.elapsed_time(end)) / 1e3
 
     def together(self, operation: Operation, repeats: int, gemm: Gemm, count: int) -> tuple[float, float]:
-        """One operation, and ``count`` products, at once."""
         with torch.cuda.stream(self._compute):
             gemm.run(2)
             first = self._mark()
@@ -88,7 +83,6 @@ class HostClock:
     """The same on the CPU, one after the other: shows that everything runs, and no more."""
 
     def alone(self, operation: Operation, repeats: int) -> float:
-        """One operation."""
         operation.run()
         begin = time.perf_counter()
         for _ in range(repeats):
@@ -96,11 +90,9 @@ class HostClock:
         return (time.perf_counter() - begin) / repeats
 
     def products(self, gemm: Gemm, count: int) -> float:
-        """``count`` products."""
         begin = time.perf_counter()
         gemm.run(count)
         return time.perf_counter() - begin
 
     def together(self, operation: Operation, repeats: int, gemm: Gemm, count: int) -> tuple[float, float]:
-        """One operation, then ``count`` products."""
         return self.alone(operation, repeats), self.products(gemm, count)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -174,15 +172,9 @@ def contender(name: str, compiled: bool = False) -> Contender:
     family = name.removesuffix("+compile")
     compiled = compiled or name != family
     base, _, rest = family.partition(":")
-    captured = "captured" in base
     build: Callable[[Site], Step]
     switch: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if base in ("module", "module-captured"):
-        if not Path(rest).is_file():
-            raise ValueError(f"peer {name!r}: {rest!r} is no file. Write module:PATH of a Python file with build().")
-        build = partial(_module, path=Path(rest), captured=captured)
-        family = f"{base}:{Path(rest).stem}"
-    elif base in _POLYSHARD:
+    if base in _POLYSHARD:
         overrides = _overrides(name, rest)
         without = overrides.pop("POLYSHARD_WITHOUT", "nothing")
         if without not in SWITCHES:
@@ -191,15 +183,14 @@ def contender(name: str, compiled: bool = False) -> Contender:
     elif base in _PEERS and not rest:
         build = _PEERS[base]
     else:
-        raise ValueError(f"no peer is called {name!r}. Peers: {', '.join(peer_names())}, module:PATH.")
+        raise ValueError(f"no peer is called {name!r}. Peers: {', '.join(peer_names())}.")
     if compiled and base == "ddp":
         # torch.compile splits graphs at DDP's buckets by itself, which is another measurement.
         raise ValueError(f"peer {name!r}: ddp is timed without torch.compile only.")
-    return Contender(f"{family}+compile" if compiled else family, compiled, captured, build, switch)
+    return Contender(f"{family}+compile" if compiled else family, compiled, "captured" in base, build, switch)
 
 
 def peer_names() -> list[str]:
-    """Every peer that is not given as a file."""
     return [*_PEERS, *_POLYSHARD]
 
 
@@ -425,25 +416,6 @@ def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
     captured = "captured" in kind
     step = EagerStep(model, adamw(polyshard.flat_parameters(model), capturable=captured))
     return CapturedPolyshard(model, step) if captured else step
-
-
-def _module(site: Site, *, path: Path, captured: bool) -> Step:
-    """An engine in a file of its own. It defines ``build(model, units) -> (model, parameters)``.
-
-    ``model`` is a ``LanguageModel`` on the device in fp32 with its first values, ``units`` its embedding, blocks and
-    tail in order of use. ``build`` shards them over ``torch.distributed``'s default group and returns what to call with
-    (tokens, targets) for the loss, and the fp32 parameters that the optimizer updates.
-    """
-    _refuse_without_cuda(site, "an engine given as a file")
-    spec = importlib.util.spec_from_file_location(f"engine_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    engine = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(engine)
-    model = _whole(site)
-    wrapped, parameters = engine.build(model, model.units)
-    step = EagerStep(wrapped, adamw(parameters, capturable=captured))
-    return GraphStep(step, site) if captured else step
 
 
 _PEERS: dict[str, Callable[[Site], Step]] = {

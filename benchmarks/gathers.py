@@ -59,8 +59,6 @@ _HANG_S = 75
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked for."""
-
     worlds: tuple[int, ...]
     mebibytes: tuple[int, ...]
     backends: tuple[str, ...]
@@ -87,7 +85,6 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """What tells results apart."""
         cut = "aligned" if self.aligned else "as cut"
         return f"{self.operation}/{self.name}/{cut}/{self.nbytes}/{self.world_size}"
 
@@ -122,7 +119,6 @@ class Variant:
         self._run()
 
     def release(self) -> None:
-        """Let go of the memory."""
         self._run = None
 
 
@@ -325,7 +321,6 @@ def sent(rank: int, turn: int, numel: int, device: torch.device) -> torch.Tensor
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The short result."""
     lines = [
         f"{'W':>2} {'MiB':>5} {'operation':9} {'backend':11} {'cut':8}"
         f"{'ms':>9}{'GB/s':>8}{'beside':>9}{'GEMM cost':>11}"

@@ -53,8 +53,6 @@ TARGETS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was run."""
-
     rounds: int
     steps: int
     warmup: int
@@ -174,30 +172,41 @@ def step(
 
 
 def time_steps(
-    peers: dict[int, dict[str, nn.Module]], precision: Precision, settings: Settings
-) -> dict[int, dict[str, dict[str, list[float]]]]:
-    """Microseconds a unit, the median of each round's steps: count -> peer -> direction -> one value a round."""
+    peers: dict[Any, nn.Module], x: torch.Tensor, gradient: torch.Tensor, settings: Settings
+) -> dict[Any, dict[str, list[float]]]:
+    """Microseconds a unit, the median of each round's steps: peer -> direction -> one value a round."""
+    cleared = {peer: polyshard.local_parameters(model) for peer, model in peers.items() if peer == LOCAL}
+    for peer, model in peers.items():
+        for _ in range(settings.warmup):
+            step(model, x, gradient, cleared.get(peer))
+    times: dict[Any, dict[str, list[float]]] = {peer: {direction: [] for direction in DIRECTIONS} for peer in peers}
+    for _ in range(settings.rounds):
+        with undisturbed():
+            for peer, model in peers.items():
+                step(model, x, gradient, cleared.get(peer))
+                taken = [step(model, x, gradient, cleared.get(peer))[:2] for _ in range(settings.steps)]
+                for direction, values in zip(DIRECTIONS, zip(*taken, strict=True), strict=True):
+                    times[peer][direction].append(statistics.median(values) * 1e6 / settings.units)
+    return times
+
+
+def time_chains(mesh: DeviceMesh, precision: Precision, settings: Settings) -> dict[Any, dict[str, list[float]]]:
+    """``time_steps`` of polyshard, FSDP2 and the plain module, each with every count of parameters a unit.
+
+    All in every round: a slope is a difference between counts, and must not see the machine's drift.
+    """
+    peers = {
+        (count, name): model
+        for count in PARAMETER_COUNTS
+        for name, model in chains(count, precision, mesh, settings).items()
+    }
     x = torch.rand(WIDTH, WIDTH, dtype=precision.plain) + 0.5
     gradient = torch.ones_like(x)
-    everyone = [(count, name, model) for count, models in peers.items() for name, model in models.items()]
-    for count, name, model in everyone:
-        for _ in range(settings.warmup):
-            output = step(model, x, gradient)[2]
-        # All weights are ones: a peer that computed with anything else would be timed on other work.
-        if not torch.equal(output, x):
+    # All weights are ones: a peer that computed with anything else would be timed on other work.
+    for (count, name), model in peers.items():
+        if not torch.equal(step(model, x, gradient)[2], x):
             raise RuntimeError(f"{name} with {count} parameters a unit computed something else than the plain module")
-    times: dict[int, dict[str, dict[str, list[float]]]] = {
-        count: {name: {direction: [] for direction in DIRECTIONS} for name in peers[count]} for count in peers
-    }
-    for _ in range(settings.rounds):
-        # Every count in every round: a slope is a difference between counts, and must not see the machine's drift.
-        with undisturbed():
-            for count, name, model in everyone:
-                step(model, x, gradient)
-                taken = [step(model, x, gradient)[:2] for _ in range(settings.steps)]
-                for direction, values in zip(DIRECTIONS, zip(*taken, strict=True), strict=True):
-                    times[count][name][direction].append(statistics.median(values) * 1e6 / settings.units)
-    return times
+    return time_steps(peers, x, gradient, settings)
 
 
 def beside_tensor_parallelism(settings: Settings) -> dict[str, Any]:
@@ -262,27 +271,15 @@ def optimizer_steps(mesh: DeviceMesh, settings: Settings) -> dict[str, Any]:
 
 def compare(peers: dict[str, nn.Module], x: torch.Tensor, gradient: torch.Tensor, settings: Settings) -> dict[str, Any]:
     """Own microseconds a unit of each of ``peers`` above "plain", and their ratios to "fsdp2"."""
-    cleared = {name: polyshard.local_parameters(model) for name, model in peers.items() if name == LOCAL}
-    for name, model in peers.items():
-        for _ in range(settings.warmup):
-            step(model, x, gradient, cleared.get(name))
-    times: dict[str, dict[str, list[float]]] = {name: {each: [] for each in DIRECTIONS} for name in peers}
-    for _ in range(settings.rounds):
-        with undisturbed():
-            for name, model in peers.items():
-                taken = [step(model, x, gradient, cleared.get(name))[:2] for _ in range(settings.steps)]
-                for direction, values in zip(DIRECTIONS, zip(*taken, strict=True), strict=True):
-                    times[name][direction].append(statistics.median(values) * 1e6 / settings.units)
+    times = time_steps(peers, x, gradient, settings)
     own = {
-        peer: {
-            each: [a - b for a, b in zip(times[peer][each], times["plain"][each], strict=True)] for each in DIRECTIONS
-        }
+        peer: {direction: less(times[peer], times["plain"], direction) for direction in DIRECTIONS}
         for peer in peers
         if peer != "plain"
     }
     return {
         "plain_us": {each: spread(times["plain"][each]) for each in DIRECTIONS},
-        "own_us": {peer: {each: spread(values) for each, values in costs.items()} for peer, costs in own.items()},
+        "own_us": _spreads(own),
         "ratio": {
             peer: {each: _ratio(own[peer][each], own["fsdp2"][each]) for each in DIRECTIONS}
             for peer in own
@@ -368,45 +365,41 @@ def wrap_from_meta(mesh: DeviceMesh, settings: Settings) -> dict[str, list[float
     return times
 
 
-def least_squares_slope(counts: Sequence[int], costs: Sequence[float]) -> float:
-    """Microseconds per further parameter over all counts."""
-    return statistics.linear_regression(counts, costs).slope
+def less(peer: dict[str, list[float]], plain: dict[str, list[float]], direction: str) -> list[float]:
+    """A peer's own time in each round."""
+    return [a - b for a, b in zip(peer[direction], plain[direction], strict=True)]
 
 
-def analyse(times: dict[int, dict[str, dict[str, list[float]]]]) -> dict[str, Any]:
-    """From the times of every count of parameters to own costs, slopes and ratios, each with its spread."""
-    counts = sorted(times)
-    rounds = range(len(times[counts[0]]["plain"]["forward"]))
+def analyse(times: dict[Any, dict[str, list[float]]]) -> dict[str, Any]:
+    """From ``time_chains`` to own costs, slopes and ratios, each with its spread."""
+    counts = PARAMETER_COUNTS
     result: dict[str, Any] = {"own_us": {}, "plain_us": {}, "slope_us": {}, "ratio": {}}
     for direction in DIRECTIONS:
         own = {
-            peer: {
-                count: [
-                    mine - plain
-                    for mine, plain in zip(times[count][peer][direction], times[count]["plain"][direction], strict=True)
-                ]
-                for count in counts
-            }
+            peer: {count: less(times[count, peer], times[count, "plain"], direction) for count in counts}
             for peer in ("polyshard", "fsdp2")
         }
         slopes = {
             peer: {
-                "27 to 9": [(costs[27][i] - costs[9][i]) / 18 for i in rounds],
-                "least squares": [least_squares_slope(counts, [costs[c][i] for c in counts]) for i in rounds],
+                "27 to 9": [(b - a) / 18 for a, b in zip(costs[9], costs[27], strict=True)],
+                "least squares": [
+                    statistics.linear_regression(counts, of_round).slope
+                    for of_round in zip(*costs.values(), strict=True)
+                ],
             }
             for peer, costs in own.items()
         }
-        result["plain_us"][direction] = {count: spread(times[count]["plain"][direction]) for count in counts}
-        result["own_us"][direction] = {
-            peer: {count: spread(values) for count, values in costs.items()} for peer, costs in own.items()
-        }
-        result["slope_us"][direction] = {
-            peer: {how: spread(values) for how, values in both.items()} for peer, both in slopes.items()
-        }
+        result["plain_us"][direction] = {count: spread(times[count, "plain"][direction]) for count in counts}
+        result["own_us"][direction] = _spreads(own)
+        result["slope_us"][direction] = _spreads(slopes)
         ratios = {f"at {count}": _ratio(own["polyshard"][count], own["fsdp2"][count]) for count in counts}
         ratios |= {f"slope, {how}": _ratio(slopes["polyshard"][how], slopes["fsdp2"][how]) for how in slopes["fsdp2"]}
         result["ratio"][direction] = ratios
     return result
+
+
+def _spreads(costs: dict[str, dict[Any, list[float]]]) -> dict[str, dict[Any, dict[str, float]]]:
+    return {peer: {key: spread(values) for key, values in of_peer.items()} for peer, of_peer in costs.items()}
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
@@ -414,7 +407,6 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def environment(commit: str | None) -> dict[str, Any]:
-    """Versions, processor and commit."""
     cpu = next(
         (line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")),
         platform.processor(),
@@ -440,9 +432,9 @@ def _lines(path: Path) -> list[str]:
 def table(report: dict[str, Any]) -> str:
     """The short result: own microseconds a unit, ratios, targets."""
     lines = []
+    heading = f"{'':22}{'polyshard':>12}{'FSDP2':>12}{'ratio':>8}  {'q1..q3':14}{'target':>7}"
     for name, result in report["step"].items():
-        lines += ["", f"{name}: own µs a unit (less the plain module's)"]
-        lines.append(f"{'':22}{'polyshard':>12}{'FSDP2':>12}{'ratio':>8}  {'q1..q3':14}{'target':>7}")
+        lines += ["", f"{name}: own µs a unit (less the plain module's)", heading]
         for direction in DIRECTIONS:
             own, slope = result["own_us"][direction], result["slope_us"][direction]
             rows = [(f"{direction}, k={c}", f"at {c}", own["polyshard"][c], own["fsdp2"][c]) for c in own["fsdp2"]]
@@ -465,8 +457,7 @@ def table(report: dict[str, Any]) -> str:
                 lines += _rows(result, peer, f", k={count}", TARGETS[peer])
     lines += ["", f"one step of fused AdamW over {report['optimizer']['parameters']} parameters, µs"]
     lines += [f"  {peer:26}{taken['median']:10.0f}" for peer, taken in report["optimizer"]["us"].items()]
-    lines += ["", f"wrap {report['settings']['wrap_units']} units of 9 parameters, ms"]
-    lines.append(f"{'':22}{'polyshard':>12}{'FSDP2':>12}{'ratio':>8}  {'q1..q3':14}{'target':>7}")
+    lines += ["", f"wrap {report['settings']['wrap_units']} units of 9 parameters, ms", heading]
     wrap = report["wrap"]
     for start in ("from meta", "from cpu"):
         ours, theirs = (wrap["ms"][f"{peer} {start}"]["median"] for peer in ("polyshard", "fsdp2"))
@@ -489,7 +480,6 @@ def _row(label: str, ours: float, theirs: float, ratio: dict[str, float], target
 
 
 def main() -> None:
-    """Run, print the table last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     parser.add_argument("--commit", help="recorded instead of what git says")
@@ -521,8 +511,7 @@ def main() -> None:
         mesh = init_device_mesh("cpu", (settings.world_size,))
         for precision in PRECISIONS:
             print(f"stepping: {precision.name}", file=sys.stderr)
-            peers = {count: chains(count, precision, mesh, settings) for count in PARAMETER_COUNTS}
-            result = analyse(time_steps(peers, precision, settings))
+            result = analyse(time_chains(mesh, precision, settings))
             result["transport_us"] = {count: transport(count, precision, settings) for count in PARAMETER_COUNTS}
             report["step"][precision.name] = result
         print("beside tensor parallelism", file=sys.stderr)

@@ -26,7 +26,6 @@ _HANG_S = 150.0
 
 
 def lengths(workload: Workload, steps: int) -> list[int]:
-    """The length of the sequences in each step."""
     grain = max(1, min(64, workload.seq // 4))
     draw = random.Random(0)
     return [grain * draw.randint(workload.seq // 4 // grain, workload.seq // grain) for _ in range(steps)]

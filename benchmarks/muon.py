@@ -40,8 +40,6 @@ _POOL = 8
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """A sharded model with its optimizers."""
-
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     synchronise: Callable[[bool], Any]
@@ -72,7 +70,6 @@ class FullTensorMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]

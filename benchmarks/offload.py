@@ -44,8 +44,6 @@ _HANG_S = 150.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to park."""
-
     name: str
     offload: Any
 
@@ -137,7 +135,6 @@ class Benchmark:
         self.runs = [Run(case) for case in cases]
 
     def run(self) -> None:
-        """Build, warm up, and let models take turns."""
         for run in self.runs:
             with self._or_drop(run), together(self._ranks):
                 self._begin(run)

@@ -19,8 +19,6 @@ _DEFAULT_PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked for."""
-
     workloads: tuple[Workload, ...]
     contenders: tuple[Contender, ...]
     rounds: int
@@ -33,19 +31,16 @@ class Settings:
     kernels: bool
 
     def steps_of(self, workload: Workload) -> int:
-        """Timed steps in a round."""
         return self.steps if self.steps is not None else workload.steps
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """The command line of ``peers.py``."""
     sizes = "\n".join(f"  {workload.describe()}" for workload in WORKLOADS.values())
     parser = runs.make_parser(
         description,
         f"workloads:\n{sizes}\n\npeers: {', '.join(peer_names())}; polyshard:forward_prefetch=2 sets what "
-        "POLYSHARD_FORWARD_PREFETCH=2 would;\nNAME+compile compiles every block; module:FILE and module-captured:FILE "
-        "time the engine that a Python file's\nbuild(model, units) -> (model, parameters) puts around the model; "
-        f"polyshard:without=MECHANISM lacks one of\n{', '.join(SWITCHES)}.",
+        "POLYSHARD_FORWARD_PREFETCH=2 would;\nNAME+compile compiles every block; polyshard:without=MECHANISM lacks one "
+        f"of\n{', '.join(SWITCHES)}.",
         pretends=True,
     )
     parser.add_argument("--work", help="workloads (default: host,300m,1b,8b; with --train 300m)")

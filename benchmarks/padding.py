@@ -58,7 +58,6 @@ def padding(layout: Layout, name: str, shards: int) -> tuple[int, int, int]:
 
 
 def table() -> str:
-    """A row for each layout and model."""
     lines = ["| layout | model | " + " | ".join(f"{ranks} ranks" for ranks in RANKS) + " |"]
     lines.append("|---" * (2 + len(RANKS)) + "|")
     for title, layout in LAYOUTS.items():

@@ -326,7 +326,6 @@ def _stretches(steps: int, every: int) -> list[tuple[int, int]]:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """The process groups that this rank is in."""
     from torch.distributed.distributed_c10d import _world
 
     return list(_world.pg_map)

@@ -293,7 +293,6 @@ def _compared(value: float, measured: float, bound: float) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """As Markdown."""
     lines = [
         "| ranks | workload | peer | file | peak GiB: predicted, measured, error | ms: predicted, measured, error | "
         "bound by |",

@@ -107,7 +107,6 @@ def kernels(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """All that goes into the page."""
     if not runs:
         return "Not measured yet."
     first = next(iter(runs.values()))

@@ -99,7 +99,6 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Leave the job."""
         dist.destroy_process_group()
 
     def _reduced(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:

@@ -173,7 +173,6 @@ def run(rounds: int, distributions: int) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Where it was measured."""
     changed = output_of("git", "status", "--porcelain", "--", "../core", "../backends", "../plugins", "../policies")
     model = output_of("sh", "-c", "sed -n 's/^model name.*: //p' /proc/cpuinfo").splitlines()
     return {

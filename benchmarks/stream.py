@@ -54,7 +54,6 @@ class Engine:
         return count
 
     def clear(self) -> None:
-        """Forget them."""
         for weight in self.weights.values():
             weight.zero_()
 

@@ -54,8 +54,6 @@ PEERS = ("polyshard", "symmetric", "fsdp2")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """What one row of the table is about."""
-
     sequence: int
     """Tokens of a sample."""
     batch: int
@@ -294,7 +292,6 @@ def _largest(values: Any) -> float | None:
 
 
 def table(summary: Sequence[Mapping[str, Any]]) -> str:
-    """The summary as Markdown."""
     columns = ("case", "peer", "rounds", "ms a step", "tokens/s", "FSDP2 / it", "peak GiB", "reserved GiB", "loss")
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for entry in summary:
@@ -311,7 +308,6 @@ def table(summary: Sequence[Mapping[str, Any]]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -333,7 +329,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run as a program."""
     given = make_parser().parse_args(arguments)
     if given.turn is not None:
         turn = Turn.read(given.turn)

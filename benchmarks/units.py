@@ -52,7 +52,6 @@ class Row:
 
 
 def row(model: nn.Module, policy: WrapPolicy, shards: int, link: Link) -> Row:
-    """What ``policy`` makes of ``model``."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         plan = policy.plan(model, PolicyContext(shards=shards))
@@ -71,7 +70,6 @@ def row(model: nn.Module, policy: WrapPolicy, shards: int, link: Link) -> Row:
 
 
 def table() -> str:
-    """A row for each model, link and policy."""
     lines = ["| model | ranks, link | policy | units | largest | at once | in latency |", "|---" * 7 + "|"]
     for name in NAMES:
         with torch.device("meta"):

@@ -35,12 +35,10 @@ class Workload:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.dim // self.heads
 
     @property
     def tokens(self) -> int:
-        """Tokens in one rank's batch."""
         return self.batch * self.seq
 
     @property
@@ -146,8 +144,6 @@ class Block(nn.Module):
 
 
 class Tail(nn.Module):
-    """The last norm and the head."""
-
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(workload.dim)

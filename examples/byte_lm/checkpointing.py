@@ -1,8 +1,12 @@
-"""Where a run keeps its files, and how it is taken up again."""
+"""Where a run keeps its files, and how it is taken up again: by whom, and from which checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +14,6 @@ import polyshard
 import polyshard.checkpoint
 import torch
 from history import History
-from launch import Launch
 from polyshard.errors import ConfigError
 from settings import RunSettings
 from torch import nn
@@ -23,6 +26,25 @@ _FREE = frozenset(
 _KEPT = 2
 #: In a run's folder: the job that trained there last.
 _JOB = "job"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a job's processes by torchrun."""
+
+    job: str
+    """The same for all restarts of a job, and for no other job."""
+    restarts: int
+    """0 at the first start."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
+        """What torchrun says; without it, a job that was never restarted."""
+        job = environ.get("TORCHELASTIC_RUN_ID", "none")
+        if job == "none":
+            # torchrun's answer without a rendezvous; the process that restarts the ranks is the same for all of them.
+            job = f"{socket.gethostname()}-{os.getppid()}"
+        return cls(job, int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 class Loaded(NamedTuple):
@@ -51,11 +73,6 @@ def run_folder(output: Path, launch: Launch, *, resume: bool) -> Path:
         if found is not None:
             _write_job(found, launch.job)
             return found
-    return new_run_folder(output, launch)
-
-
-def new_run_folder(output: Path, launch: Launch) -> Path:
-    """Make and return a folder ``output/run-NNN`` that did not exist."""
     number = max(_run_numbers(output), default=0) + 1
     folder = output / f"run-{number:03d}"
     folder.mkdir(parents=True)
@@ -69,7 +86,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoint_root(folder: Path) -> Path:
-    """Where the run in ``folder`` keeps its checkpoints."""
     return folder / "checkpoints"
 
 

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import polyshard
 import torch
-from checkpointing import latest_checkpoint, load_checkpoint, run_folder, save_checkpoint
-from curve import draw_curve
+from checkpointing import Launch, latest_checkpoint, load_checkpoint, run_folder, save_checkpoint
 from data import Corpus
-from launch import Launch
-from memory import show_memory
+from history import draw_curve
 from model import generate
 from polyshard.errors import ConfigError
-from progress import Progress, make_progress
+from progress import Progress, make_progress, show_memory
 from ranks import Ranks, join_ranks
 from settings import Settings, load_settings
 from training import Training

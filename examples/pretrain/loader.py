@@ -90,11 +90,9 @@ class Place:
         return [self._at(begin + index) for index in range(share.microbatch)]
 
     def state_dict(self) -> dict[str, int]:
-        """For the data loader."""
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """For the data loader."""
         self.done = state["done"]
 
     def _at(self, position: int) -> int:

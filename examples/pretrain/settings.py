@@ -84,8 +84,6 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """``[training]``."""
-
     steps: int = 200
     context: int = 128
     batch: int = 16
@@ -197,8 +195,6 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """``[activation_checkpointing]``."""
-
     mode: str = "none"
     every: int = 1
 
@@ -209,8 +205,6 @@ class ActivationCheckpointing:
 
 @dataclass(frozen=True)
 class Compile:
-    """``[compile]``."""
-
     blocks: bool = False
     loss: bool = False
     backend: str = "inductor"
@@ -218,8 +212,6 @@ class Compile:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``[evaluation]``."""
-
     every: int = 50
     batches: int = 8
 
@@ -229,8 +221,6 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``[checkpoint]``."""
-
     every: int = 50
     keep: int = 2
     asynchronous: bool = True
@@ -241,8 +231,6 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Output:
-    """``[output]``."""
-
     folder: str = "runs/pretrain"
     report_every: int = 10
     tensorboard: bool = True

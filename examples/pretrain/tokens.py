@@ -44,8 +44,6 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Tokens:
-    """All tokens, and what made them."""
-
     train: TokenFile
     held_out: TokenFile
     """From other files."""
@@ -66,7 +64,6 @@ class Tokens:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that there are."""
         return int(self.tokenizer.get_vocab_size())
 
 

@@ -33,7 +33,6 @@ _ADAMW_STATES = 2
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked on the command line."""
     parser = argparse.ArgumentParser(description="Pretrain a Llama on local text, sharded by polyshard.")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("llama_toy.toml"), help="a TOML file")
     parser.add_argument(

@@ -134,7 +134,6 @@ class Training:
         ]
 
     def step(self) -> Step:
-        """Train on the next batch."""
         largest = self._settings.optimizer.clip
         if self._pipeline is not None:
             loss = self._pipeline.train(torch.cat([self._next() for _ in range(self._accumulation)]))

@@ -158,7 +158,6 @@ class SilentCollectives(Collectives):
 
     @property
     def process_group(self) -> Any:
-        """The group that the constructor was given."""
         return self._group
 
     @property

@@ -54,17 +54,6 @@ class ParamInfo(NamedTuple):
     module_name: str
 
 
-class SharedParamInfo(NamedTuple):
-    """A further place of a shared parameter, and the one under which it is flattened."""
-
-    param_name: str
-    module: nn.Module
-    module_name: str
-    prim_param_name: str
-    prim_module: nn.Module
-    prim_module_name: str
-
-
 class _ShardParamInfo(NamedTuple):
     """One parameter's part in a range of the flat parameter; both ends are inclusive."""
 
@@ -90,10 +79,8 @@ class FlatParameter(nn.Parameter):
     """A flat parameter: this rank's shard outside of compute, the whole of it in compute dtype inside."""
 
     _param_infos: tuple[ParamInfo, ...]
-    _shared_param_infos: tuple[SharedParamInfo, ...]
     _fqns: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]
-    _strides: tuple[tuple[int, ...], ...]
     _numels: tuple[int, ...]
     _num_params: int
     _unpadded_unsharded_size: torch.Size
@@ -246,7 +233,6 @@ class FlatParamHandle:
         return self.layout.padded_numel if self.use_orig_params else self.layout.numel
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        """What lies in this rank's shard."""
         names, shapes, strides, contiguous, numels, offsets = [], [], [], [], [], []
         for fqn, slot, info in zip(
             self.flat_param._fqns, self.layout.slots, self.flat_param._shard_param_infos, strict=True
@@ -280,16 +266,11 @@ class FlatParamHandle:
         else:
             self.unit.show_views()
 
-    def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the size of one rank's shard."""
-        return self.uses_sharded_strategy and tensor.numel() == self.layout.shard_numel
-
     def register_flat_param(self) -> None:
         """Let the module hold the flat parameter under its own name."""
         self.module._parameters[FLAT_PARAM] = self.flat_param
 
     def deregister_flat_param(self) -> None:
-        """Take the flat parameter out of the module."""
         self.module._parameters.pop(FLAT_PARAM, None)
 
     def keep_own_shard(self) -> torch.Tensor:
@@ -306,7 +287,6 @@ class FlatParamHandle:
 
     @property
     def rank_of_shard(self) -> int:
-        """Index of this rank's shard."""
         return self.rank if self.uses_sharded_strategy else 0
 
     def _flatten(self, found: Sequence[ManagedParameter]) -> tuple[FlatParameter, tuple[ManagedParameter, ...]]:
@@ -402,19 +382,11 @@ def _stand_in(each: ManagedParameter) -> ManagedParameter:
 def _describe(
     flat_param: FlatParameter, parameters: Sequence[ManagedParameter], layout: FlatLayout, module: nn.Module
 ) -> None:
-    infos, shared = [], []
-    for each in parameters:
-        places = [
-            ParamInfo(attribute, holder, name.rpartition(".")[0])
-            for (holder, attribute), name in zip(each.sites, each.names, strict=False)
-        ]
-        infos.append(places[0])
-        shared += [SharedParamInfo(*place, *places[0]) for place in places[1:]]
-    flat_param._param_infos = tuple(infos)
-    flat_param._shared_param_infos = tuple(shared)
+    flat_param._param_infos = tuple(
+        ParamInfo(each.sites[0][1], each.sites[0][0], each.names[0].rpartition(".")[0]) for each in parameters
+    )
     flat_param._fqns = tuple(each.names[0] for each in parameters)
     flat_param._shapes = tuple(torch.Size(slot.shape) for slot in layout.slots)
-    flat_param._strides = tuple(slot.stride for slot in layout.slots)
     flat_param._numels = tuple(slot.numel for slot in layout.slots)
     flat_param._num_params = len(parameters)
     ranges = sorted([(s.offset, s.numel, False) for s in layout.slots] + [(*gap, True) for gap in layout.gaps()])

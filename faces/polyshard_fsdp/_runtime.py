@@ -133,8 +133,6 @@ class FSDPModuleState(ModuleState):
 
 
 class FSDPForward(ForwardHooks):
-    """One FSDP instance's forward."""
-
     module_state: FSDPModuleState
 
     def __init__(self, module_state: FSDPModuleState, observed: Sequence[tuple[nn.Module, str]]) -> None:
@@ -218,8 +216,6 @@ OPTIMIZERS = "_in_backward_optimizers"
 
 
 class FSDPRoot(Root):
-    """The engine's root over FSDP instances."""
-
     def __init__(
         self, world: Collectives, states: Sequence[FSDPModuleState], ahead: int, order: ForwardOrder | None
     ) -> None:

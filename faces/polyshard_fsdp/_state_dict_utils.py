@@ -1,6 +1,6 @@
 """Model state dicts: hooks around torch's own walk over the modules, for each of the three types.
 
-Also here: the type that instances are set to, and the guard that torch's own checkpoint functions meet.
+Also here: the type that instances are set to.
 """
 
 from __future__ import annotations
@@ -12,14 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from polyshard.errors import (
-    ConfigAssertionError,
-    ConfigTypeError,
-    StateError,
-    StepAssertionError,
-    UnsupportedError,
-    warn_once,
-)
+from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError, StepAssertionError, warn_once
 from polyshard.extension import is_dtensor, local_of
 from torch import nn
 
@@ -153,6 +146,15 @@ def _choose_kind_of_tensor(instance: FSDPInstance) -> None:
             config._use_dtensor = True
 
 
+def refuse_local(instance: FSDPInstance, kind: StateDictType) -> None:
+    """Raise ``StateError`` (a ``RuntimeError``) for ``LOCAL_STATE_DICT`` of an instance with a device mesh."""
+    if instance._device_mesh is not None and kind is StateDictType.LOCAL_STATE_DICT:
+        raise StateError(
+            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set "
+            f"state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict. {instance._where} has one."
+        )
+
+
 def _settings_of(instances: Sequence[FSDPInstance]) -> StateDictSettings:
     if not instances:
         return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
@@ -249,12 +251,7 @@ class _Hooks:
                 warn_once(warning, rank=instance.rank)
                 kind, config = StateDictType.FULL_STATE_DICT, FullStateDictConfig()
         elif instance._device_mesh is not None:
-            if kind is StateDictType.LOCAL_STATE_DICT:
-                raise StateError(
-                    "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT. "
-                    "Please set state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict. "
-                    f"{instance._where} has one."
-                )
+            refuse_local(instance, kind)
             _choose_kind_of_tensor(instance)
         if kind is StateDictType.FULL_STATE_DICT:
             return FullForm(instance, config)
@@ -587,42 +584,3 @@ class LocalForm(_Form):
                 "with the wrapping and the number of ranks that saved it."
             )
         return shards[0]
-
-
-def refuse_checkpoint_call(instance: FSDPInstance) -> None:
-    """Refuse the running function of ``torch.distributed.checkpoint.state_dict`` where it would be wrong.
-
-    Such functions know torch's own wrappers, and take any other module for one that is not sharded. Model state dicts
-    are right all the same. An optimizer's is not: each rank would return its own piece under the whole's name.
-
-    Raises:
-        UnsupportedError: the function would give or take an optimizer's pieces for the whole, or load whole values into
-            shards.
-    """
-    call = _torch_private.checkpoint_call()
-    if call is None:
-        return
-    (function, arguments), unit = call, instance._flat_unit
-    where = f"({type(instance._module_state.inner).__name__} on rank {instance.rank})"
-    options = arguments.get("options")
-    whole = [each for each in ("full_state_dict", "broadcast_from_rank0") if getattr(options, each, False)]
-    if function.startswith("set_") and whole:
-        raise UnsupportedError(
-            f"torch.distributed.checkpoint.state_dict.{function} with {whole[0]}=True does not know polyshard_fsdp "
-            f"{where}, and would load shards where it needs whole parameters. Leave the option out, or call "
-            "model.load_state_dict inside FSDP.state_dict_type."
-        )
-    optimizers = arguments.get("optimizers") or ()
-    if isinstance(optimizers, torch.optim.Optimizer):
-        optimizers = (optimizers,)
-    if unit is None:
-        return
-    given = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
-    if not given.isdisjoint(unit.originals.tensors):
-        raise UnsupportedError(
-            f"torch.distributed.checkpoint.state_dict.{function} does not know polyshard_fsdp {where}, and would "
-            "take each rank's piece of the optimizer's state for the whole. Call polyshard_fsdp's "
-            "FullyShardedDataParallel.optim_state_dict(model, optimizer) and optim_state_dict_to_load instead, "
-            "inside its state_dict_type: what they give and take can be saved and loaded by "
-            "torch.distributed.checkpoint. For the model alone, get_model_state_dict and set_model_state_dict work."
-        )

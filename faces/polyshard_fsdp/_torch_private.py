@@ -102,14 +102,12 @@ def _remote_device(own: torch.device, global_rank: int, is_own: bool) -> str:
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[Any]:
-    """Whether ``value`` is a ``ShardedTensor``."""
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(value, ShardedTensor)
 
 
 def shards_of(value: Any) -> list[torch.Tensor]:
-    """This rank's pieces of a ``ShardedTensor``."""
     return [shard.tensor for shard in value.local_shards()]
 
 

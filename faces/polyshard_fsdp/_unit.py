@@ -137,7 +137,6 @@ class FlatUnit(Unit):
 
     @property
     def flat_gradients(self) -> FlatGradients:
-        """The unit's gradients."""
         assert isinstance(self.gradients, FlatGradients)
         return self.gradients
 
@@ -198,7 +197,6 @@ class FlatUnit(Unit):
         _runtime_utils._unshard(self._instance, self.handle)
 
     def gather(self) -> None:
-        """Issue the gather."""
         super().issue_gather()
 
     def reshard(self) -> None:
@@ -232,7 +230,6 @@ class FlatUnit(Unit):
         )
 
     def release(self) -> None:
-        """Release the gather buffer."""
         self.conceal()
         super().reshard()
 
@@ -461,8 +458,6 @@ def _parked(offload: OffloadManager, spec: UnitSpec, master: torch.Tensor) -> to
 
 
 class FlatOriginal(MasterViews):
-    """One flat parameter over the whole master."""
-
     def __init__(self, flat_param: FlatParameter, layout: FlatLayout, master: torch.Tensor) -> None:
         self._flat_param = flat_param
         self._layout = layout

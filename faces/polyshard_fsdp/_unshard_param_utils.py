@@ -133,7 +133,6 @@ class _Summoned:
                 gradient.copy_(view_of(mine, each.shape, each.stride, each.offset))
 
     def close(self) -> None:
-        """Let go of the whole parameters."""
         unit = self._unit
         if unit.whole_for_user is None:
             return

@@ -13,7 +13,7 @@ from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError,
 from polyshard.extension import clip_grad_norm, uncompiled_alone
 from torch import nn
 
-from . import _init_utils, _optim_utils, _state_dict_utils, _unshard_param_utils, api
+from . import _init_utils, _optim_load, _optim_utils, _state_dict_utils, _unshard_param_utils, api
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
 from ._gradients import HookedRanks
@@ -342,7 +342,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         """
         config = _optim_utils.settings_of(model).optim_state_dict_config
         first = getattr(config, "rank0_only", False)
-        loaded = _optim_utils.load(model, optim_state_dict, optim, group, rank0_only=first, named=is_named_optimizer)
+        loaded = _optim_load.load(model, optim_state_dict, optim, group, rank0_only=first, named=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(loaded)
         return loaded
@@ -374,7 +374,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
     ) -> dict[str, Any]:
         """This rank's part of a whole state dict; deprecated for ``optim_state_dict_to_load``."""
         _warn_replaced("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        return _optim_utils.load(model, full_optim_state_dict, optim, None, optim_input)
+        return _optim_load.load(model, full_optim_state_dict, optim, None, optim_input)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -382,7 +382,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
     ) -> dict[str, Any]:
         """This rank's part of a distributed state dict; deprecated for ``optim_state_dict_to_load``."""
         _warn_replaced("flatten_sharded_optim_state_dict", "optim_state_dict_to_load", None)
-        return _optim_utils.load(model, sharded_optim_state_dict, optim)
+        return _optim_load.load(model, sharded_optim_state_dict, optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -394,7 +394,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
     ) -> dict[str, Any]:
         """This rank's part of rank 0's whole state dict; deprecated for ``optim_state_dict_to_load``."""
         _warn_replaced("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        return _optim_utils.load(model, full_optim_state_dict, optim, group, optim_input, rank0_only=True)
+        return _optim_load.load(model, full_optim_state_dict, optim, group, optim_input, rank0_only=True)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -417,7 +417,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             )
         _warn_about_input(optim_input)
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
-        return _optim_utils.rekey(optim_state_dict, to_names, model, optim_input, optim)
+        return _optim_load.rekey(optim_state_dict, to_names, model, optim_input, optim)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; inside ``summon_full_params`` the names are the module's own."""
@@ -463,7 +463,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # Called by the functions of `torch.distributed.checkpoint.state_dict`, before they send anything.
-        _state_dict_utils.refuse_checkpoint_call(self)
+        _optim_utils.refuse_checkpoint_call(self)
         return {}
 
     def __getattr__(self, name: str) -> Any:

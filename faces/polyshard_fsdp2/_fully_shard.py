@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import polyshard
 import torch
@@ -27,38 +27,15 @@ from ._torch_private import note_composed
 from .fsdp_module import FSDPModule, class_of
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
-M = TypeVar("M", bound=nn.Module)
+#: A module, or a list of modules.
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 _WHOLE = MixedPrecisionPolicy()
 _HERE = OffloadPolicy()
 
 
-@overload
 def fully_shard(
     module: M,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], object] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> M: ...
-@overload
-def fully_shard(
-    module: list[M],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], object] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> list[M]: ...
-def fully_shard(
-    module: M | list[M],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -67,7 +44,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = _HERE,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> M | list[M]:
+) -> M:
     """Shard what in ``module`` is not sharded yet, in place, over ``mesh``; returns ``module``, now an ``FSDPModule``.
 
     To be called from the inside out, before an optimizer is made: ``module.parameters()`` are new objects, ``DTensor``

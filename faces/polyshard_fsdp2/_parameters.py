@@ -324,7 +324,6 @@ class PlacedParameters(MasterViews):
 
     @property
     def local_targets(self) -> list[GradientTarget]:
-        """The plain parameters, as targets of gradients."""
         return self._targets(self.locals)
 
     def _targets(self, receivers: Sequence[nn.Parameter]) -> list[GradientTarget]:

@@ -62,8 +62,6 @@ class _OnDevice:
 
 @dataclass(eq=False)
 class State(TorchState):
-    """Of one call."""
-
     modules: tuple[nn.Module, ...]
     asked: Asked
     reshard: bool | None = None

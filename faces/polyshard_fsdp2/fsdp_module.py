@@ -259,27 +259,15 @@ class FSDPModule(TorchFSDPModule):
         return _state(self)
 
     def set_custom_all_gather(self, comm: object) -> NoReturn:
-        """Refused.
-
-        Raises:
-            UnsupportedError: always; says what to write instead.
-        """
+        """Refused by an ``UnsupportedError``, which says what to write instead."""
         _refuse_communication("set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        """Refused.
-
-        Raises:
-            UnsupportedError: always; says what to write instead.
-        """
+        """Refused by an ``UnsupportedError``, which says what to write instead."""
         _refuse_communication("set_custom_reduce_scatter")
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: object = None) -> NoReturn:
-        """Refused.
-
-        Raises:
-            UnsupportedError: always; says what to write instead.
-        """
+        """Refused by an ``UnsupportedError``, which says what to write instead."""
         _refuse_communication("set_all_reduce_hook")
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

@@ -161,7 +161,6 @@ def served(mixed_precision: str, config: ShardConfig) -> ShardConfig:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside of ``torch.compile``'s."""
     found: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
     return found
 

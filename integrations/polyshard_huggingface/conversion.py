@@ -188,7 +188,6 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> StandIn:
-        """The tensor ``name`` itself."""
         return cls.made(tuple(shape), dtype, (whole(name, shape),) if math.prod(shape) else ())
 
     @classmethod

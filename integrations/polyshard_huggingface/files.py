@@ -52,12 +52,10 @@ class SavedTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -223,7 +221,6 @@ class OpenFiles:
             os.fsync(descriptor)
 
     def close(self) -> None:
-        """Close all."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 

@@ -124,7 +124,6 @@ def require_file(path: str | Path) -> None:
 
 
 def has_optimizers(path: str | Path) -> bool:
-    """Whether optimizers were saved with the model."""
     return Marker.read(Path(path)).read_manifest(Path(path)).optimizer is not None
 
 

@@ -181,7 +181,6 @@ class Strategy:
 
     @property
     def num_processes(self) -> int:
-        """Processes of this host."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -324,7 +323,6 @@ def _require(config: ShardConfig, name: str, found: torch.dtype, wanted: torch.d
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a strategy of this package sharded ``module``."""
     return _SETTINGS in module.__dict__
 
 

@@ -150,7 +150,6 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         return init_context(self.precision_plugin.tensor_init_context(), empty_init)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """As ``all_reduce``."""
         return self.all_reduce(tensor, group, reduce_op)
 
     @contextmanager
@@ -364,7 +363,6 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
         self._leave(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Put back who took the signals before."""
         self._leave(exception)
 
     def _enter(self, module: LightningModule) -> None:

@@ -55,7 +55,6 @@ class Number(enum.Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of codes, one byte each."""
         return torch.int8 if self is Number.INT8 else torch.float8_e4m3fn
 
 

@@ -89,7 +89,6 @@ class PrecisionSettings:
             _require_wide_reduction(reduce, self.wire, where)
 
     def casts_inputs_of(self, unit: UnitSpec) -> bool:
-        """Whether the inputs of ``unit`` are cast."""
         return self.cast_inputs or (unit.is_root and self.cast_root_inputs)
 
     def in_half_range(self) -> bool:

@@ -107,7 +107,6 @@ class Trace(Listener):
 
     @hookimpl
     def step_end(self) -> None:
-        """Stop recording."""
         if self._observer.recording is not None:
             self._stop()
             self._write_complete()
@@ -124,7 +123,6 @@ class Trace(Listener):
         self._write_complete()
 
     def close(self) -> None:
-        """Stop recording for good, and flush."""
         self._stop()
         self._steps = ()
         self.flush()
@@ -316,12 +314,10 @@ class Recording:
 
     @property
     def complete(self) -> bool:
-        """Whether the device has reached every mark."""
         # The last ones first: those that are still to come are among them.
         return self._clock.passed(self._end) and all(self._clock.passed(mark.stamp) for mark in reversed(self._marks))
 
     def wait(self) -> None:
-        """Block until the device has reached every mark."""
         for mark in self._marks:
             self._clock.wait(mark.stamp)
         self._clock.wait(self._end)

@@ -42,7 +42,6 @@ class Kernel(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """From begin to end."""
         return self.start_us, self.end_us
 
 

@@ -109,7 +109,6 @@ class StepTrace:
 
     @property
     def exposed_share(self) -> float:
-        """``exposed_us`` over ``duration_us``."""
         return self.exposed_us / self.duration_us if self.duration_us > 0 else 0.0
 
     def _finished(self, *streams: Lane) -> list[Interval]:
@@ -168,7 +167,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(kept: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
-    """The times in ``kept`` and not in ``removed``."""
     holes = union(removed)
     rest: list[Interval] = []
     first = 0

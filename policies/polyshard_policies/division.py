@@ -200,7 +200,6 @@ class Homes:
         return self._nbytes_inside.get(module, 0)
 
     def total(self, parameters: Collection[nn.Parameter]) -> int:
-        """Bytes of ``parameters``, gathered."""
         return sum(self.nbytes[parameter] for parameter in parameters)
 
     def children(self, module: nn.Module) -> list[nn.Module]:

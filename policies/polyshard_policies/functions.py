@@ -223,7 +223,6 @@ def _warn_of_nothing(
 
 
 def _takes_recurse(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` can be called as a ``RecursiveFunction``."""
     try:
         inspect.signature(function).bind(module=None, recurse=True, nonwrapped_numel=0)
     except (TypeError, ValueError):

@@ -56,7 +56,6 @@ class Record:
         self._file = file
 
     def add(self, outcome: Outcome) -> None:
-        """Append ``outcome``."""
         with self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(asdict(outcome)) + "\n")
 

@@ -213,7 +213,6 @@ class CollectivesSuite(PluginSuite):
         return self.run_ranks(world_size, _capabilities)[0]
 
     def _floats(self, world_size: int, op: ReduceOp) -> list[torch.dtype]:
-        """Floating-point dtypes that it reduces by ``op``."""
         capabilities = self._capabilities(world_size)
         dtypes = capabilities.dtypes if op in capabilities.reduce_ops else frozenset()
         return sorted((dtype for dtype in dtypes if dtype.is_floating_point), key=str)

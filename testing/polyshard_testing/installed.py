@@ -44,7 +44,6 @@ class InstalledPlugin(PluginSuite):
 
     @property
     def resolved(self) -> registry.Resolved[Any]:
-        """The plugin found under the name."""
         return _resolved(self.group, self.label, self.options)
 
     def make(self) -> Any:

@@ -269,7 +269,6 @@ class RankProcesses:
         return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in enumerate(files) if file.exists())
 
     def kill(self) -> None:
-        """Stop every process now."""
         self.closed = True
         for process in self._processes:
             process.kill()
@@ -317,7 +316,6 @@ class KeptProcesses:
         return processes
 
     def close(self) -> None:
-        """Let every process leave."""
         while self._started:
             self._started.popitem()[1].close()
 
@@ -402,8 +400,6 @@ def _make_known(name: str, file: str) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result or the exception of a rank."""
-
     result: Any = None
     error: BaseException | None = None
     trace: str = ""

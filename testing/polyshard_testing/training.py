@@ -69,7 +69,6 @@ def seeded(build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
 
 
 def tokens(samples: int = _SAMPLES * RANKS, among: int = 10) -> torch.Tensor:
-    """Token numbers for a batch."""
     return (torch.arange(samples) * 7 + 3) % among
 
 

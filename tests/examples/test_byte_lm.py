@@ -210,10 +210,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -
 
 
 def test_one_flag_begins_and_goes_on_and_a_restart_goes_on_without_it(tmp_path: Path) -> None:
-    checkpointing, launch = part("checkpointing"), part("launch")
+    checkpointing = part("checkpointing")
 
     def chosen(job: str, restarts: int = 0, *, resume: bool = False) -> str:
-        folder: Path = checkpointing.run_folder(tmp_path, launch.Launch(job, restarts), resume=resume)
+        folder: Path = checkpointing.run_folder(tmp_path, checkpointing.Launch(job, restarts), resume=resume)
         return folder.name
 
     # Nothing is there yet: to go on is to begin.
@@ -247,8 +247,8 @@ def test_one_flag_begins_and_goes_on_and_a_restart_goes_on_without_it(tmp_path: 
     ids=["named", "restarted", "alone"],
 )
 def test_a_launch_is_what_torchrun_says(variables: dict[str, str], job: str, restarts: int) -> None:
-    launch = part("launch")
-    assert launch.Launch.from_environment(variables) == launch.Launch(job, restarts)
+    launch = part("checkpointing").Launch
+    assert launch.from_environment(variables) == launch(job, restarts)
 
 
 @pytest.mark.parametrize("ranks_before", [0, 3], ids=["none were saved", "of three ranks"])
@@ -277,7 +277,7 @@ def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -
     training = part("training").Training(loaded, ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False), corpus)
     training.step(0)
     model, optimizer, history = training.model, training.optimizer, training.history
-    folder = checkpointing.new_run_folder(tmp_path, part("launch").Launch("a", 0))
+    folder = checkpointing.run_folder(tmp_path, checkpointing.Launch("a", 0), resume=False)
     checkpointing.save_checkpoint(folder, 1, model, optimizer, run=run, digest="one", history=history)
 
     def resumed(run: Any, digest: str) -> int:

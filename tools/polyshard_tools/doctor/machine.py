@@ -25,8 +25,6 @@ _ALWAYS = ("torch", "stevedore", "pluggy")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A CUDA device that this process sees."""
-
     name: str
     capability: tuple[int, int]
     total_nbytes: int

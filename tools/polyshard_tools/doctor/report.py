@@ -21,8 +21,6 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One observation."""
-
     level: Level
     about: str
     """The variable, package, device or limit."""

@@ -100,8 +100,6 @@ class TrialState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a trial."""
-
     trial: Trial
     state: TrialState
     seconds: float

@@ -26,8 +26,6 @@ _ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One operation of one size."""
-
     operation: Operation
     ranks: int
     nbytes: int

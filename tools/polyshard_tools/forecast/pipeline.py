@@ -84,7 +84,6 @@ class Pipeline:
         return (self.ranks - 1) / (self.each * self.microbatches + self.ranks - 1)
 
     def numbers(self, rank: int) -> range:
-        """The stages of ``rank``."""
         return range(rank, self.stages, self.ranks)
 
     def in_flight(self, rank: int) -> int:
@@ -147,7 +146,6 @@ class PipelinePlan:
         return max((each.plan for each in self.ranks), key=lambda plan: plan.peak_nbytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         pipeline = self.pipeline
         return {
             "schedule": pipeline.order.value,
@@ -329,7 +327,6 @@ class _Action:
 
 
 def _actions(pipeline: Pipeline, rank: int) -> Iterator[_Action]:
-    """Those of ``rank``, in order."""
     done: dict[tuple[bool, int], int] = {}
     for forwards, local in pipeline.steps(rank):
         microbatch = done.setdefault((forwards, local), 0)

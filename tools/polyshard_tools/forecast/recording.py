@@ -48,7 +48,6 @@ class Span:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
         return len(self.members)
 
     def hosts(self, ranks_per_host: int) -> int:
@@ -132,8 +131,6 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A part of the step begins."""
-
     part: Part
 
 

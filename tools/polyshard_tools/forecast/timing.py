@@ -406,7 +406,6 @@ class _Clock:
         self._intervals: list[tuple[int, Interval]] = []
 
     def run(self, index: int, each: Issued) -> None:
-        """``each``, the ``index``-th of all, is issued."""
         if isinstance(each, Kernel):
             self._launches += 1
             self._flops += each.flops if each.bound is not Bound.NONE else 0

@@ -158,7 +158,6 @@ class TracedModel:
         self.update()
 
     def update(self) -> None:
-        """The optimizer's step, and ``zero_grad``."""
         # Their kind does not follow from stream and part.
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
         self.ledger.name(gradients, Kind.GRADIENTS)

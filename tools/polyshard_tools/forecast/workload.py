@@ -21,8 +21,6 @@ _SHAPE = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]\w*)\[(?P<size
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of one forward."""
-
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,7 +60,6 @@ class ShapedBatches:
 
     @property
     def samples(self) -> int:
-        """How many samples were written down."""
         return self.shapes[0].sizes[0]
 
     def __call__(self, samples: int) -> Batch:

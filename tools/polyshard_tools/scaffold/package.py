@@ -57,8 +57,6 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Written:
-    """The files of a plugin that was written."""
-
     folder: Path
     """The package's."""
     distribution: str
