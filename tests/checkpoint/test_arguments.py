@@ -15,7 +15,7 @@ import polyshard_huggingface
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parity import Block, Net, adam, draw, on_ranks, seeded, sgd, sharded_copy, units_of
+from parity import Block, Net, adam, draw, on_ranks, seeded, sgd, sharded_copy, units_of, whole
 from polyshard import checkpoint
 from polyshard.errors import BackgroundSaveError, ConfigError, ConfigTypeError, RankMismatchError, StateError
 from polyshard.hookspecs import hookimpl
@@ -32,11 +32,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     model(draw(2, 3, rank=rank)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:

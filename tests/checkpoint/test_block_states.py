@@ -15,7 +15,7 @@ import polyshard
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parity import draw, one_core, seed_all, units_of
+from parity import draw, one_core, seed_all, units_of, whole
 from polyshard import checkpoint
 from polyshard.errors import ConfigError, PolyshardError
 from polyshard.state import StateOptions, get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
@@ -117,11 +117,6 @@ def on_ranks(
 
     with one_core():
         return ThreadedWorld(number, timeout=60.0).run(on_rank, timeout=100.0)
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def begun(folder: Path, make: Make, model: nn.Module) -> dict[str, torch.Tensor]:

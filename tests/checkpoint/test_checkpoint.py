@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import tensors_in
-from parity import one_core
+from parity import one_core, whole
 from polyshard import checkpoint
 from polyshard.checkpoint.writing import Writing
 from polyshard.errors import CheckpointDamagedError, ConfigError, PolyshardError, RankMismatchError, StateError
@@ -74,11 +74,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
 
 
-def values(model: nn.Module) -> Values:
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
 def shard(model: Net, collectives: Any, **settings: Any) -> Net:
     config = polyshard.ShardConfig(
         collectives=collectives, policy={"name": "size", "min_num_params": 20}, check_ranks=False, **settings
@@ -121,12 +116,12 @@ def test_any_program_reads_whole_tensors_under_ordinary_names(tmp_path: Path) ->
     plain.load_state_dict(checkpoint.read(directory)["model"])
     assert_equal(dict(plain.named_parameters()), dict(reference.named_parameters()))
     assert plain.count == reference.count
-    whole = {name.removeprefix("model."): each for name, each in tensors_in(directory).items() if name[:6] == "model."}
+    found = {name.removeprefix("model."): each for name, each in tensors_in(directory).items() if name[:6] == "model."}
     # A shared parameter is written once and found under all names; buffers that are not persistent are not there.
-    assert whole.keys() == set(reference.state_dict())
+    assert found.keys() == set(reference.state_dict())
     assert sum(path.stat().st_size for path in directory.glob("rank-*.bin")) < 20_000
-    assert torch.equal(whole["head.weight"], reference.embed.weight)
-    assert torch.equal(whole["conv.weight"], reference.conv.weight)
+    assert torch.equal(found["head.weight"], reference.embed.weight)
+    assert torch.equal(found["conv.weight"], reference.conv.weight)
 
 
 def test_an_unsharded_adamw_takes_the_optimizer_state_over(tmp_path: Path) -> None:
@@ -135,7 +130,7 @@ def test_an_unsharded_adamw_takes_the_optimizer_state_over(tmp_path: Path) -> No
         train(model, optimizer, range(3))
         checkpoint.save(tmp_path, 3, model, optimizer)
         train(model, optimizer, range(3, 6))
-        return values(model)
+        return whole(model)
 
     expected = on_threads(2, run)[0]
     plain = Net(1)
@@ -256,10 +251,10 @@ def test_a_checkpoint_of_another_model_changes_nothing(
         checkpoint.save(tmp_path, 1, model)
 
     def load(model: Net) -> None:
-        before = values(model)
+        before = whole(model)
         with pytest.raises(ConfigError, match=message):
             checkpoint.load(tmp_path / "step-00000001", model)
-        assert_equal(values(model), before)
+        assert_equal(whole(model), before)
 
     alike(change_saved, 0, save)
     alike(change_loading, 1, load)
@@ -270,22 +265,22 @@ def test_frozen_parameters_may_be_left_out_where_both_sides_say_so(tmp_path: Pat
         optimizer = adamw(model)
         train(model, optimizer, range(2))
         everything = checkpoint.save(tmp_path / "all", 1, model, optimizer)
-        return everything, checkpoint.save(tmp_path / "trained", 1, model, optimizer, frozen=False), values(model)
+        return everything, checkpoint.save(tmp_path / "trained", 1, model, optimizer, frozen=False), whole(model)
 
     everything, directory, trained = on_threads(2, save, seed=0)[0]
     written = tensors_in(directory)
     assert {name for name in Net(0).state_dict() if f"model.{name}" not in written} == {"frozen"}
 
     def load(model: Net) -> tuple[Values, Values, Values]:
-        before, optimizer = values(model), adamw(model)
+        before, optimizer = whole(model), adamw(model)
         with pytest.raises(ConfigError, match=r"has no 'frozen' \(rank \d\)\. They need no gradient.*frozen=False"):
             checkpoint.load(directory, model, optimizer)
-        assert_equal(values(model), before)
+        assert_equal(whole(model), before)
         checkpoint.load(directory, model, optimizer, frozen=False)
         assert optimizer.param_groups[0]["lr"] == 0.05
-        loaded = values(model)
+        loaded = whole(model)
         checkpoint.load(everything, model, frozen=False)
-        again = values(model)
+        again = whole(model)
         # What is trained here must be there.
         model.frozen.requires_grad_(True)
         with pytest.raises(ConfigError, match=r"has no 'frozen' \(rank \d\)\. Load it into the model"):
@@ -389,7 +384,7 @@ def test_a_backward_that_failed_is_left_behind(tmp_path: Path, call: str) -> Non
         stops = False
         optimizer.zero_grad()
         train(model, optimizer, range(3))
-        return values(model)
+        return whole(model)
 
     plain = Net(0)
     optimizer = adamw(plain)
@@ -496,9 +491,9 @@ def _train_and_save(rank: int, root: Path) -> tuple[Values, Values] | None:
     optimizer = adamw(model)
     train(model, optimizer, range(3))
     checkpoint.save(root, 3, model, optimizer, extra={"rank": rank})
-    at_save = values(model)
+    at_save = whole(model)
     train(model, optimizer, range(3, 6))
-    return at_save, values(model)
+    return at_save, whole(model)
 
 
 def _load_and_save(rank: int, root: Path, target: Path) -> tuple[Values, Any]:
@@ -509,7 +504,7 @@ def _load_and_save(rank: int, root: Path, target: Path) -> tuple[Values, Any]:
     assert directory is not None
     extra = checkpoint.load(directory, model, optimizer)
     checkpoint.save(target, 3, model, optimizer)
-    return values(model), extra
+    return whole(model), extra
 
 
 def _resume(rank: int, directory: Path) -> Values | None:
@@ -519,7 +514,7 @@ def _resume(rank: int, directory: Path) -> Values | None:
     optimizer = adamw(model)
     checkpoint.load(directory, model, optimizer)
     train(model, optimizer, range(3, 6))
-    return values(model)
+    return whole(model)
 
 
 @pytest.mark.slow

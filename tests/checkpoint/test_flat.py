@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parity import on_ranks, threaded, units_of
+from parity import on_ranks, threaded, units_of, whole
 from polyshard import checkpoint
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
@@ -114,11 +114,6 @@ def shard(model: Net, rank: int, world: ThreadedWorld, **settings: Any) -> Net:
     )
 
 
-def gathered(model: nn.Module) -> Values:
-    with polyshard.unsharded(model):
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
 def save(
     root: Path,
     make: Make,
@@ -151,7 +146,7 @@ def resume(
         optimizer = make(choose(model))
         checkpoint.load(directory, model, optimizer)
         train(model, optimizer, range(2, 3))
-        return gathered(model)
+        return whole(model)
 
     return on_ranks(world_size, on_rank)
 
@@ -221,9 +216,9 @@ def test_a_run_without_shards_goes_on_with_flat_parameters(tmp_path: Path, world
 
 def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
     plain, plain_optimizer = unsharded(adam, 2)
-    whole = {"model": dict(plain.named_parameters()), "optimizer": get_optimizer_state_dict(plain, plain_optimizer)}
+    written = {"model": dict(plain.named_parameters()), "optimizer": get_optimizer_state_dict(plain, plain_optimizer)}
     with pytest.warns(UserWarning, match=ALONE):
-        dcp.save(whole, checkpoint_id=tmp_path, no_dist=True)
+        dcp.save(written, checkpoint_id=tmp_path, no_dist=True)
 
     def on_rank(rank: int, world: ThreadedWorld) -> Values:
         model = shard(Net(seed=1), rank, world)
@@ -232,7 +227,7 @@ def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
         state = {"model": checkpoint.model_state(model), "optimizer": checkpoint.optimizer_state(model, optimizer)}
         dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
         train(model, optimizer, range(2, 3))
-        return gathered(model)
+        return whole(model)
 
     with pytest.warns(UserWarning, match=ALONE):
         results = on_ranks(2, on_rank)
@@ -340,7 +335,7 @@ def test_scalars_that_differ_between_parameters_of_a_unit_are_refused_by_name(tm
         optimizer.state[model.blocks[1].mix.bias]["step"].fill_(9.0)
         directory = checkpoint.save(tmp_path, 2, model, optimizer)
         other = shard(Net(seed=1), rank, world)
-        before = gathered(other)
+        before = whole(other)
         fresh = adam(flat(other))
         with pytest.raises(ConfigError) as caught:
             checkpoint.load(directory, other, fresh)
@@ -348,7 +343,7 @@ def test_scalars_that_differ_between_parameters_of_a_unit_are_refused_by_name(tm
         assert "but 9.0 for 'blocks.1.mix.bias' in the checkpoint" in str(caught.value)
         assert "the flat parameter of unit 'blocks.1' has one for both" in str(caught.value)
         assert not fresh.state
-        torch.testing.assert_close(gathered(other), before, rtol=0, atol=0)
+        torch.testing.assert_close(whole(other), before, rtol=0, atol=0)
         # Parameters of their own may differ.
         checkpoint.load(directory, other, adam(own(other)))
 

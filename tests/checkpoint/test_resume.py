@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, train_reference, units_of
-from polyshard import checkpoint, flat_parameters, unsharded
+from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
+from polyshard import checkpoint, flat_parameters
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -84,11 +84,6 @@ def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
     loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
     loss.backward()
     return [loss.detach()]
-
-
-def whole(model: nn.Module) -> Values:
-    with unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Values:

@@ -28,6 +28,7 @@ from parity import (
     sgd,
     sharded_copy,
     square_step,
+    train,
     train_reference,
     units_of,
 )
@@ -168,10 +169,7 @@ def test_replicas(strategy: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         mine = sharded_copy(model, rank, world, **GROUPS, strategy=strategy, **sharding)
         optimizer = sgd(mine)
-        for turn in range(2):
-            square_step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
+        train(mine, optimizer, square_step, rank, 2)
         with polyshard.unsharded(mine):
             for name, parameter in mine.named_parameters():
                 torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=1e-12, atol=1e-12)

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration, set_seed
-from accelerate_ranks import forget, loader_of, on_ranks, pairs, whole
+from accelerate_ranks import forget, loader_of, on_ranks, pairs
 from blockwise_states import BlockwiseMomentum
-from parity import Block, Net, Words, draw, seeded, units_of
+from parity import Block, Net, Words, draw, seeded, units_of, whole
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, PolyshardError, StateError
 from polyshard_accelerate import Accelerator

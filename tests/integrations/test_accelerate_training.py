@@ -18,8 +18,8 @@ from accelerate.utils import (
     GradScalerKwargs,
     find_executable_batch_size,
 )
-from accelerate_ranks import Critic, loader_of, on_ranks, pair_loss, pairs, same, whole, whole_gradients
-from parity import Block, Net, seeded, units_of
+from accelerate_ranks import Critic, loader_of, on_ranks, pair_loss, pairs, same, whole_gradients
+from parity import Block, Net, seeded, units_of, whole
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, StateError, UnsupportedError
 from polyshard_accelerate import Accelerator

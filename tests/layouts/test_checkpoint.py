@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parity import Block, on_ranks, threaded, units_of
+from parity import Block, on_ranks, threaded, train, units_of
 from polyshard import checkpoint
 from polyshard_backends.threaded import ThreadedWorld
 from reference_models import LAYOUTS, Frozen, Halves, mixed, mixed_step
@@ -102,10 +102,7 @@ def wholes(ranks: list[Held]) -> Held:
 def carried(folder: Path, one: Run, other: Run, kind: str) -> None:
     def save(rank: int, world: ThreadedWorld) -> Held:
         mine, optimizer = made(rank, world, one, kind)
-        for turn in range(2):
-            mixed_step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
+        train(mine, optimizer, mixed_step, rank, 2)
         checkpoint.save(folder, 2, mine, optimizer)
         return held(mine, optimizer)
 

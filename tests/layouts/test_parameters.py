@@ -9,7 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, adam, assert_parity, on_ranks, threaded, train_reference, units_of, whole_of
+from parity import Block, adam, assert_parity, on_ranks, threaded, train_reference, units_of, whole, whole_of
 from polyshard.errors import ParameterChangedError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from reference_models import LAYOUTS, Frozen, Halves, Mixed, mixed, mixed_step
@@ -30,25 +30,20 @@ def cut(rank: int, world: ThreadedWorld, layout: str, **settings: Any) -> nn.Mod
     return polyshard.shard(mine, threaded(world, rank, **{"policy": UNITS, "layout": EVERY[layout], **settings}))
 
 
-def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
 def changed() -> dict[str, torch.Tensor]:
     """Other whole values, with the strides of the model's."""
     return {name: value.detach() * 2 + 1 for name, value in mixed().named_parameters() if name in CHANGED}
 
 
-def piece_of(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The part of ``whole`` that ``parameter`` holds here, in its shape, by ``polyshard.placement`` alone."""
+def piece_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of ``value`` that ``parameter`` holds here, in its shape, by ``polyshard.placement`` alone."""
     place = polyshard.placement(parameter)
-    assert place.shape == tuple(whole.shape)
-    if parameter.ndim > 1 and whole.ndim > 1:
-        row = math.prod(whole.shape[1:])
-        return whole[place.start // row : place.stop // row].clone()
-    flat = torch.empty_strided(place.shape, place.stride, dtype=whole.dtype).copy_(whole)
-    return flat.as_strided((whole.numel(),), (1,))[place.start : place.stop].clone()
+    assert place.shape == tuple(value.shape)
+    if parameter.ndim > 1 and value.ndim > 1:
+        row = math.prod(value.shape[1:])
+        return value[place.start // row : place.stop // row].clone()
+    flat = torch.empty_strided(place.shape, place.stride, dtype=value.dtype).copy_(value)
+    return flat.as_strided((value.numel(),), (1,))[place.start : place.stop].clone()
 
 
 def holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -66,10 +61,10 @@ def test_pieces_have_the_shape_that_the_layout_says(layout: str) -> None:
 
     plain = {name: value.detach() for name, value in mixed().named_parameters()}
     ranks = on_ranks(3, on_rank)
-    for name, whole in plain.items():
-        assert torch.equal(whole_of(whole, [rank[name] for rank in ranks]), whole), name
-    shown = {name for name, whole in plain.items() if ranks[0][name].ndim == whole.ndim > 1}
-    matrices = {name for name, whole in plain.items() if whole.ndim == 2} - {"turned", "empty"}
+    for name, value in plain.items():
+        assert torch.equal(whole_of(value, [rank[name] for rank in ranks]), value), name
+    shown = {name for name, value in plain.items() if ranks[0][name].ndim == value.ndim > 1}
+    matrices = {name for name, value in plain.items() if value.ndim == 2} - {"turned", "empty"}
     by_rows = {*matrices, "conv.weight", "empty"}
     assert shown == {"flat": set(), "blocks": set(), "tiles": matrices}.get(layout, by_rows)
 
@@ -82,8 +77,8 @@ def test_parameters_may_be_replaced_and_given_other_data(by: str, part: str, lay
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         mine = cut(rank, world, layout)
         before = dict(mine.named_parameters())
-        for name, whole in wanted.items():
-            value = whole.clone() if part == "whole" else piece_of(whole, before[name])
+        for name, other in wanted.items():
+            value = other.clone() if part == "whole" else piece_of(other, before[name])
             if by == "data":
                 before[name].data = value
                 continue
@@ -93,11 +88,11 @@ def test_parameters_may_be_replaced_and_given_other_data(by: str, part: str, lay
                 mine.head.weight = mine.embed.weight
         mixed_step(mine, 0, rank)
         assert all(parameter is before[name] for name, parameter in mine.named_parameters())
-        return wholes(mine)
+        return whole(mine)
 
     for got in on_ranks(3, on_rank):
-        for name, whole in wanted.items():
-            assert torch.equal(got[name], whole), name
+        for name, other in wanted.items():
+            assert torch.equal(got[name], other), name
 
 
 def test_data_of_another_shape_are_refused(layout: str) -> None:
@@ -154,7 +149,7 @@ def test_whole_parameters_are_written_back_where_that_is_asked_for(writeback: bo
                 assert torch.equal(parameter, plain[name])
                 parameter.mul_(3)
         mixed_step(mine, 0, rank)
-        return wholes(mine)
+        return whole(mine)
 
     factor = 3 if writeback else 1
     for got in on_ranks(3, on_rank):
@@ -204,12 +199,12 @@ def test_pieces_are_given_and_taken_and_whole_parameters_loaded(layout: str) -> 
         for name, parameter in mine.named_parameters():
             assert pieces[name].shape == parameter.shape
         polyshard.load_local_state_dict(mine, {name: value + 1 for name, value in pieces.items()})
-        for name, value in wholes(mine).items():
+        for name, value in whole(mine).items():
             assert torch.equal(value, plain[name] + 1), name
         # In whatever memory format.
         contiguous = {name: (value * 2).contiguous() for name, value in plain.items()}
         mine.load_state_dict({**contiguous, "head.weight": contiguous["embed.weight"]})
-        for name, value in wholes(mine).items():
+        for name, value in whole(mine).items():
             assert torch.equal(value, plain[name] * 2), name
         with polyshard.unsharded(mine):
             assert {name: value.shape for name, value in mine.state_dict().items() if name in plain} == {
@@ -226,26 +221,26 @@ def test_pieces_are_given_and_taken_and_whole_parameters_loaded(layout: str) -> 
 def test_a_model_from_meta_is_initialised_alike(layout: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         with world.lock, torch.random.fork_rng(devices=[]):
-            whole = mixed()
+            made = mixed()
             with torch.device("meta"):
                 mine = Mixed().double()
             for name, parameter in mine.named_parameters():
                 if name in ("turned", "empty", "narrow"):
                     module, key = holder(mine, name)
-                    value = whole.get_parameter(name).detach()
+                    value = made.get_parameter(name).detach()
                     meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
                     setattr(module, key, nn.Parameter(meta, requires_grad=parameter.requires_grad))
 
             def fill(module: nn.Module) -> None:
                 names = {each: name for name, each in mine.named_modules()}
-                theirs = whole.get_submodule(names[module])
+                theirs = made.get_submodule(names[module])
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
                         parameter.data.copy_(theirs._parameters[key].detach())
 
             config = threaded(world, rank, policy=UNITS, layout=EVERY[layout], device="cpu", check_ranks=False)
             polyshard.shard(mine, config, initializer=fill)
-        return wholes(mine)
+        return whole(mine)
 
     plain = {name: value.detach() for name, value in mixed().named_parameters()}
     for got in on_ranks(3, on_rank):

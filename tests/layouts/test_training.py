@@ -20,8 +20,10 @@ from parity import (
     seeded,
     square_step,
     threaded,
+    train,
     train_reference,
     units_of,
+    whole,
 )
 from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
@@ -50,11 +52,6 @@ def settings_of(layout: str, strategy: str, ranks: int) -> dict[str, Any]:
     if strategy.startswith("hybrid"):
         settings["shard_size"] = 2 if ranks == 4 else ranks
     return settings
-
-
-def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def cut(rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
@@ -116,14 +113,11 @@ def test_flat_parameters_train_alike(layout: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         mine = cut(rank, world, layout=EVERY[layout])
         optimizer = flat_adam(mine)
-        for turn in range(2):
-            accumulated(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        return wholes(mine)
+        train(mine, optimizer, accumulated, rank, 2)
+        return whole(mine)
 
-    for whole in on_ranks(3, on_rank):
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    for found in on_ranks(3, on_rank):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def trained(ranks: int, turns: int = 3, double: bool = False, **settings: Any) -> list[dict[str, torch.Tensor]]:
@@ -139,7 +133,7 @@ def trained(ranks: int, turns: int = 3, double: bool = False, **settings: Any) -
             mine(x if double else x.float()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return wholes(mine)
+        return whole(mine)
 
     return on_ranks(ranks, on_rank)
 
@@ -248,13 +242,10 @@ def test_padding_stays_zero_wherever_it_lies(layout: str) -> None:
 def trained_over_gloo(rank: int, layout: str) -> dict[str, torch.Tensor]:
     mine = polyshard.shard(mixed(), polyshard.ShardConfig(collectives="gloo", policy=UNITS, layout=EVERY[layout]))
     optimizer = adam(mine)
-    for turn in range(2):
-        accumulated(mine, turn, rank)
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = wholes(mine)
+    train(mine, optimizer, accumulated, rank, 2)
+    found = whole(mine)
     polyshard.close(mine)
-    return whole
+    return found
 
 
 @pytest.mark.slow
@@ -262,5 +253,5 @@ def test_on_processes() -> None:
     expected = train_reference(mixed(), accumulated, 3, optimizer=adam).parameters
     with RankPool(3) as pool:
         for layout in EVERY:
-            for whole in pool.run(trained_over_gloo, layout, timeout=60.0):
-                torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+            for found in pool.run(trained_over_gloo, layout, timeout=60.0):
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -11,7 +11,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import draw, one_core, seed_all, units_of
+from parity import draw, one_core, seed_all, units_of, whole
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
 from torch import nn
@@ -87,8 +87,7 @@ def off(make: Make, ranks: int, layout: Any, start: nn.Module | None = None, **s
             model = copy.deepcopy(start)
         shard(model, {"name": "threaded", "world": world, "rank": rank}, layout, **settings)
         train(model, make(model), lock=world.lock)
-        with polyshard.unsharded(model):
-            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return whole(model)
 
     with one_core():
         found = ThreadedWorld(ranks, timeout=60.0).run(on_rank, timeout=100.0)

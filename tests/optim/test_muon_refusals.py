@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from matrices import Cell, Zoo, exact, most_apart, reference_zoo, whole_parameters, zoo_step
-from parity import Net, draw, on_ranks, seeded, sharded_copy, square_step, units_of
+from parity import Net, draw, on_ranks, seeded, sharded_copy, square_step, train, units_of
 from polyshard.errors import (
     ConfigError,
     ConfigTypeError,
@@ -129,10 +129,7 @@ def usable(model: nn.Module, rank: int, ranks: int) -> bool:
     """Whether ``model``, which never stepped, trains like one that nothing was refused of."""
     model.zero_grad()
     optimizer = exact(model)
-    for turn in range(3):
-        zoo_step(model, turn, rank)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, zoo_step, rank, 3)
     return most_apart(whole_parameters(model), reference_zoo(ranks, exact, 3)) < 1e-12
 
 

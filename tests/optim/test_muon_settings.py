@@ -24,7 +24,7 @@ from matrices import (
     whole_parameters,
     zoo_step,
 )
-from parity import MakeOptimizer, draw, is_sharded, on_ranks, seeded, sharded_copy, threaded, units_of
+from parity import MakeOptimizer, draw, is_sharded, on_ranks, seeded, sharded_copy, threaded, train, units_of
 from polyshard.optim import Muon, for_matrices
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -182,10 +182,7 @@ def test_bf16_gradients_reach_fp32_masters() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         mine = sharded_copy(start, rank, world, precision="bf16", layout="rows", **BLOCKS)
         optimizer = muon(mine)
-        for turn in range(5):
-            zoo_step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
+        train(mine, optimizer, zoo_step, rank, 5)
         return whole_parameters(mine)
 
     trained, _ = on_ranks(2, on_rank)
@@ -203,10 +200,7 @@ def test_bf16_gradients_reach_fp32_masters() -> None:
 
 
 def trained_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    for turn in range(TURNS):
-        zoo_step(model, turn, 0)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, zoo_step, 0, TURNS)
     return whole_parameters(model)
 
 
@@ -242,10 +236,7 @@ def test_an_optimizer_made_before_sharding(layout: str) -> None:
         both = Both(muon, torch.optim.AdamW(split.others, lr=1e-2))
         polyshard.shard(model, threaded(world, rank, layout=layout, **BLOCKS))
         assert [len(each) for each in for_matrices(model)] == [len(each) for each in split]
-        for turn in range(TURNS):
-            zoo_step(model, turn, rank)
-            both.step()
-            both.zero_grad()
+        train(model, both, zoo_step, rank, TURNS)
         return whole_parameters(model)
 
     expected = reference_zoo(3, exact)

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from parity import Net, assert_all_close, draw, on_ranks, seeded, train_reference
+from parity import Net, assert_all_close, draw, on_ranks, seeded, train_reference, whole
 from polyshard import CapturedStep, CaptureMode
 from polyshard.capture.graph import Capturer, Recording
 from polyshard.errors import CaptureError
 from polyshard_backends.threaded import ThreadedWorld
-from rerun import Rerun, Rerunning, alone, captured, momentum, on_thread, reference, stepping, whole
+from rerun import Rerun, Rerunning, alone, captured, momentum, on_thread, reference, stepping
 from torch import nn
 
 T = TypeVar("T")

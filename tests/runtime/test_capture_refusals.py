@@ -9,12 +9,12 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, seeded, units_of
+from parity import Block, Net, draw, seeded, units_of, whole
 from polyshard import CapturedStep, CaptureFallback, CaptureMode
 from polyshard.errors import CaptureError, ConfigError, ConfigTypeError, StateError
 from polyshard.interfaces import PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec
 from refusal import Silent
-from rerun import Pretended, Rerunning, alone, captured, momentum, stepping, whole
+from rerun import Pretended, Rerunning, alone, captured, momentum, stepping
 from torch import nn
 
 

@@ -8,7 +8,19 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, square_step, train_reference, units_of
+from parity import (
+    Block,
+    Net,
+    draw,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    square_step,
+    train,
+    train_reference,
+    units_of,
+    whole,
+)
 from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
@@ -111,12 +123,8 @@ def test_whole_parameters_are_loaded(world_size: int, settings: dict[str, Any], 
         assert not answer.missing_keys
         assert not answer.unexpected_keys
         assert {name: tuple(value.shape) for name, value in state.items()} == before
-        for turn in range(2):
-            square_step(model, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        with polyshard.unsharded(model):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
+        train(model, optimizer, square_step, rank, 2)
+        return whole(model)
 
     for got in on_ranks(world_size, on_rank):
         torch.testing.assert_close(got, wanted.parameters, rtol=1e-12, atol=1e-12)
@@ -154,7 +162,7 @@ def test_states_of_optimizers_over_pieces_are_not_taken_for_whole(stepped: bool)
     whole_optimizer = adam(plain)
     square_step(plain, 0, 0)
     whole_optimizer.step()
-    whole = get_optimizer_state_dict(plain, whole_optimizer)
+    whole_state = get_optimizer_state_dict(plain, whole_optimizer)
     wanted = train_reference(seeded(Net), square_step, 2, 1 + stepped, adam).parameters
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
@@ -164,7 +172,7 @@ def test_states_of_optimizers_over_pieces_are_not_taken_for_whole(stepped: bool)
             if turn == stepped:
                 for call in (
                     lambda: get_optimizer_state_dict(model, optimizer),
-                    lambda: set_optimizer_state_dict(model, optimizer, copy.deepcopy(whole)),
+                    lambda: set_optimizer_state_dict(model, optimizer, copy.deepcopy(whole_state)),
                 ):
                     with pytest.raises(StateError, match=r"AdamW.*polyshard\.checkpoint"):
                         call()
@@ -177,8 +185,7 @@ def test_states_of_optimizers_over_pieces_are_not_taken_for_whole(stepped: bool)
             optimizer.zero_grad()
         # This rank's own, for whoever asks the optimizer itself.
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        with polyshard.unsharded(model):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return whole(model)
 
     for got in on_ranks(2, on_rank):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
@@ -191,8 +198,7 @@ def _loads(rank: int, broadcasts: bool) -> dict[str, torch.Tensor]:
     state = seeded(Net, seed=7).state_dict() if rank == 0 or not broadcasts else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
     set_model_state_dict(model, state, options=options)
-    with polyshard.unsharded(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return whole(model)
 
 
 def _loads_dtensors(rank: int, settings: dict[str, Any], assign: bool) -> dict[str, torch.Tensor]:
@@ -209,8 +215,7 @@ def _loads_dtensors(rank: int, settings: dict[str, Any], assign: bool) -> dict[s
     answer = model.load_state_dict(state, assign=assign)
     assert not answer.missing_keys
     model(draw(4, 3)).sum().backward()
-    with polyshard.unsharded(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return whole(model)
 
 
 @pytest.mark.slow

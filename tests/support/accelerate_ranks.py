@@ -11,7 +11,7 @@ import polyshard
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from parity import Block
+from parity import Block, whole
 from processes import KeptRanks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,12 +62,6 @@ def loader_of(
     in the middle of an epoch draws next.
     """
     return DataLoader(data, batch_size=batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(11))
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole parameters of a sharded model; every rank calls it."""
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:

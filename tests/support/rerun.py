@@ -110,12 +110,6 @@ def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[...
     return train_step
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every whole parameter."""
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
 def reference(turns: int, ranks: int = 2) -> Training:
     """Training of the unsharded model on the batches of ``turns``."""
 
