@@ -27,7 +27,7 @@ from ..functions.block_states import (
 from ..functions.lookup import as_dtensor, live_roots, placement
 from ..functions.optimizers import NOT_BY_ELEMENT
 from ..functions.recorded_streams import Stream, StreamRecorder
-from ..functions.whole import ToSome, WholeGather, state_dicts_of_pieces
+from ..functions.whole import ToSome, state_dicts_of_pieces
 from ..planning.extensions import Insides, inner_tensors
 from ..planning.layout import Piece, Slot
 from ..planning.parts import TensorPart, is_dtensor, local_of, placed_as, whole_tensors
@@ -40,7 +40,7 @@ from ..runtime.root import root_of
 from ..runtime.step import Phase
 from ..setup.build import refuse_broken
 from ..setup.materialize import Initializer
-from .model import RecordedModel, ShardedModel, WaitingTimes
+from .model import RecordedModel, ShardedModel, WaitingTimes, WholeFlats
 from .unit import ShardedParameter, ShardedUnit
 
 

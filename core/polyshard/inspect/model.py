@@ -232,7 +232,7 @@ class ShardedModel:
         finally:
             root.phase = Phase.IDLE if root.recorder.failure is None else Phase.FAILED
 
-    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype, Collectives | None]]) -> WholeGather:
+    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype, Collectives | None]]) -> WholeFlats:
         """Issue gathers of whole masters: one communication for all units that have the same ranks.
 
         ``units``: at least one, each with the dtype in which it travels, and its ``shard`` or ``ToSome`` of
@@ -338,6 +338,13 @@ class ShardedModel:
     def tell_loaded(self, model: nn.Module, path: Path | str) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
+
+
+class WholeFlats(Protocol):
+    """Whole units on their way."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Order the current stream behind them; each unit whole (``[padded_numel]``). Called once."""
 
 
 class RecordedModel(Protocol):

@@ -19,7 +19,7 @@ from ..inspect import (
     ShardedParameter,
     ShardedUnit,
     ToSome,
-    WholeGather,
+    WholeFlats,
     is_dtensor,
     savable_model,
     savable_part,
@@ -135,7 +135,7 @@ class _Wanted:
 def _handed_out(
     sharded: ShardedModel, buckets: Sequence[Sequence[_Wanted]], receivers: _Receivers
 ) -> Generator[Weights, None, None]:
-    coming: WholeGather | None = None
+    coming: WholeFlats | None = None
     with sharded.handing_out():
         try:
             coming = receivers.gather(buckets[0]) if buckets else None
@@ -319,7 +319,7 @@ class _Receivers:
             return True
         return self.receives if group is None else bool(self._receivers.get(group, True))
 
-    def gather(self, bucket: Sequence[_Wanted]) -> WholeGather | None:
+    def gather(self, bucket: Sequence[_Wanted]) -> WholeFlats | None:
         """Issue the gathers of ``bucket``; None where this rank takes part in none."""
         units: list[tuple[ShardedUnit, torch.dtype, Collectives | None]] = []
         for each in bucket:
