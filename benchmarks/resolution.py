@@ -17,18 +17,16 @@ ratio of CPU times to that of ``import torch``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import output_of, spread, write
+from measure import cpu_model, provenance, spread, write
 
 #: Largest accepted median, in milliseconds.
 TARGETS_MS = {"import polyshard": 40.0, "resolve": 50.0}
@@ -173,19 +171,14 @@ def run(rounds: int, distributions: int) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    changed = output_of("git", "status", "--porcelain", "--", "../core", "../backends", "../plugins", "../policies")
-    model = output_of("sh", "-c", "sed -n 's/^model name.*: //p' /proc/cpuinfo").splitlines()
     return {
         "command": " ".join(["python benchmarks/resolution.py", *sys.argv[1:]]),
-        "commit": output_of("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(changed),
-        "python": platform.python_version(),
+        **provenance(),
         **{name: importlib.metadata.version(name) for name in ("torch", "polyshard", "stevedore", "pluggy")},
         "distributions": len(list(importlib.metadata.distributions())),
-        "cpu": next(iter(model), ""),
+        "cpu": cpu_model(),
         "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
-        "date": datetime.date.today().isoformat(),
     }
 
 
