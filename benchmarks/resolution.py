@@ -76,6 +76,7 @@ RESOLUTION = (
 import polyshard
 polyshard.shard
 from polyshard import registry
+from polyshard.registry import find
 from polyshard.interfaces import Group
 config = polyshard.ShardConfig()
 choices = {
@@ -85,12 +86,12 @@ choices = {
 gc.collect()
 gc.disable()
 began = now()
-entry_points = registry.scan()
+find.offers_of(Group.COLLECTIVES)
 scanned = now()
-resolved = [registry.resolve(group, choice, entry_points) for group, choice in choices.items()]
+resolved = [registry.resolve(group, choice) for group, choice in choices.items()]
 ended = now()
 for group, choice in choices.items():
-    registry.resolve(group, choice, entry_points)
+    registry.resolve(group, choice)
 found = now()
 assert [each.distribution for each in resolved] == ["polyshard"] * 5, resolved
 print(json.dumps({
