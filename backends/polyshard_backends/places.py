@@ -69,7 +69,7 @@ def obstacle(places: Sequence[Place]) -> str:
 def unasked_obstacle(places: Sequence[Place], ranks: tuple[int, ...]) -> str:
     """The reason why ``ranks`` of the job, at ``places`` of one host, should not copy unless told to.
 
-    Memory is mapped over NVLink alone: over PCIe copies are no faster than NCCL, and some hosts carry them wrongly. And
+    Memory is mapped over NVLink alone: over PCIe copies were not measured, and some hosts do not carry them right. And
     in one group of a process alone: torch numbers a process's meetings through all groups, and ranks that have met
     unequally often would wait for each other in vain.
 

@@ -66,6 +66,20 @@ def may_recompute_reentrantly() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
+#: Whether torch.func transforms what runs: ``Function.apply`` is then another one.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for where no transform is active, and ``function.backward`` called by autograd itself.
+
+    What lies between in Python looks for torch.func and for ``vjp``: eight calls a unit in a step.
+    """
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def queue_after_backward(callback: Callable[[], None]) -> Callable[[], object]:
     """Run ``callback`` when the current backward has ended, on the thread that called it.
 

@@ -30,7 +30,8 @@ class Events:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
         self._manager.add_hookspecs(hookspecs)
         self._hook_names = frozenset(hook for hook in dir(hookspecs) if hasattr(self._manager.hook, hook))
-        self._active = bool(listeners)
+        #: Whether there are listeners at all.
+        self.active = bool(listeners)
         given = [name for name, _ in listeners]
         # pluggy calls the last registered first.
         for position in reversed(range(len(given))):
@@ -39,17 +40,8 @@ class Events:
             earlier = given[:position].count(name)
             self._register(f"{name}#{earlier + 1}" if earlier else name, listener)
         self._check_pending()
-        self._steps = any(hook.get_hookimpls() for hook in (self._manager.hook.step_begin, self._manager.hook.step_end))
-
-    @property
-    def active(self) -> bool:
-        """Whether there are listeners at all."""
-        return self._active
-
-    @property
-    def steps(self) -> bool:
-        """Whether one of them hears of steps. False lets the engine skip ``step_begin`` and ``step_end``."""
-        return self._steps
+        #: Whether one of them hears of steps. False lets the engine skip ``step_begin`` and ``step_end``.
+        self.steps = any(hook.get_hookimpls() for hook in (self._manager.hook.step_begin, self._manager.hook.step_end))
 
     def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
         self._manager.hook.before_shard(model=model, config=config)

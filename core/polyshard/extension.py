@@ -22,7 +22,7 @@ from .planning.extensions import ExtensionArguments, gathers_itself
 from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
-from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, refuse_unshardable
+from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
 from .runtime.extended import ExtendedUnit, cut
 from .runtime.gather import FlatBuffer, view_of
@@ -39,74 +39,3 @@ from .runtime.unit import Reshard, Unit, UnitState, refuse_escape, unshard_due
 from .setup.build import Request
 from .setup.materialize import is_meta
 from .setup.shard import shard_module
-
-__all__ = [
-    "MODULE_STATE_ATTRIBUTE",
-    "Bindings",
-    "CommStreams",
-    "Copies",
-    "Events",
-    "ExecutionOrder",
-    "ExtendedUnit",
-    "ExtensionArguments",
-    "FlatBuffer",
-    "FlatLayout",
-    "ForwardHooks",
-    "GradientTarget",
-    "Gradients",
-    "GroupedModules",
-    "HintedOrder",
-    "ManagedParameter",
-    "MasterViews",
-    "ModuleState",
-    "Originals",
-    "Phase",
-    "Reducer",
-    "ReductionInput",
-    "Request",
-    "Reshard",
-    "Root",
-    "ShardedParameter",
-    "Shown",
-    "Slot",
-    "Swap",
-    "TensorPart",
-    "Unit",
-    "UnitRanks",
-    "UnitState",
-    "become",
-    "clip_grad_norm",
-    "contiguous_stride",
-    "cut",
-    "dense_stride",
-    "distinct_tensors",
-    "dtypes_of",
-    "follow",
-    "gather_whole",
-    "gathers_itself",
-    "in_backward",
-    "is_dtensor",
-    "is_meta",
-    "iter_hidden_tensors",
-    "iter_tensors",
-    "live_roots",
-    "local_of",
-    "map_tensors",
-    "on_gradient",
-    "output_hook",
-    "own_part",
-    "part_of_master",
-    "pass_through_in",
-    "plain_parameter",
-    "product",
-    "refuse_escape",
-    "refuse_unshardable",
-    "replaced_parameters",
-    "root_of",
-    "shard_module",
-    "streams_for",
-    "uncompiled_alone",
-    "unshard_due",
-    "view_of",
-    "write_back",
-]

@@ -370,7 +370,6 @@ def clip_grad_norm_(
 def _norm_of_stages(
     stages: Sequence[PipelineStage], norm_type: float, max_norm: float, tied: Collection[TiedParameter]
 ) -> tuple[torch.Tensor, list[ModelGradients]]:
-    """The norm over all stages, and the gradients of this rank's."""
     uncounted = [found for each in tied for found in each.uncounted]
     powers, gradients = [], []
     for stage in stages:
@@ -484,7 +483,6 @@ def _held(unit: Unit) -> Iterator[nn.Parameter]:
 
 
 def _refuse_shared(root: Root, stage_index: int) -> None:
-    """Raise if the module of ``root`` is another stage's."""
     other = _STAGES.get(root)
     if other is not None and other.stage_index != stage_index:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -60,8 +61,11 @@ class ProgressLine:
         return f"{done / max(1, total):.0%}, {done / size:.1f} of {total / size:.1f} {name}{rate}"
 
     def _write(self, text: str) -> None:
-        # What else is written to the terminal begins behind it: back to the first column, and all to its right away.
-        self._stream.write(f"\r\x1b[K{text}")
+        # A line that breaks could not be removed. Figures are at its end.
+        columns = shutil.get_terminal_size().columns
+        shown = text if len(text) < columns else f"...{text[4 - columns :]}"
+        # Back to the first column, and what is right of it away.
+        self._stream.write(f"\r\x1b[K{shown}")
         self._stream.flush()
 
 

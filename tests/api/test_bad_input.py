@@ -10,8 +10,7 @@ import polyshard
 import pytest
 import torch
 from polyshard import ShardConfig, errors
-from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
-from polyshard_backends.fake import FakeCollectives
+from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from refusal import Holder, Silent, Subclass, Tower, description, refused, silent
 from torch import nn
 
@@ -189,13 +188,6 @@ def test_meta_parameters_that_nobody_initialises() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_meta_and_real_parameters_may_be_mixed() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    config = ShardConfig(collectives=FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 2))
-    polyshard.shard(model, config)
-    assert not any(p.is_meta for p in model.parameters())
-
-
 # What is sharded already.
 
 
@@ -290,11 +282,6 @@ def test_a_policy_whose_overrides_name_no_plugin() -> None:
     )
 
 
-def test_a_policy_function_that_answers_neither_true_nor_false() -> None:
-    words = ("CustomPolicy", "'first'", "3")
-    refused(Tower(), silent(policy=lambda module: 3), errors.PluginContractError, *words, twin=Tower())
-
-
 def test_a_policy_that_raises() -> None:
     def fails(root: nn.Module) -> NoReturn:
         raise ZeroDivisionError("in the user's own code")
@@ -313,18 +300,6 @@ def test_a_world_size_that_the_backend_cannot_serve(limits: Mapping[str, int], w
     collectives = Silent(**limits)
     words = ("'Silent'", "there are 4", "rank 2", *words)
     refused(Tower(), lambda: ShardConfig(collectives=collectives), errors.WorldSizeError, *words, twin=Tower())
-
-
-def test_a_rank_that_does_not_exist() -> None:
-    collectives = {"name": "fake", "rank": 4, "world_size": 4}
-    refused(
-        Tower(),
-        lambda: ShardConfig(collectives=collectives),
-        errors.WorldSizeError,
-        "'fake'",
-        "rank 4 of 4",
-        twin=Tower(),
-    )
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from polyshard import hookspecs
 from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError, PluginContractError
 from polyshard.events import Events
@@ -101,24 +100,6 @@ def test_listeners_hear_everything_in_the_order_of_the_configuration() -> None:
         ("make_observer", UNIT),
     ]
     assert log == [(name, *call) for call in told for name in ("first", "second")]
-
-
-def test_every_hook_is_documented_and_has_a_method_on_the_facade() -> None:
-    events = Events([("all", Recorder("all", []))])
-    implemented = {name for name in vars(Recorder) if not name.startswith("_")}
-    assert implemented == {
-        "before_shard",
-        "after_shard",
-        "on_save",
-        "on_load",
-        "on_progress",
-        "step_begin",
-        "step_end",
-        "make_observer",
-    }
-    for name in implemented:
-        assert getattr(hookspecs, name).__doc__
-        assert hasattr(events, "observers" if name == "make_observer" else name)
 
 
 class OfSaves:

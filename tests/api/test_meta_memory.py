@@ -138,22 +138,6 @@ def test_every_rank_holds_its_part_of_the_same_initialisation(world_size: int) -
         assert torch.equal(whole_of(parameter, [rank[name] for rank in ranks]), parameter), name
 
 
-def test_a_model_from_meta_trains_like_one_that_was_made_whole() -> None:
-    whole = initialised_in_order(Net(), ORDER, seed=3)
-    model = on_meta(Net)
-    torch.manual_seed(3)
-    with pytest.warns(UserWarning, match="NO_SHARD"):
-        faked(model, 0, 1, policy=units_of(Block))
-    for each in (whole, model):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-        for turn in range(3):
-            each(torch.ones(4, 3) * turn).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-6, atol=1e-7)
-
-
 def test_only_parameters_from_meta_are_initialised() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False, device="meta"))
     kept = model[0].weight.detach().clone().flatten()

@@ -51,21 +51,6 @@ def test_shape_and_elements_are_those_of_the_unsharded_parameter(world_size: int
             )
 
 
-def test_elements_are_counted_in_memory_order() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        conv = seeded(lambda: nn.Conv2d(2, 3, 3, bias=False)).to(memory_format=torch.channels_last)
-        whole = conv.weight.detach().clone(memory_format=torch.preserve_format)
-        model = polyshard.shard(conv, threaded(world, rank))
-        place = polyshard.placement(model.weight)
-        assert place.shape == (3, 2, 3, 3)
-        assert place.stride == whole.stride()
-        return whole.as_strided((54,), (1,))[place.start : place.stop] - model.weight.detach()
-
-    for difference in on_ranks(2, on_rank):
-        assert difference.numel() == 27
-        assert not difference.any()
-
-
 def test_what_is_not_sharded_lies_here_as_a_whole() -> None:
     assert polyshard.placement(torch.zeros(2, 3)) == Placement((2, 3), (3, 1), 0, 6, None, 0, ((0, 6),))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))

@@ -452,29 +452,6 @@ def test_a_precision_caster_takes_its_state_back(tmp_path: Path) -> None:
     assert other.amax == 3.5
 
 
-class Watcher:
-    """Remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Path, type]] = []
-
-    @polyshard.hookimpl
-    def on_save(self, model: nn.Module, path: Path) -> None:
-        self.told.append(("save", path, type(model)))
-
-    @polyshard.hookimpl
-    def on_load(self, model: nn.Module, path: Path) -> None:
-        self.told.append(("load", path, type(model)))
-
-
-def test_listeners_hear_of_saves_and_loads(tmp_path: Path) -> None:
-    watcher = Watcher()
-    model = shard(Net(0), {"name": "fake", "rank": 0, "world_size": 2}, listeners=(watcher,))
-    directory = checkpoint.save(tmp_path, 1, model)
-    checkpoint.load(directory, model)
-    assert watcher.told == [("save", directory, Net), ("load", directory, Net)]
-
-
 def test_one_rank_of_a_pretended_world_takes_back_its_own_part_only(tmp_path: Path) -> None:
     model = shard(Net(0), {"name": "fake", "rank": 1, "world_size": 4})
     optimizer = adamw(model)

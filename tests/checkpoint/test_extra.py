@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import enum
 import math
-import random
 import types
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,24 +103,6 @@ _VALUES = st.recursive(
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_come_back_as_they_were(values: list[Any], tmp_path: Path) -> None:
     assert same(carried(tmp_path, {"values": values}), {"values": values})
-
-
-def test_random_states_come_back(tmp_path: Path) -> None:
-    generator = np.random.default_rng(3)
-    states = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "generator": generator.bit_generator.state,
-        "torch": torch.get_rng_state(),
-        "of devices": [torch.get_rng_state()],
-    }
-    drawn = (random.random(), np.random.rand(), generator.random(), float(torch.rand(())))
-    found = carried(tmp_path, states)
-    random.setstate(found["python"])
-    np.random.set_state(found["numpy"])
-    torch.set_rng_state(found["torch"])
-    generator.bit_generator.state = found["generator"]
-    assert (random.random(), np.random.rand(), generator.random(), float(torch.rand(()))) == drawn
 
 
 def test_tensors_of_every_dtype_and_layout_come_back(tmp_path: Path) -> None:

@@ -122,13 +122,6 @@ def test_files_of_other_content_are_refused(change: str, directory: Path) -> Non
         path.write_bytes(before)
 
 
-def test_files_that_are_gone_are_refused(directory: Path) -> None:
-    for name in ("rank-00000.bin", "manifest.json"):
-        (directory / name).rename(directory.parent / name)
-        refused(directory, f"'{name}'")
-        (directory.parent / name).rename(directory / name)
-
-
 def test_files_of_another_checkpoint_are_refused(directory: Path) -> None:
     model, optimizer = alone(2)
     other = checkpoint.save(directory.parent, 2, model, optimizer, extra={"tensor": torch.arange(5), "text": "hello"})

@@ -16,7 +16,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, seeded, units_of
-from polyshard.errors import CollectiveError, ConfigError, ParameterChangedError, PolyshardError, RankMismatchError
+from polyshard.errors import CollectiveError, ParameterChangedError, PolyshardError, RankMismatchError
 from processes import RankPool
 from torch import nn
 
@@ -297,21 +297,6 @@ def test_sizes_that_differ_in_a_later_step_are_compared_where_that_is_asked_for(
         for text in pool.run(differ_in_size):
             assert "Ranks are about to issue different collectives" in text
             assert "elements of torch.float32" in text
-
-
-def test_always_is_set_by_a_file_and_by_the_environment(tmp_path: Path) -> None:
-    file = tmp_path / "shard.toml"
-    file.write_text('[shard]\ncheck_ranks = "always"\n')
-    assert polyshard.ShardConfig.from_toml(file, environ={}).check_ranks == "always"
-    file.write_text("[shard]\n")
-    assert polyshard.ShardConfig.from_toml(file, environ={"POLYSHARD_CHECK_RANKS": "always"}).check_ranks == "always"
-    assert polyshard.ShardConfig.from_toml(file, environ={"POLYSHARD_CHECK_RANKS": "True"}).check_ranks is True
-
-
-@pytest.mark.parametrize("value", ["sometimes", 1, None])
-def test_what_check_ranks_cannot_be_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="check_ranks must be True, False or 'always', not "):
-        polyshard.ShardConfig(check_ranks=value)  # type: ignore[arg-type]
 
 
 def wait_for(path: Path) -> None:

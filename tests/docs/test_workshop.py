@@ -111,6 +111,15 @@ def test_the_container_has_what_its_command_needs() -> None:
     assert target in TARGETS
     assert steps["RUN"] == "make .venv/.installed"
     assert f"FROM python:{PROJECT['requires-python'].removeprefix('>=')}" in text
+    # What hadolint would say, where it is not: a tag that stays, caches that are removed, no command lost to a pipe.
+    instructions = re.findall(r"^([A-Z]+) ", text, re.MULTILINE)
+    assert instructions[0] == "FROM"
+    assert set(instructions) <= {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "CMD"}
+    assert re.fullmatch(r"python:3\.\d+-slim-\w+", steps["FROM"])
+    (apt,) = re.findall(r"^RUN (apt-get update (?:.*\\\n)*.*)$", text, re.MULTILINE)
+    assert "--no-install-recommends" in apt
+    assert "rm -rf /var/lib/apt/lists/*" in apt
+    assert re.findall(r"^WORKDIR (.)", text, re.MULTILINE) == ["/"]
     # Nothing that building needs is left out.
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert not {"README.md", "LICENSE", "constraints.txt", "docs", "examples", "core"} & set(ignored)

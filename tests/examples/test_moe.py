@@ -272,17 +272,6 @@ def test_ranks_of_a_mesh_train_as_one_process_does(name: str, meshes: Sequence[d
             assert found.held_out == pytest.approx(expected.held_out, abs=1e-5), changes
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("example")
-def test_twenty_steps_in_fp64_are_those_of_one_process(tmp_path: Path) -> None:
-    with in_fp64():
-        expected = plain_steps("mixtral", tmp_path / "run", 20).curves
-    for changes in ({"parallel.ep": 1}, {"parallel.ep": 2}, {"parallel.tp": 2}, {"parallel.ep": 4}):
-        changes |= {"training.steps": 20, "training.microbatch": changes.get("parallel.tp", 1)}
-        for found in RANKS.run(4, train_in_fp64, "mixtral", tmp_path / "run", changes):
-            assert_same(found, expected)
-
-
 def assert_same(found: Curves, expected: Curves) -> None:
     """To rounding of fp64."""
     for mine, theirs in zip(found, expected, strict=True):
@@ -314,24 +303,6 @@ def test_topologies_train_as_one_process_does(count: int, names: Sequence[str], 
             assert_same(found, expected)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("example")
-def test_a_run_goes_on_over_one_topology_after_another(tmp_path: Path) -> None:
-    names = list(TOPOLOGIES)[5:]
-    steps = 2 * len(names)
-    changes = {**DEEP, "training.steps": steps}
-    with in_fp64():
-        model = plain_steps("llama", tmp_path / "run", steps, **changes).model
-    for number, name in enumerate(names, 1):
-        words = ("--accept-changes", "--stop-after", f"{2 * number}")
-        codes = RANKS.run(8, run_in_fp64, "llama", tmp_path / "run", {**changes, **TOPOLOGIES[name]}, 8, *words)
-        assert codes == [0] * 8
-    saved = tensors_in(tmp_path / "run" / "checkpoints" / f"step-{steps:08}")
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(saved[f"model.{name}"], parameter.detach(), rtol=0, atol=1e-9, msg=name)
-
-
 @pytest.mark.usefixtures("example")
 def test_a_dry_run_tells_the_memory_of_a_rank_of_a_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from model import model_config
@@ -347,11 +318,6 @@ def test_a_dry_run_tells_the_memory_of_a_rank_of_a_mesh(tmp_path: Path, capsys: 
     parameters = sum(each.numel() for each in MixtralForCausalLM(model_config(settings, 300, 0)).parameters())
     assert all(f"{parameters:,} parameters in 5 units" in each for each in said)
     assert "64 rank(s) (edp 16 x ep 4)" in said[1]
-
-
-def run_in_fp64(rank: int, name: str, folder: Path, changes: dict[str, Any], count: int, *words: str) -> int:
-    with in_fp64():
-        return run_program(rank, name, folder, changes, *words, count=count)
 
 
 def run_program(rank: int, name: str, folder: Path, changes: dict[str, Any], *words: str, count: int = 4) -> int:

@@ -8,8 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from fsdp2_models import FACES, OURS, Words, as_whole, batches, cpu_mesh, loss_of, make, same, shard_all, wholes
+from fsdp2_models import (
+    FACES,
+    OURS,
+    Words,
+    as_unsharded,
+    as_whole,
+    averaged,
+    batches,
+    cpu_mesh,
+    loss_of,
+    make,
+    same,
+    shard_all,
+    wholes,
+)
 from processes import KeptRanks
 from torch import nn
 
@@ -127,11 +140,7 @@ def the_mean_of_sums(rank: int) -> None:
         sharded.set_is_last_backward(number == 2)
         loss_of(sharded, words).backward()
         loss_of(plain, words).backward()
-    for parameter in plain.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    same(gradients(held), {name: each.grad for name, each in plain.named_parameters()}, **EXACT)
+    same(gradients(held), averaged(plain), **EXACT)
 
 
 class Headless(nn.Module):
@@ -227,23 +236,9 @@ def test_one_forward_one_backward(ranks: KeptRanks, releases: bool) -> None:
 def an_optimizer_ends_what_backwards_left(rank: int) -> None:
     """FSDP2 would train with gradients that are not there, and compute with parameters from before the step."""
     sharded: Any = shard_all(OURS, make(), reshard_after_forward=False)
-    plain = make()
     sharded.set_is_last_backward(False)
     sharded.set_reshard_after_backward(False)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, plain)]
-    for words in batches(4):
-        losses = [loss_of(each, words) for each in (sharded, plain)]
-        same(*losses, **EXACT)
-        for loss in losses:
-            loss.backward()
-        for parameter in plain.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    same(wholes(sharded), dict(plain.state_dict()), **EXACT)
+    as_unsharded(sharded, make())
 
 
 def states_that_are_loaded_are_seen(rank: int) -> None:
@@ -288,11 +283,7 @@ def an_exception_in_the_middle(rank: int) -> None:
     loss_of(model, second).backward()
     for words in (first, second):
         loss_of(plain, words).backward()
-    kept = gradients(held)
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        same(kept[name], parameter.grad / 4, **EXACT)
+    same(gradients(held), averaged(plain), **EXACT)
     model.zero_grad()
     plain.zero_grad()
     model.set_requires_gradient_sync(False)
@@ -301,11 +292,7 @@ def an_exception_in_the_middle(rank: int) -> None:
     model.set_requires_gradient_sync(True)
     loss_of(model, second).backward()
     loss_of(plain, second).backward()
-    restarted = gradients(held)
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        same(restarted[name], parameter.grad / 4, **EXACT)
+    same(gradients(held), averaged(plain), **EXACT)
 
 
 class Skipping(Words):
@@ -336,11 +323,7 @@ def a_rank_that_skips_a_module(rank: int) -> None:
         for each in (sharded, plain):
             each.skips = rank == number
             loss_of(each, words).backward()
-    kept = gradients(held)
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        same(kept[name], parameter.grad / 4, **EXACT)
+    same(gradients(held), averaged(plain), **EXACT)
 
 
 class Passing(Words):
@@ -365,11 +348,7 @@ def modules_that_the_last_backward_passes_by(rank: int) -> None:
         for each in (sharded, plain):
             each.passes = number == 1
             loss_of(each, words).backward()
-    found = gradients(held)
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        same(found[name], parameter.grad / 4, **EXACT)
+    same(gradients(held), averaged(plain), **EXACT)
 
 
 def sums_in_the_dtype_of_reductions(rank: int) -> None:

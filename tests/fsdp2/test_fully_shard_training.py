@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdp2_models import (
     FACES,
     OURS,
+    as_unsharded,
     as_whole,
     batches,
     both,
@@ -47,19 +48,7 @@ def test_parity_with_torch(ranks: KeptRanks, world_size: int, releases: bool | i
 
 
 def parity_with_the_unsharded_model(rank: int) -> None:
-    sharded, plain = shard_all(OURS, make()), make()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, plain)]
-    for words in batches(3):
-        loss_of(sharded, words).backward()
-        loss_of(plain, words).backward()
-        for parameter in plain.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    same(wholes(sharded), dict(plain.state_dict()), rtol=0, atol=1e-12)
+    as_unsharded(shard_all(OURS, make()), make())
 
 
 def replicas_of_shards(rank: int) -> None:

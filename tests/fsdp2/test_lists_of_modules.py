@@ -15,6 +15,7 @@ from fsdp2_models import (
     OURS,
     WIDTH,
     Words,
+    as_unsharded,
     batches,
     beside_torch,
     both,
@@ -65,30 +66,6 @@ def _trains(rank: int, shape: tuple[int, ...], settings: dict[str, Any]) -> None
 )
 def test_training_is_that_of_torch(ranks: KeptRanks, shape: tuple[int, ...], settings: dict[str, Any]) -> None:
     ranks.run(4 if len(shape) == 2 else shape[0], _trains, shape if len(shape) == 2 else (), settings)
-
-
-def averaged(plain: nn.Module) -> None:
-    """Gradients over all ranks, of zeros where a rank has none."""
-    for parameter in plain.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
-def as_unsharded(
-    sharded: nn.Module, plain: nn.Module, step: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of
-) -> None:
-    """Training both by ``step`` comes to the same parameters."""
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, plain)]
-    for words in batches(3):
-        for each in (sharded, plain):
-            step(each, words).backward()
-        averaged(plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    same(wholes(sharded), dict(plain.state_dict()), rtol=0, atol=1e-12)
 
 
 def the_unsharded_model(rank: int) -> None:

@@ -258,9 +258,15 @@ def test_gathers_and_reductions_may_share_a_communicator(wait_order: tuple[int, 
     assert run(with_one_communicator, wait_order) == [0] * WORLD_SIZE
 
 
-def chosen_by_auto(collectives: Collectives) -> str:
-    return type(auto(plugin_context("auto", collectives.device))).__name__
+def chosen_by_auto(collectives: Collectives) -> tuple[bool, str]:
+    made = auto(plugin_context("auto", collectives.device))
+    return isinstance(made, NcclCollectives), made.reason
 
 
-def test_auto_takes_nccl_for_cuda() -> None:
-    assert run(chosen_by_auto) == ["NcclCollectives"] * WORLD_SIZE
+def test_auto_takes_nccl_for_cuda_and_copies_where_ranks_find_that_they_can() -> None:
+    for nccl, reason in run(chosen_by_auto):
+        assert nccl
+        if WORLD_SIZE == 1:
+            assert reason == "nccl: there is one rank"
+        else:
+            assert reason.startswith(f"symmetric, if it finds {WORLD_SIZE} ranks on one host, NVLink between all")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from parity import one_core
 from polyshard import ShardConfig
-from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
+from polyshard.errors import ConfigError, RankMismatchError, StateError, UnsupportedError
 from polyshard_huggingface.loading import load_through
 from polyshard_huggingface.saving import save_through
 from safetensors.torch import load_file, save_file
@@ -213,14 +213,6 @@ def test_reading_that_fails_is_told_on_every_rank(tmp_path: Path) -> None:
 
     for reads in ("all", "first"):
         assert all("No space left" in text for text in on_ranks(2, read(reads)))
-
-
-def test_ranks_with_file_systems_of_their_own_are_told(tmp_path: Path) -> None:
-    with pytest.raises(PolyshardError, match=r"Rank 1 does not see .* Pass ranks='first'"):
-        on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / str(rank) / "deep"))
-    assert not (tmp_path / "0").exists()
-    on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / str(rank), ranks="first"))
-    assert same(load_file(tmp_path / "0" / "model.safetensors"), {"frozen": net().frozen.detach()})
 
 
 def test_settings_of_a_save_that_cannot_be(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from lightning_ranks import (
     lightnings_warnings,
     loader,
     on_ranks,
-    reference,
     trainer,
 )
 from parity import Block
@@ -337,9 +336,3 @@ def test_wrong_folders_are_refused_by_name(tmp_path: Path) -> None:
         ]
         for (_, text), word in zip(found, words, strict=True):
             assert word in text
-
-
-def test_the_unsharded_reference_is_what_lightning_does_without_shards(tmp_path: Path) -> None:
-    module = Regression()
-    plain_trainer(tmp_path, max_epochs=1).fit(module, batches(5))
-    assert module.losses == pytest.approx(reference(5)[0], rel=1e-12)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from blockwise_states import BlockwiseMomentum
 from lightning.fabric.plugins import MixedPrecision
-from lightning_ranks import BATCH, CONFIG, STEPS, Net, Pairs, built, loader, mean_losses, on_ranks, reference
+from lightning_ranks import CONFIG, STEPS, Net, built, loader, mean_losses, on_ranks, reference
 from parity import Block, units_of
 from plain_states import Odd, Part
 from polyshard import ShardConfig
@@ -23,7 +23,6 @@ from polyshard.errors import AlreadyShardedError, ConfigError, PolyshardError, S
 from polyshard_lightning import PolyshardFabricStrategy
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader
 
 
 def fabric(form: str = "sharded", config: ShardConfig = CONFIG, **settings: Any) -> lightning.Fabric:
@@ -199,39 +198,6 @@ def on_meta(rank: int) -> list[float]:
 def test_models_on_the_meta_device_are_made_where_they_are_sharded() -> None:
     for losses in on_ranks(on_meta):
         assert all(0 < loss < 100 for loss in losses)
-
-
-def turns(rank: int) -> list[float]:
-    runs = fabric()
-    models = []
-    for _ in range(2):
-        inner = built().double()
-        models.append(runs.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.1)))
-    losses = []
-    for x, y in loader(5):
-        (one, first), (other, second) = models
-        towards = one(x)
-        loss = mse_loss(towards, y) + mse_loss(other(x), towards)
-        runs.backward(loss)
-        for optimizer in (first, second):
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def test_two_models_in_one_loss_equal_the_unsharded_ones() -> None:
-    one, other = built().double(), built().double()
-    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
-    losses = []
-    for x, y in DataLoader(Pairs(5 * BATCH * 2), batch_size=2 * BATCH):
-        towards = one(x)
-        loss = mse_loss(towards, y) + mse_loss(other(x), towards)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert mean_losses(on_ranks(turns)) == pytest.approx(losses, rel=1e-10)
 
 
 def messages(rank: int) -> dict[str, Any]:

@@ -75,12 +75,6 @@ def test_steps_equal_those_of_the_unsharded_model(
     assert_equal(on_ranks(fit, str(tmp_path), torch.float64, config, settings), reference(STEPS, **as_plain))
 
 
-@pytest.mark.slow
-def test_steps_in_fp32_equal_within_its_rounding(tmp_path: Path) -> None:
-    ranks = on_ranks(fit, str(tmp_path), torch.float32, CONFIG, {"precision": "32-true"})
-    assert_equal(ranks, reference(STEPS, dtype=torch.float32), rtol=1e-4, atol=1e-6)
-
-
 class Flat(Regression):
     """One optimizer parameter a unit."""
 

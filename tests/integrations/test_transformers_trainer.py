@@ -161,72 +161,15 @@ def test_a_resumed_run_is_the_one_that_never_stopped(ranks: KeptRanks, tmp_path:
         assert_equal(found["parameters best"], found["read best"])
 
 
-def preempt_and_resume(rank: int, folder: str) -> dict[str, Any]:
-    """Eight steps with dropout; and again, where rank 1 alone is signalled in the third, and from there to the end."""
-    quiet()
-    from polyshard_transformers import PreemptionCallback
-    from transformers import TrainerCallback
-
-    class Signalled(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3 and rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    class Fails(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise ArithmeticError("a callback's own")
-
-    def model() -> Any:
-        return make_model("gpt2", dropout=0.2)
-
-    before = signal.getsignal(signal.SIGTERM)
-    with launched(rank, 2):
-        straight = sharded_trainer(model(), folder, "gpt2", max_steps=8)
-        straight.train()
-        preemption = PreemptionCallback()
-        stopped = sharded_trainer(model(), folder, "gpt2", max_steps=8, callbacks=[Signalled(), preemption])
-        stopped.train()
-        found = {
-            "stopped": (preemption.preempted, preemption.exit_code, stopped.state.global_step),
-            "saved": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
-        }
-        again = sharded_trainer(model(), folder, "gpt2", max_steps=8, callbacks=[preemption])
-        again.train(resume_from_checkpoint=True)
-        found |= {
-            "straight": curve(straight),
-            "again": curve(again),
-            "parameters": parameters(straight.model),
-            "parameters again": parameters(again.model),
-            "preempted again": preemption.preempted,
-        }
-        fails = sharded_trainer(model(), folder, "gpt2", max_steps=8, callbacks=[preemption, Fails()])
-        with pytest.raises(ArithmeticError):
-            fails.train()
-        with pytest.raises(ConfigError, match="enable_jit_checkpoint saves on each rank behind its own signal"):
-            sharded_trainer(model(), folder, "gpt2", max_steps=8, enable_jit_checkpoint=True)
-    found["handler put back"] = signal.getsignal(signal.SIGTERM) == before
-    return found
-
-
-def test_a_signal_of_one_rank_ends_all_with_a_checkpoint_to_go_on_from(ranks: KeptRanks, tmp_path: Path) -> None:
-    for found in ranks.run(2, preempt_and_resume, str(tmp_path / "run")):
-        assert found["stopped"] == (True, 75, 4)
-        assert found["saved"] == ["checkpoint-4"]
-        assert len(found["straight"]) == 8
-        assert found["again"] == found["straight"]
-        assert_equal(found["parameters again"], found["parameters"])
-        assert not found["preempted again"]
-        assert found["handler put back"]
-
-
 #: Losses fall with each epoch: the best model is the first that is evaluated.
 _FIRST_IS_BEST = {"metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
+_WITHOUT_EVALUATIONS = {"max_steps": 8}
 _BY_EPOCH = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch"}
 _BY_STEPS = {"max_steps": 18, "eval_strategy": "steps", "eval_steps": 4}
 
 
-def preempt_among_evaluations(rank: int, folder: str, told: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Three epochs of six steps; and again, where rank 1 alone is signalled, and from there to the end."""
+def preempt_and_resume(rank: int, folder: str, told: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Eight steps, or three epochs of six; and again, where rank 1 alone is signalled, and from there to the end."""
     quiet()
     from polyshard_transformers import PreemptionCallback
     from transformers import TrainerCallback
@@ -261,20 +204,30 @@ def preempt_among_evaluations(rank: int, folder: str, told: int, settings: dict[
             "saved": follows.saved,
         }
 
+    class Fails(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ArithmeticError("a callback's own")
+
+    before = signal.getsignal(signal.SIGTERM)
     with launched(rank, 2):
         preemption = PreemptionCallback()
-        return {
+        found = {
             "straight": run("straight", [], False),
             "stopped": run("stopped", [Signalled(), preemption], False),
-            "preempted": preemption.preempted,
+            "preempted": (preemption.preempted, preemption.exit_code),
             "left": sorted(path.name for path in Path(f"{folder}-stopped").glob("checkpoint-*")),
             "again": run("stopped", [preemption], True),
+            "preempted again": preemption.preempted,
         }
+        with pytest.raises(ArithmeticError):
+            run("fails", [preemption, Fails()], False)
+    return {**found, "handler put back": signal.getsignal(signal.SIGTERM) == before}
 
 
 @pytest.mark.parametrize(
     ("told", "settings", "ends", "evaluated"),
     [
+        (3, _WITHOUT_EVALUATIONS, 4, []),
         # Inside of an epoch, behind which there would be an evaluation and a checkpoint.
         pytest.param(
             8,
@@ -289,15 +242,17 @@ def preempt_among_evaluations(rank: int, folder: str, told: int, settings: dict[
         pytest.param(11, {**_BY_EPOCH, "save_strategy": "best"}, 13, [6, 12], marks=pytest.mark.nightly),
         (7, {**_BY_STEPS, "save_strategy": "best", "load_best_model_at_end": True}, 8, [4, 8]),
     ],
-    ids=["epoch", "end of epoch", "best of epochs", "best"],
+    ids=["steps", "epoch", "end of epoch", "best of epochs", "best"],
 )
-def test_an_end_that_was_asked_for_saves_once_and_evaluates_what_was_due(
+def test_a_signal_of_one_rank_ends_all_with_a_checkpoint_to_go_on_from_and_evaluates_what_was_due(
     ranks: KeptRanks, tmp_path: Path, told: int, settings: dict[str, Any], ends: int, evaluated: list[int]
 ) -> None:
     settings = {**_FIRST_IS_BEST, **settings}
-    for found in ranks.run(2, preempt_among_evaluations, str(tmp_path / "run"), told, settings):
+    for found in ranks.run(2, preempt_and_resume, str(tmp_path / "run"), told, settings):
         straight, stopped, again = found["straight"], found["stopped"], found["again"]
-        assert found["preempted"]
+        assert found["preempted"] == (True, 75)
+        assert not found["preempted again"]
+        assert found["handler put back"]
         assert stopped["saved"].count(ends) == 1
         assert stopped["saved"][-1] == ends
         # The best one is kept beside it, as ever.
@@ -692,6 +647,7 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         transformers.__version__, present = "5.22.2", transformers.__version__
         told_by("version", lambda: train(make_model("llama")))
         transformers.__version__ = present
+        told_by("own signals", lambda: train(make_model("llama"), enable_jit_checkpoint=True))
         told_by("compile", lambda: train(make_model("llama"), torch_compile=True))
         dropping = make_model("llama")
         dropping.config.layerdrop = 0.1
@@ -731,6 +687,7 @@ REFUSED = {
     "saved without": "nothing",
     "unsaveable at an end": "ConfigError: Checkpoints of this run would fail. The optimizer's state 'scales'",
     "unwritable": r"UnsupportedError: Checkpoints of this run would fail\. Safetensors files cannot hold .*'phases'",
+    "own signals": "ConfigError: .*enable_jit_checkpoint saves on each rank behind its own signal",
     "compile": "ConfigError: TrainingArguments.torch_compile is set",
     "layerdrop": r"UnsupportedError: LlamaConfig\.layerdrop=0\.1 lets each rank drop other layers",
     "group": "ConfigError: The ShardConfig's collectives is of 1 ranks, but Trainer divides its data between 2",

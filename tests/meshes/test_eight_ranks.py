@@ -1,6 +1,6 @@
 """Replicas, shards, tensor parallel parts and experts at once, on eight ranks: as the whole model, to 1e-12 in fp64.
 
-Two of the three are beside each other on four ranks in test_random_meshes.py and test_experts.py.
+Two of the three are beside each other on four ranks in test_drawn_meshes.py and test_experts.py.
 """
 
 from __future__ import annotations

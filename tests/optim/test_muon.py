@@ -26,7 +26,7 @@ from matrices import (
     zoo_step,
 )
 from parity import MakeOptimizer, seeded, units_of
-from polyshard.errors import CollectiveError, RankMismatchError
+from polyshard.errors import CollectiveError
 from polyshard.optim import Muon, for_matrices
 from processes import KeptRanks
 from torch import nn
@@ -123,8 +123,6 @@ def test_dtype_says_what_travels_and_is_computed_with() -> None:
     assert 1e-4 < lost[2] < 0.2
 
 
-pytestmark = pytest.mark.slow
-
 RANKS = KeptRanks()
 
 TIMEOUT_S = 30.0
@@ -147,6 +145,7 @@ def train(rank: int, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "settings",
@@ -163,36 +162,6 @@ def test_steps_over_processes_equal_the_formula(settings: dict[str, Any], ranks:
     expected = reference_zoo(ranks, exact)
     for trained in RANKS.run(ranks, train, settings):
         assert most_apart(trained, expected) < 1e-11
-
-
-def replicas_of_shards(rank: int) -> dict[str, torch.Tensor]:
-    return train(rank, {"strategy": "hybrid_shard", "shard_size": 2, "layout": "rows"})
-
-
-@pytest.mark.slow
-def test_two_replicas_of_two_shards() -> None:
-    expected = reference_zoo(4, exact)
-    for trained in RANKS.run(4, replicas_of_shards):
-        assert most_apart(trained, expected) < 1e-11
-
-
-def given_others(rank: int) -> tuple[str, float]:
-    """The error of matrices in another order on rank 1, and the loss of a step behind it."""
-    model = sharded({})
-    matrices = for_matrices(model).matrices
-    zoo_step(model, 0, 0)
-    with pytest.raises(RankMismatchError) as caught:
-        Muon(matrices[::-1] if rank == 1 else matrices).step()
-    Muon(matrices).step()
-    (loss,) = zoo_step(model, 1, 0)
-    polyshard.close(model)
-    return str(caught.value), loss.item()
-
-
-def test_other_matrices_on_one_rank_are_refused_by_all_before_any_changed() -> None:
-    (_, first), (message, second) = RANKS.run(2, given_others)
-    assert "Muon was given other parameters, or in another order, on some ranks" in message
-    assert first == second
 
 
 class Failing(Muon):

@@ -143,11 +143,6 @@ def test_a_schedule_of_the_learning_rate() -> None:
     assert most_apart(train_zoo(3, scheduled), reference_zoo(3, scheduled)) < 1e-11
 
 
-@pytest.mark.slow
-def test_parked_shards() -> None:
-    assert most_apart(train_zoo(3, exact, offload="cpu", layout="rows"), reference_zoo(3, exact)) < 1e-11
-
-
 def closed(model: nn.Module, optimizer: torch.optim.Optimizer, turn: int, rank: int) -> float:
     """A step whose forward and backward are the optimizer's to call."""
 

@@ -94,6 +94,7 @@ def test_files_of_hugging_face_are_heard_of_on_each_rank(ranks: Any, tmp_path: P
 
 def test_a_line_is_written_over_and_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "400")
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     model = sharded({"name": "progress"})
@@ -126,3 +127,14 @@ def test_work_of_an_unknown_size_is_counted(monkeypatch: pytest.MonkeyPatch) -> 
     line.end()
     line.end()
     assert screen.getvalue().split("\r\x1b[K") == ["", "Planning a step: 4,096 samples", ""]
+
+
+def test_a_long_name_does_not_break_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    screen = Screen()
+    ProgressLine(stream=screen)(f"Saving {'runs/' * 20}step-00000001", BLOCK, 4 * BLOCK)
+    _, shown = screen.getvalue().split("\r\x1b[K")
+    assert len(shown) == 39
+    assert shown.startswith("...")
+    assert shown.endswith("step-00000001: 25%, 4.0 of 16.0 MiB")

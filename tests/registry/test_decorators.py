@@ -14,10 +14,9 @@ import pytest
 import torch
 from fake_distribution import install
 from parity import Block, Net, adam, assert_parity, seeded, square_step, units_of
-from polyshard import ShardConfig, errors
+from polyshard import ShardConfig
 from polyshard.interfaces import Collectives, CollectivesDecorator, Group, PluginContext, ReduceOp, Work
 from polyshard_testing import CollectivesSuite, Rank, plugin_context
-from refusal import description
 from torch import nn
 
 SOURCE = """
@@ -132,13 +131,3 @@ def test_everything_else_goes_on_to_the_inner_collectives() -> None:
         if not name.startswith("_") and name not in vars(CollectivesDecorator) and name != "api_version"
     ]
     assert missing == []
-
-
-def test_wrong_inner_collectives_are_named() -> None:
-    model = nn.Linear(4, 4)
-    before = description(model)
-    with pytest.raises(errors.PluginNotFoundError, match=r"'treaded'.*Did you mean 'threaded'"):
-        polyshard.shard(model, ShardConfig(collectives={"name": "counting", "inner": "treaded"}))
-    with pytest.raises(errors.ConfigError, match="missing a required argument: 'inner'"):
-        polyshard.shard(model, ShardConfig(collectives="counting"))
-    assert description(model) == before

@@ -207,13 +207,6 @@ def test_the_doctor_shows_the_variables_and_finds_misspelt_ones() -> None:
     assert ALLOWED in own[0].cure
 
 
-def test_a_misspelt_name_imports_nothing(site: Site) -> None:
-    with pytest.raises(errors.PluginNotFoundError, match="Did you mean 'two'") as caught:
-        resolve(Group.POLICIES, "twoo")
-    assert "one  (from Acme.Marks 1.5)" in str(caught.value)
-    assert site.imported == set()
-
-
 def with_variable_of_its_own(rank: int, folder: str) -> str:
     # The process goes on to serve other tests.
     with pytest.MonkeyPatch.context() as patch:

@@ -58,6 +58,15 @@ def test_a_model_that_cannot_be_captured_is_refused_before_any_collective(
     assert step.mode is CaptureMode.EAGER
 
 
+def test_a_listener_that_hears_of_no_step_is_no_obstacle() -> None:
+    collectives = Silent(capturable=True)
+    config = polyshard.ShardConfig(collectives=collectives, policy=units_of(nn.Linear), listeners=["progress"])
+    model = polyshard.shard(seeded(Net), config)
+    optimizer = momentum(model)
+    step = Rerunning(model, optimizer, stepping(model, optimizer), fallback=CaptureFallback.EAGER)
+    assert step.mode is not CaptureMode.EAGER
+
+
 def test_a_model_that_is_not_on_cuda_is_refused() -> None:
     model = alone()
     with pytest.raises(CaptureError, match="computes on cpu"):

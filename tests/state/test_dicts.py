@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, square_step, threaded, train_reference, units_of
+from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, square_step, train_reference, units_of
 from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
@@ -120,26 +120,6 @@ def test_whole_parameters_are_loaded(world_size: int, settings: dict[str, Any], 
 
     for got in on_ranks(world_size, on_rank):
         torch.testing.assert_close(got, wanted.parameters, rtol=1e-12, atol=1e-12)
-
-
-def test_whole_parameters_are_loaded_in_whatever_memory_format() -> None:
-    def make() -> nn.Module:
-        return seeded(lambda: nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last)
-
-    value = draw(3, 2, 3, 3)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        model = polyshard.shard(make(), threaded(world, rank))
-        seen = []
-        for given in (value, value.contiguous(memory_format=torch.channels_last) + 1):
-            model.load_state_dict({"weight": given, "bias": torch.zeros(3, dtype=torch.float64)})
-            with polyshard.unsharded(model):
-                seen.append(model.weight.detach().clone())
-        return seen
-
-    for one, other in on_ranks(2, on_rank):
-        assert torch.equal(one, value)
-        assert torch.equal(other, value + 1)
 
 
 def test_pieces_are_loaded_as_pieces_alone() -> None:

@@ -110,33 +110,6 @@ def test_whole_weights_are_those_of_the_unsharded_model(world_size: int, setting
         assert_equal(single, expected(plain, torch.float32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "settings"), SETTINGS[:5])
-def test_training_goes_on_as_if_nothing_was_handed_out(world_size: int, settings: dict[str, Any]) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> list[list[torch.Tensor]]:
-        found = []
-        for streams in (False, True):
-            model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            for turn in range(3):
-                square_step(model, turn, rank)
-                if streams:
-                    # With gradients that wait for the optimizer, and again behind its step.
-                    collected(model, dtype=torch.bfloat16)
-                optimizer.step()
-                optimizer.zero_grad()
-                if streams:
-                    # Left early.
-                    next(polyshard.stream(model))
-                    for _ in polyshard.stream(model, bucket_nbytes=1000):
-                        break
-            found.append([each.detach().clone() for each in model.parameters()])
-        return found
-
-    for without, with_streams in on_ranks(world_size, on_rank):
-        assert all(map(torch.equal, without, with_streams))
-
-
 def test_weights_of_the_present_step_are_handed_out() -> None:
     trained = train_reference(seeded(Net), square_step, 2, turns=2).parameters
 

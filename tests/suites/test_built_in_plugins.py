@@ -14,6 +14,7 @@ from polyshard_layouts.layouts import Blocks, Flat, Rows
 from polyshard_plugins.finite import Finite
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
+from polyshard_plugins.progress import Progress
 from polyshard_plugins.trace import Trace
 from polyshard_policies.combined import Or
 from polyshard_policies.functions import Custom, Lambda, Size
@@ -60,6 +61,7 @@ CASES: dict[str, tuple[type[Any], Callable[[PluginContext], Any]]] = {
     "Custom": (PolicySuite, lambda context: Custom(context, keeps_linears_gathered)),
     "Or": (PolicySuite, lambda context: Or(context, [nn.LayerNorm, Custom(context, keeps_linears_gathered)])),
     "Finite": (ListenerSuite, Finite),
+    "Progress": (ListenerSuite, Progress),
 }
 
 

@@ -157,8 +157,33 @@ def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: as_whole(value).clone() for name, value in model.state_dict().items()}
 
 
+def averaged(plain: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients of an unsharded model, which become the means over all ranks; of zeros where a rank has none."""
+    for parameter in plain.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    return {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+
+
 def same(ours: Any, theirs: Any, **tolerance: float) -> None:
     torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def as_unsharded(
+    sharded: nn.Module, plain: nn.Module, step: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of
+) -> None:
+    """Training both by ``step`` comes to the same parameters."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, plain)]
+    for words in batches(3):
+        for each in (sharded, plain):
+            step(each, words).backward()
+        averaged(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same(wholes(sharded), dict(plain.state_dict()), rtol=0, atol=1e-12)
 
 
 def both(run: Callable[[ModuleType], tuple[Sequence[float], dict[str, torch.Tensor]]], **tolerance: float) -> None:

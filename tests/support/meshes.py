@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 
 import polyshard
 import torch
-import torch.distributed as dist
 from matrices import FormulaMuon
 from meshed_models import (
     Block,
@@ -260,13 +259,13 @@ def meshed(plan: Plan, rank: int, device_type: str = "cpu") -> Iterator[tuple[Ne
         yield parallelize(make(plan).to(device), mesh), mesh
 
 
-def train(rank: int, plan: Plan, device_type: str = "cpu", by: type[Trainer] | None = None) -> Ended:
-    """Train as ``expected`` does, on one rank. ``by``: what shards, steps and shows the model; polyshard by default."""
+def train(rank: int, plan: Plan, device_type: str = "cpu") -> Ended:
+    """Train as ``expected`` does, on one rank."""
     with meshed(plan, rank, device_type) as (model, mesh):
         ended = Ended(coordinate=coordinate_of(mesh))
         data_rank = plan.data_rank(ended.coordinate)
         device = next(model.parameters()).device
-        trainer = (by or Polyshard)(plan, model, mesh)
+        trainer = Polyshard(plan, model, mesh)
         stepped: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=1.0)]
         before = trainer.whole()
         for turn in range(1 + plan.steps):
@@ -296,84 +295,32 @@ def coordinate_of(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), place, strict=True))
 
 
-class Trainer:
-    """Reduces gradients by plain collectives, of a model that is not sharded: the harness against itself."""
+class Polyshard:
+    """What shards, steps and shows the model."""
 
     def __init__(self, plan: Plan, model: Net, mesh: DeviceMesh) -> None:
         self.plan, self.model, self.mesh = plan, model, mesh
-
-    def whole(self) -> dict[str, torch.Tensor]:
-        """Parameters as they are on all ranks of the tensor parallel dimension, on the CPU."""
-        return {name: full(each.detach()) for name, each in self.model.named_parameters()}
-
-    def no_sync(self) -> Any:
-        """For microbatches before the last."""
-        return nullcontext()
-
-    def clip(self, limit: float) -> float:
-        """Reduce; clip, and return the norm before."""
-        experts = {
-            each
-            for module in self.model.modules()
-            if isinstance(module, (GroupedExperts, ExpertModules))
-            for each in module.parameters()
-        }
-        square = torch.zeros((), dtype=torch.float64)
-        for parameter in self.model.parameters():
-            # Other ranks have other experts, whose gradients have come from all of ep.
-            among = [name for name in self.plan.data if parameter not in experts or name != "ep"]
-            had = torch.tensor(parameter.grad is not None)
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if isinstance(parameter.grad, DTensor):
-                assert isinstance(parameter, DTensor)
-                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            for name in among:
-                dist.all_reduce(local, group=self.mesh.get_group(name))
-                dist.all_reduce(had, dist.ReduceOp.MAX, group=self.mesh.get_group(name))
-            local.div_(self.plan.data_size)
-            part = full(parameter.grad).double().square().sum()
-            if parameter in experts and not isinstance(parameter, DTensor) and "ep" in self.plan.names:
-                dist.all_reduce(part, group=self.mesh.get_group("ep"))
-            square += part
-            if not had:
-                parameter.grad = None
-        norm = square.sqrt().item()
-        for parameter in self.model.parameters():
-            if norm > limit and parameter.grad is not None:
-                parameter.grad.mul_(limit / (norm + 1e-6))
-        return norm
-
-    def optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
-        """For the steps behind the first."""
-        return optimizers(self.model, kind, sharded=False)
-
-    def close(self) -> None:
-        """Give back what was taken."""
-
-
-class Polyshard(Trainer):
-    """``polyshard.shard``."""
-
-    def __init__(self, plan: Plan, model: Net, mesh: DeviceMesh) -> None:
-        super().__init__(plan, model, mesh)
         assert polyshard.shard(model, config_of(plan, mesh)) is model
 
     def whole(self) -> dict[str, torch.Tensor]:
+        """Parameters as they are on all ranks of the tensor parallel dimension, on the CPU."""
         with polyshard.unsharded(self.model):
-            return super().whole()
+            return {name: full(each.detach()) for name, each in self.model.named_parameters()}
 
     def no_sync(self) -> Any:
+        """For microbatches before the last."""
         return polyshard.no_sync(self.model)
 
     def clip(self, limit: float) -> float:
+        """Clip, and return the norm before."""
         return polyshard.clip_grad_norm_(self.model, limit).item()
 
     def optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
+        """For the steps behind the first."""
         return optimizers(self.model, kind, sharded=True)
 
     def close(self) -> None:
+        """Give back what was taken."""
         polyshard.close(self.model)
 
 
@@ -393,9 +340,9 @@ def run(world_size: int, target: Callable[..., T], *args: Any) -> list[T]:
     return POOLS.run(world_size, target, *args, timeout=LIMIT_S)
 
 
-def assert_trains(plan: Plan, tolerance: float = 1e-12, by: type[Trainer] | None = None) -> list[Ended]:
+def assert_trains(plan: Plan, tolerance: float = 1e-12) -> list[Ended]:
     """``train`` on a mesh of gloo processes gives what the whole model does."""
-    ranks = run(plan.world_size, train, plan, "cpu", by)
+    ranks = run(plan.world_size, train, plan)
     assert_as_expected(ranks, plan, tolerance)
     return ranks
 

@@ -139,3 +139,43 @@ def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixt
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"polyshard {importlib.metadata.version('polyshard')}\n"
     assert polyshard.__version__ == importlib.metadata.version("polyshard")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["plan", "--btach", "x"], "polyshard plan: the following arguments are required: --model."),
+        (
+            ["config", "run.toml", "--tabel", "train"],
+            "polyshard config: unrecognized arguments: --tabel train. Did you mean '--table'?",
+        ),
+        (["config", "run.toml", "two.toml"], "polyshard config: unrecognized arguments: two.toml."),
+        (["explian"], "polyshard: argument command: invalid choice: 'explian'"),
+        ([], "polyshard: the following arguments are required: command."),
+        (["explain", "run.toml", "--model", "a:B", "--world-size", "two"], "--world-size: invalid int value: 'two'."),
+    ],
+)
+def test_wrong_arguments_are_told_of_in_one_line(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert line in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_what_the_system_refuses_is_told_of_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[shard]\n")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    # In the working directory it looks for modules.
+    assert main(["config", str(file)]) == 2
+    assert capsys.readouterr().err == "polyshard: [Errno 2] No such file or directory\n"

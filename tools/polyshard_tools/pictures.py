@@ -51,8 +51,9 @@ def write(figure: Figure, file: str | Path) -> None:
     from matplotlib import rc_context
 
     try:
-        with rc_context({"svg.fonttype": "none"}):
-            figure.savefig(str(file))
+        # Without its date and random names, the same picture is the same file.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "polyshard"}):
+            figure.savefig(str(file), metadata={"Date": None} if Path(file).suffix.lower() == ".svg" else None)
     except (OSError, ValueError) as error:
         raise _unwritable(file, str(error)) from error
 

@@ -31,9 +31,9 @@ from ..nested import iter_tensors
 T = TypeVar("T")
 
 
-def capturer_for(device: torch.device, groups: Iterable[Collectives]) -> Capturer:
-    """The capturer for steps on ``device`` that communicate over ``groups``."""
-    return CudaCapturer(device, groups) if device.type == "cuda" else NoCapturer(device)
+def capturer_for(device: torch.device, groups: Iterable[Collectives]) -> Capturer | None:
+    """The capturer for steps on ``device`` that communicate over ``groups``; None where it records none."""
+    return CudaCapturer(device, groups) if device.type == "cuda" else None
 
 
 class Recording(ABC, Generic[T]):
@@ -51,10 +51,6 @@ class Recording(ABC, Generic[T]):
 class Capturer(ABC):
     """Runs steps so that they can be recorded, and records one."""
 
-    def obstacle(self) -> str | None:
-        """The reason why this device cannot record; None where it can."""
-        return None
-
     def warm_up(self, step: Callable[[], T]) -> T:
         return step()
 
@@ -66,19 +62,6 @@ class Capturer(ABC):
             CaptureError: it returned a tensor that is not on the device.
             Exception: from ``step``. Nothing of the recording is left.
         """
-
-
-class NoCapturer(Capturer):
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def obstacle(self) -> str | None:
-        return (
-            f"The model computes on {self._device.type}, and only CUDA devices record graphs. Move it to a CUDA device."
-        )
-
-    def record(self, step: Callable[[], T]) -> Recording[T]:
-        raise CaptureError(str(self.obstacle()))
 
 
 class CudaCapturer(Capturer):

@@ -166,14 +166,14 @@ class CapturedStep(Generic[P, T]):
         """
         self._sharded.refuse_inside_step("A CapturedStep")
         self._sharded.refuse_replaced_values("A CapturedStep")
-        if self._mode is CaptureMode.EAGER:
+        if self._mode is CaptureMode.EAGER or self._capturer is None:
             return self._run(*to_device(args, kwargs, self._device))
         if self._graph is None and (self._warm < self._warmup or self._sharded.warming_up):
             moved = to_device(args, kwargs, self._device)
             outputs = self._capturer.warm_up(lambda: self._run(*moved))
             self._warm += 1
             return outputs
-        graph = self._replayable(args, kwargs)
+        graph = self._replayable(self._capturer, args, kwargs)
         if graph is None:
             return self._run(*to_device(args, kwargs, self._device))
         graph.inputs.load(args, kwargs)
@@ -199,11 +199,14 @@ class CapturedStep(Generic[P, T]):
         self._warm = 0
         self._mode = CaptureMode.WARMING_UP
         self._reason: str | None = None
-        obstacle = self._capturer.obstacle() or self._sharded.capture_obstacle()
+        obstacle = self._sharded.capture_obstacle()
+        if self._capturer is None:
+            kind = self._device.type
+            obstacle = f"The model computes on {kind}, and only CUDA devices record graphs. Move it to a CUDA device."
         if obstacle is not None:
             self._give_up(obstacle)
 
-    def _make_capturer(self) -> Capturer:
+    def _make_capturer(self) -> Capturer | None:
         return capturer_for(self._device, self._sharded.groups)
 
     def _check_arguments(self) -> None:
@@ -230,10 +233,10 @@ class CapturedStep(Generic[P, T]):
         # What a caller keeps of a step must not keep its graph, whose nodes are bound to the stream that made them.
         return map_tensors(torch.Tensor.detach, outputs)
 
-    def _replayable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph[T] | None:
+    def _replayable(self, capturer: Capturer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph[T] | None:
         """The graph, where it serves these arguments; None where they are to be run eagerly."""
         if self._graph is None:
-            self._graph = self._capture(args, kwargs)
+            self._graph = self._capture(capturer, args, kwargs)
             return self._graph
         obstacle = self._graph.obstacle(args, kwargs)
         if obstacle is None:
@@ -244,7 +247,7 @@ class CapturedStep(Generic[P, T]):
         self._reason = obstacle.reason
         return None
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph[T] | None:
+    def _capture(self, capturer: Capturer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph[T] | None:
         obstacle = self._agreed(self._obstacle())
         if obstacle is not None:
             self._give_up(obstacle)
@@ -256,7 +259,7 @@ class CapturedStep(Generic[P, T]):
         cause: Exception | None = None
         try:
             inputs = StaticInputs(args, kwargs, self._device)
-            recording = self._capturer.record(lambda: self._recorded(inputs))
+            recording = capturer.record(lambda: self._recorded(inputs))
             graph = _Graph(recording, inputs, before, optimizers)
             obstacle = _left_behind(gradients, optimizers)
         except Exception as error:
@@ -298,7 +301,6 @@ class CapturedStep(Generic[P, T]):
             parameter.grad = gradient
 
     def _receivers(self) -> list[torch.Tensor]:
-        """Every parameter that has a gradient after a step."""
         found: dict[torch.Tensor, None] = dict.fromkeys(self._model.parameters())
         for unit in self._sharded.units:
             found.update(dict.fromkeys(unit.receivers))

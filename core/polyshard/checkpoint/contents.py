@@ -168,10 +168,7 @@ def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:
 
 
 def not_finite_anywhere(collectives: Collectives, models: Sequence[ShardedModel], names: Sequence[str]) -> list[str]:
-    """What ``not_finite`` found on any rank: nothing where it found nothing on all. Every rank calls it.
-
-    ``models``: of this rank, whose order the names get.
-    """
+    """What ``not_finite`` found on any rank, in the order of ``models``, which are this rank's. Every rank calls it."""
     answers = Answers(collectives, len(names), json.dumps(names[:_NAMES]) if names else "")
     reporting = [rank for rank, number in enumerate(answers.numbers) if number]
     found = [name for ranks in answers.alike(reporting)[:_RANKS] for name in json.loads(answers.words_of(ranks[0]))]

@@ -64,8 +64,6 @@ class Encoder:
             return value
         if kind is float:
             return value if math.isfinite(value) else _tagged("float", repr(value))
-        if kind is list:
-            return _tagged("list", self._items(value, where, depth))
         found = self._of_tensors(value, where)
         if found is None:
             found = self._of_containers(value, where, depth)

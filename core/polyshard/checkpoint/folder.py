@@ -103,7 +103,8 @@ def latest(folder: AnyPlace, *, verify: bool = False) -> AnyPlace | None:
 def _latest(folder: Place, *, verify: bool) -> Place | None:
     contents = Contents.of(folder)
     for text in contents.unreadable:
-        warn_once(f"passed over: {text}")
+        # Whoever asks may be the only rank that does.
+        warn_once(f"passed over: {text}", rank=0)
     if not contents.entries:
         return None
     line = list(contents.line(contents.entries[-1].marker.identity))
@@ -111,7 +112,7 @@ def _latest(folder: Place, *, verify: bool) -> Place | None:
         problem = entry.problem(verified=verify)
         if problem is None:
             return entry.directory
-        warn_once(f"passed over: {problem}")
+        warn_once(f"passed over: {problem}", rank=0)
     return None
 
 

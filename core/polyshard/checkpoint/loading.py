@@ -14,16 +14,17 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import ConfigError, PolyshardError, StateError
 from ..inspect import savable_model
 from ..interfaces import Collectives
+from ..io.boxes import Box
 from ..state.contents import Joint, Optimizers
 from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
 from ..state.restore import ModelRestore, OptimizerRestore, same_values
 from ..state.sharded import MODEL, OPTIMIZER, holdings
-from ..state.source import Source, listed, opening, require_name
+from ..state.source import Entry, Source, listed, opening, require_name
 from .contents import restore_casters
 from .folder import Line
 from .manifest import Marker
@@ -96,8 +97,7 @@ def load(
             with sharded.telling(model, f"Loading {directory}"):
                 source.read(both)
             if restore is not None:
-                restore.targets.update({key: both[key] for key in restore.targets})
-                restore.commit()
+                restore.commit(both)
             restore_casters(sharded, precision)
             if coordinates(collectives):
                 history.line = Line.from_loaded(directory, marker)
@@ -159,7 +159,7 @@ def load_dcp(
             source.read(targets)
             if restore is not None:
                 source.read(restore.targets)
-                restore.commit()
+                restore.commit(restore.targets)
         notify_listeners(collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, directory))
 
 
@@ -175,10 +175,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 @contextmanager
 def readable(directory: Place, collectives: Collectives) -> Iterator[None]:
-    """Name the checkpoint and the rank where torch raises what does not.
-
-    Files of the right size may hold anything: what they then raise is torch's, pickle's and zip's.
-    """
+    """Name the checkpoint and the rank where torch, pickle and zip raise what does not."""
     try:
         yield
     except (PolyshardError, OSError):
@@ -286,8 +283,12 @@ class ForeignSource(Source):
                         "groups as they were when it was saved."
                     )
 
-    def entry(self, key: str) -> Any | None:
-        return BytesStorageMetadata() if key in self._made else self.metadata.state_dict_metadata.get(key)
+    def entry(self, key: str) -> Entry | None:
+        found = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(found, TensorStorageMetadata):
+            return None
+        boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in found.chunks]
+        return Entry(tuple(found.size), found.properties.dtype, boxes)
 
     def _below(self, what: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
         start = self.keys.path(what)
@@ -339,10 +340,7 @@ class ForeignSource(Source):
 
 
 def read_state(directory: Path, targets: dict[str, Any], metadata: Metadata) -> None:
-    """Fill the tensors of ``targets`` in place and replace its other values, by key of the checkpoint.
-
-    Each rank reads by itself: what it needs depends on no other rank.
-    """
+    """Fill tensors of ``targets`` in place and replace other values, by key of the checkpoint; each rank by itself."""
     reader = FileSystemReader(directory)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(targets, metadata, is_coordinator=True)

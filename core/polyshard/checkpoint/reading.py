@@ -12,12 +12,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..errors import CheckpointDamagedError, ConfigError
 from ..io.boxes import Box, box_within, row_major, span
@@ -25,7 +19,7 @@ from ..io.files import MOST, carried_out, damaged, digest_of
 from ..io.memory import flat_bytes, view_of
 from ..io.progress import tell
 from ..state.sharded import MODEL, OPTIMIZER
-from ..state.source import Source, chunks_of, in_lines
+from ..state.source import Entry, Source, chunks_of, in_lines
 from .encoding import Json, checked, decode, tensor_entry
 from .manifest import BLOCK, NAME, Manifest, Marker, StoredTensor
 from .storage import InputFile, Place, place_of, storage_of
@@ -246,14 +240,11 @@ class StoredSource(Source):
                     targets[key] = decode(stored, nested(self._manifest, fillings))
         fill(self._manifest, fillings)
 
-    def entry(self, key: str) -> Any | None:
+    def entry(self, key: str) -> Entry | None:
         stored = self._stored.get(key)
         if not isinstance(stored, StoredTensor):
-            return None if key not in self._stored else BytesStorageMetadata()
-        chunks = [
-            ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)) for chunk in stored.chunks
-        ]
-        return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)
+            return None
+        return Entry(stored.shape, stored.dtype, [chunk.box for chunk in stored.chunks])
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -142,20 +142,15 @@ class _Commit:
 
 @dataclass(frozen=True)
 class _Task:
-    """One save, on one rank."""
-
     described: str
-    path: Place
-    """Where it is written."""
     target: Place
-    """Where it will be."""
+    """Where the checkpoint will be."""
     named: Place
     """The same, as the caller names the folder."""
     identity: str
-    state: dict[str, Any]
-    document: Document | None
+    writing: Writing
     commit: _Commit | None
-    """Both on the rank that coordinates."""
+    """On the rank that coordinates."""
 
 
 @dataclass(frozen=True)
@@ -200,15 +195,12 @@ _Models = Sequence[tuple[ShardedModel, nn.Module]]
 def save_now(
     collectives: Collectives, models: _Models, root: AnyPlace, step: int, keep: int | None, taking: Callable[[], Taken]
 ) -> AnyPlace:
-    """Save what ``taking`` gives, and call the models' listeners; returns the checkpoint's directory.
-
-    ``collectives``: all ranks that save together.
-    """
+    """Save what ``taking`` gives, of all ranks of ``collectives``, and call listeners; returns the directory."""
     with ExitStack() as stack:
         task = _prepare(collectives, models, root, step, keep, stack, taking)
         first, module = models[0]
         with first.telling(module, f"Saving {task.named}"):
-            files, manifest = write_all(plan_writing(task.path, task.state, task.document, collectives), collectives)
+            files, manifest = write_all(task.writing, collectives)
         with together(collectives, f"Committing {task.described}"):
             if task.commit is not None:
                 task.commit.run(files, manifest)
@@ -224,18 +216,17 @@ def save_later(
     """As ``save_now``, of a copy that is written in the background."""
     with ExitStack() as stack:
         task = _prepare(collectives, models, root, step, keep, stack, taking)
+        with together(collectives, f"Copying {task.described}"):
+            parts = [task.writing.detached()]
+        named, first = cast(AnyPlace, task.named), models[0][0]
 
         def notify() -> None:
             for sharded, module in models:
-                sharded.tell_saved(module, task.named)
+                sharded.tell_saved(module, named)
 
-        writing = plan_writing(task.path, task.state, task.document, collectives)
-        with together(collectives, f"Copying {task.described}"):
-            writing = writing.detached()
-        first, ranks = models[0][0], collectives.world_size if speaks(collectives) else 1
-        notes = Notes(task.path, collectives.rank, ranks, first.timeout_s)
-        work = partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all())
-        named = cast(AnyPlace, task.named)
+        ranks = collectives.world_size if speaks(collectives) else 1
+        notes = Notes(task.writing.directory, collectives.rank, ranks, first.timeout_s)
+        work = partial(_in_background, parts, notes, task.commit, task.target, task.identity, stack.pop_all())
         pending = first.attached(History).pending = PendingSave(named, collectives.rank, work, notify, notes)
         pending.start()
         return pending
@@ -291,7 +282,8 @@ def _prepare(
     mine = None if commit is None else (commit.attempt.path.name, commit.attempt.target.name, commit.attempt.identity)
     path, name, identity = from_first(collectives, mine)
     require_seen(collectives, here / path, storage_of(here).sees(here / path))
-    return _Task(what, here / path, here / name, root / name, identity, taken.state, document, commit)
+    writing = plan_writing(here / path, taken.state, document, collectives)
+    return _Task(what, here / name, root / name, identity, writing, commit)
 
 
 def _in_background(

@@ -24,7 +24,7 @@ from ..state.contents import Joint, names_of, saved_names
 from ..state.exchange import coordinates, from_first, gather_to_first, notify_listeners, require_same, together
 from ..state.restore import ModelRestore, OptimizerRestore
 from ..state.sharded import MODEL, OPTIMIZER, holdings
-from ..state.source import Source, listed
+from ..state.source import Entry, Source, listed
 from .contents import caster_states, mapping_of, restore_casters
 from .folder import Line
 from .loading import REMEDY, readable, require_file_seen
@@ -156,7 +156,7 @@ def load_stages(
                     if joint is not None:
                         own.read(joint.targets)
                 if joint is not None:
-                    joint.commit()
+                    joint.commit(joint.targets)
                 restore_casters(part.sharded, precision)
             if coordinates(everyone):
                 models[0].attached(History).line = Line.from_loaded(directory, marker)
@@ -168,8 +168,6 @@ def load_stages(
 
 @dataclass(frozen=True)
 class _Part:
-    """One stage on this rank."""
-
     module: nn.Module
     sharded: ShardedModel
     joint: Joint | None
@@ -246,7 +244,6 @@ def _taken(
     *,
     frozen: bool,
 ) -> Taken:
-    """What this rank's stages write, as one model."""
     beside = mapping_of(extra, "extra")
     model: dict[str, Any] = {}
     state: dict[str, Any] = {}
@@ -324,7 +321,7 @@ class _StageSource(Source):
                 value = [name for name, first in self._names.items() if first in set(value) or name in set(value)]
             targets[key] = value
 
-    def entry(self, key: str) -> Any | None:
+    def entry(self, key: str) -> Entry | None:
         return self._source.entry(self._inner.get(key, key))
 
 

@@ -92,10 +92,7 @@ class Writing:
     copied: HostCopy | None = None
 
     def detached(self) -> Writing:
-        """The same of copies in host memory: what is trained on meanwhile is not in it.
-
-        Takes the memory of what this rank writes, which of replicated state is a part.
-        """
+        """The same of copies in host memory, which take what this rank writes: later training is not in it."""
         return dataclasses.replace(self, tensors=(), copied=HostCopy(self.tensors, self.starts, self.size))
 
     def write(self) -> Written:
@@ -119,10 +116,7 @@ class Writing:
         return {"file": self.file, "size": self.size, "digests": found}
 
     def finish(self, everything: Sequence[Written]) -> tuple[dict[str, int], str]:
-        """Write the manifest, on the rank that coordinates, of what each rank's ``write`` returned.
-
-        Returns each file's size in bytes, and the sha256 of the manifest.
-        """
+        """Write the manifest of what ranks' ``write`` returned; returns sizes of files in bytes, and its sha256."""
         assert self.manifest is not None
         files = {each["file"]: {"size": each["size"], DIGEST: each["digests"]} for each in everything if each["size"]}
         content = render({**self.manifest, "files": files})
@@ -366,10 +360,7 @@ def share_out(
 
 
 def _piece_by_piece(offers: Sequence[Offer]) -> Sequence[Offer]:
-    """``offers`` with tensors by themselves of those pieces whose parameter has its state in several forms.
-
-    Each form is there for some pieces, and is no whole tensor.
-    """
+    """``offers`` with tensors by themselves of those pieces whose parameter has its state in several forms."""
     kept: dict[str, dict[str, tuple[int, int]]] = {}
     for offer in offers:
         for key, (label, _, numel, wanted) in offer.kept.items():

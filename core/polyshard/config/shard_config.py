@@ -46,8 +46,10 @@ class Strategy(enum.Enum):
         return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
 
 
+# What a setting is given, as it reads; each raises ConfigError for what the setting cannot take.
+
+
 def _strategy_of(value: Strategy | str) -> Strategy:
-    """``value``, or the strategy that it spells; raises ``ConfigError`` for anything else."""
     if isinstance(value, Strategy):
         return value
     names = [strategy.value for strategy in Strategy]
@@ -58,7 +60,6 @@ def _strategy_of(value: Strategy | str) -> Strategy:
 
 
 def _device_of(value: torch.device | str | None) -> torch.device | None:
-    """``value`` as a device; raises ``ConfigError`` for other values."""
     if value is None or isinstance(value, torch.device):
         return value
     if isinstance(value, str):
@@ -71,14 +72,12 @@ def _device_of(value: torch.device | str | None) -> torch.device | None:
 
 
 def _listeners_of(value: Iterable[PluginChoice]) -> tuple[PluginChoice, ...]:
-    """``value`` as a tuple of plugins; raises ``ConfigError`` for a single one."""
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise ConfigError(f"listeners must be a list of plugins, not {value!r}. Write [{value!r}] for a single one.")
     return tuple(value)
 
 
 def _memory_budget_of(value: int | str | None) -> int | None:
-    """``value`` in bytes; raises ``ConfigError`` where it is not above 0."""
     if value is None:
         return None
     nbytes = bytes_of(value)
@@ -88,7 +87,6 @@ def _memory_budget_of(value: int | str | None) -> int | None:
 
 
 def _batch_nbytes_of(value: int | str) -> int:
-    """``value`` in bytes; raises ``ConfigError`` where it is negative, or not bytes."""
     nbytes = bytes_of(value)
     if nbytes is None or nbytes < 0:
         raise ConfigError(f"batch_nbytes must be bytes, 0 or more, a number or text such as '16 MiB', not {value!r}.")
@@ -96,7 +94,6 @@ def _batch_nbytes_of(value: int | str) -> int:
 
 
 def _dimensions_of(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """``value`` as names of dimensions; raises ``ConfigError`` for anything else, for none, and for one named twice."""
     if value is None:
         return None
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()

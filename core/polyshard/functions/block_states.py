@@ -108,10 +108,7 @@ class StateTensor:
 
 
 def role_of(name: str) -> Role | None:
-    """The role of the tensor that is told as ``name``; None of an ordinary state.
-
-    bitsandbytes' codes have the name of an ordinary state: see their dtype.
-    """
+    """The role of the tensor told as ``name``; None of an ordinary state, and of codes of bitsandbytes: see dtypes."""
     inside = name.partition(_INSIDE)[2]
     if inside:
         return _ROLES.get(inside)
@@ -155,10 +152,7 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, StateTensor | Any]:
 
 
 def put_together(parts: Mapping[str, Any], like: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
-    """The state that was ``taken_apart``, of a parameter of ``shape``.
-
-    ``like``: the state of any parameter of the same optimizer, whose classes it gets.
-    """
+    """The state of ``shape`` that was ``taken_apart``, in the classes of ``like``, another of its optimizer's."""
     found: dict[str, Any] = {}
     inner: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in parts.items():

@@ -58,8 +58,6 @@ class LiveRoots:
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
         # The ids of all these parameters, and some of former models.
         self._known: frozenset[int] = frozenset()
-        # Ids of parameters outside of units, for roots that were asked for them.
-        self._outside: weakref.WeakKeyDictionary[Root, frozenset[int]] = weakref.WeakKeyDictionary()
         #: All of these roots, and some whose models are gone; for uses in every step.
         self.references: tuple[weakref.ref[Root], ...] = ()
         #: Roots whose units an optimizer sees as flat parameters.
@@ -74,7 +72,6 @@ class LiveRoots:
         }
         with self._lock:
             self._places[root] = places
-            self._outside.clear()
             self._known = frozenset(key for each in self._places.values() for key in each)
             self.references = tuple(map(weakref.ref, self._places))
             self.changes += 1
@@ -118,14 +115,7 @@ class LiveRoots:
         """The first root whose model has one of ``tensors`` outside of its units; None for no such root."""
         asked = set(map(id, tensors))
         for root, places in self._entries():
-            outside = self._outside.get(root)
-            if outside is None:
-                # At first use: sharding does not pay for it.
-                outside = frozenset(map(id, root.module_states[0].module.parameters())) - places.keys()
-                self._outside[root] = outside
-            may_be = not asked.isdisjoint(outside)
-            # An id outlives its object.
-            if may_be and not asked.isdisjoint(map(id, root.module_states[0].module.parameters())):
+            if not asked.difference(places).isdisjoint(map(id, root.module_states[0].module.parameters())):
                 return root
         return None
 

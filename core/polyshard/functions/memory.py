@@ -70,10 +70,7 @@ class MemoryReport:
 
 
 def memory_report(root: Root) -> MemoryReport:
-    """The report of ``root``'s rank.
-
-    Read off the layouts: nothing is measured.
-    """
+    """The report of ``root``'s rank, read off the layouts."""
     units = list(root.units)
     module_states = (root.module_states[0], root.execution_order.turning)
     turning = {unit for module_state in module_states if module_state is not None for unit in module_state.units}

@@ -78,10 +78,7 @@ class ModelGradients:
     def norm(
         self, norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """The norm over all ranks of the model, the same on each of them; ``max_norm`` is compared among them.
-
-        Errors as ``check_norm_type`` and ``agreed_norm``.
-        """
+        """The norm over all ranks, the same on each, which compare ``max_norm``. Errors as ``agreed_norm``."""
         root = self._root
         check_norm_type(norm_type, "clip_grad_norm_", root.rank)
         wide = norm_dtype(root.units, self._trained)
@@ -243,10 +240,7 @@ def norm_text(norm_type: float, max_norm: float | None = None, *, error_if_nonfi
 
 
 def norm_dtype(units: Iterable[Unit], outside: Iterable[torch.Tensor] = ()) -> torch.dtype:
-    """The dtype in which norms add up: fp64 where any gradient is, else fp32. The same on all ranks.
-
-    ``outside``: parameters, since a rank may have no gradient where others have one.
-    """
+    """In which norms add up, on all ranks alike: fp64 where any gradient is, of units or ``outside``, or fp32."""
     if any(unit.dtypes.grad == torch.float64 for unit in units):
         return torch.float64
     return torch.float64 if any(each.dtype == torch.float64 for each in outside) else torch.float32
@@ -273,7 +267,6 @@ Outside = Callable[[], Iterable[tuple[str, torch.Tensor | None]]]
 
 
 def _first_of_each(all_of_them: Collection[Everyone]) -> dict[Everyone, Everyone]:
-    """For each the first that reaches the same ranks."""
     if len(all_of_them) < 2:
         return {each: each for each in all_of_them}
     found: dict[object, Everyone] = {}

@@ -185,7 +185,6 @@ class _StateGuard:
 
 
 def _asked_for_states() -> bool:
-    """Whether torch's functions for states of whole models are among the callers."""
     return _torch_private.called_from(_STATE_DICTS)
 
 
@@ -265,7 +264,6 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence
 
 
 def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
-    """Raise for state of whole parameters from before they were sharded."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         # Other optimizers may keep state of whole parameters.
         return

@@ -56,10 +56,7 @@ _guarded: WeakSet[Unit] = WeakSet()
 
 
 def follow(root: Root) -> None:
-    """Let torch's functions and optimizers find the parameters of ``root``; guard its state dicts.
-
-    Never by an import: see [Note: torch's functions].
-    """
+    """Let torch's functions and optimizers find the parameters of ``root``; guard its state dicts."""
     with _installing:
         if not _checks:
             _install()
@@ -107,10 +104,7 @@ def _install() -> None:
 
 @contextmanager
 def replacing_values(root: Root, context: str, values: str) -> Iterator[None]:
-    """Inside, the masters of ``root`` hold other values than the trained ones: optimizers and backwards refuse them.
-
-    ``context``, ``values``: what the program entered, and what the masters hold, for messages.
-    """
+    """Inside of ``context``, masters of ``root`` hold other ``values``: steps and backwards of it raise."""
     before, root.replaced = root.replaced, (context, values)
     # Optimizers that were let through are looked at again. Nobody looks where ``shard`` was never called: FSDP's face.
     for check in _checks:

@@ -27,10 +27,10 @@ from ..functions.block_states import (
 from ..functions.lookup import as_dtensor, live_roots, placement
 from ..functions.optimizers import NOT_BY_ELEMENT
 from ..functions.recorded_streams import Stream, StreamRecorder
-from ..functions.whole import state_dicts_of_pieces
+from ..functions.whole import ToSome, WholeGather, state_dicts_of_pieces
 from ..planning.extensions import Insides, inner_tensors
-from ..planning.layout import FlatLayout, Piece, Slot
-from ..planning.parts import TensorPart, is_dtensor, local_of, whole_tensors
+from ..planning.layout import Piece, Slot
+from ..planning.parts import TensorPart, is_dtensor, local_of, placed_as, whole_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from ..planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from ..planning.values import send_from_first
@@ -40,58 +40,8 @@ from ..runtime.root import root_of
 from ..runtime.step import Phase
 from ..setup.build import refuse_broken
 from ..setup.materialize import Initializer
-from .model import EndsWithModel, RecordedModel, ShardedModel, WaitingTimes, WholeFlats, gathers_to
+from .model import RecordedModel, ShardedModel, WaitingTimes
 from .unit import ShardedParameter, ShardedUnit
-
-__all__ = [
-    "NOT_BY_ELEMENT",
-    "Blocks",
-    "EndsWithModel",
-    "FlatLayout",
-    "Initializer",
-    "Insides",
-    "LocatedParameter",
-    "Phase",
-    "Piece",
-    "RecordedModel",
-    "Role",
-    "ShardedModel",
-    "ShardedParameter",
-    "ShardedUnit",
-    "Slot",
-    "StateTensor",
-    "Stream",
-    "StreamRecorder",
-    "TensorPart",
-    "WaitingTimes",
-    "WholeFlats",
-    "as_dtensor",
-    "blocks_of",
-    "find",
-    "gathers_to",
-    "idle_model",
-    "inner_tensors",
-    "is_dtensor",
-    "is_inside",
-    "is_sharded",
-    "local_of",
-    "models",
-    "models_changed",
-    "outermost_model",
-    "placement",
-    "put_together",
-    "refuse_unshardable",
-    "role_of",
-    "savable_model",
-    "savable_part",
-    "send_from_first",
-    "sharded_model",
-    "state_dicts_of_pieces",
-    "state_name_of",
-    "taken_apart",
-    "units_in",
-    "whole_tensors",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import CollectiveError, StateError, UnsupportedError
 from ..functions.recorded_streams import RecordedStreams, StreamRecorder
 from ..functions.torch_functions import replacing_values
-from ..functions.whole import ToSome, WholeGather, gather_inner, refuse_flat_parameters, whole_on_this_rank
+from ..functions.whole import WholeGather, gather_inner, refuse_flat_parameters, whole_on_this_rank
 from ..io.progress import telling
 from ..runtime import graph
 from ..runtime.extended import ExtendedUnit
@@ -107,10 +107,7 @@ class ShardedModel:
         return found
 
     def refuse_inside_step(self, call: str) -> None:
-        """Raise StateError unless the model is between steps, open, and not whole; ``call`` begins the message.
-
-        A backward that raised is given up.
-        """
+        """Give up a backward that raised. Raise StateError unless the model is between steps, open, and not whole."""
         root = self._root
         root.leave_failed_backward()
         root.refuse_ended(call)
@@ -217,10 +214,7 @@ class ShardedModel:
             )
 
     def replacing_values(self, context: str, values: str) -> AbstractContextManager[None]:
-        """Inside, masters hold other values than the trained ones: optimizers and backwards refuse the model.
-
-        For messages ``context`` is what the program calls, and ``values`` what the masters hold.
-        """
+        """Inside, masters hold other values than the trained ones: optimizers and backwards refuse the model."""
         return replacing_values(self._root, context, values)
 
     @contextmanager
@@ -238,21 +232,18 @@ class ShardedModel:
         finally:
             root.phase = Phase.IDLE if root.recorder.failure is None else Phase.FAILED
 
-    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype, Collectives | None]]) -> WholeFlats:
+    def gather_together(self, units: Sequence[tuple[ShardedUnit, torch.dtype, Collectives | None]]) -> WholeGather:
         """Issue gathers of whole masters: one communication for all units that have the same ranks.
 
-        ``units``: at least one, each with the dtype in which it travels, and its ``shard`` or what ``gathers_to`` made
-        of that. Every rank of a unit calls it. What arrives is memory of its own.
+        ``units``: at least one, each with the dtype in which it travels, and its ``shard`` or ``ToSome`` of
+        that. Every rank of a unit calls it. What arrives is memory of its own.
         """
         names = ", ".join(f"'{unit.name}'" for unit, *_ in units)
         with self.meeting(f"gather of whole {names}", dict.fromkeys(among for *_, among in units)):
             return WholeGather([(unit._unit, unit.master, dtype, among) for unit, dtype, among in units])
 
     def gather_stored(self, unit: ShardedUnit, wanted: Sequence[ShardedParameter]) -> list[torch.Tensor]:
-        """Whole tensors of ``wanted``, some of what ``unit.stored`` has, where its parameters gather themselves.
-
-        Every rank of the unit calls it. What arrives is memory of its own.
-        """
+        """Whole tensors of ``wanted``, of ``unit.stored``, in memory of their own. Every rank of the unit calls it."""
         inner = unit._unit
         assert isinstance(inner, ExtendedUnit)
         with self.meeting(f"gather of whole '{unit.name}'", (unit.shard,)):
@@ -347,18 +338,6 @@ class ShardedModel:
     def tell_loaded(self, model: nn.Module, path: Path | str) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
-
-
-class WholeFlats(Protocol):
-    """Whole units on their way."""
-
-    def wait(self) -> list[torch.Tensor]:
-        """Order the current stream behind them; each unit whole (``[padded_numel]``). Called once."""
-
-
-def gathers_to(receivers: Sequence[int], among: Collectives) -> Collectives:
-    """Collectives of the same ranks, whose gathers reach ``receivers`` of them alone."""
-    return ToSome(among, receivers)
 
 
 class RecordedModel(Protocol):

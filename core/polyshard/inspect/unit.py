@@ -212,10 +212,7 @@ class ShardedUnit:
 
     @property
     def copied_slots(self) -> tuple[int, ...]:
-        """Slots of parameters that all ranks of the model have copies of, those beside ``shard`` and ``replicate`` too.
-
-        Empty where there are no others.
-        """
+        """Slots of parameters that all ranks copy, where there are others than of ``shard`` and ``replicate``."""
         unit = self._unit
         if unit.ranks.alike or len(self.tensors) != len(unit.parameters):
             return ()
@@ -306,10 +303,7 @@ class ShardedUnit:
 
     @property
     def gather_buffers(self) -> tuple[torch.Tensor, ...]:
-        """The flat buffer that gathers fill, and what is kept of it behind a forward; their memory comes and goes.
-
-        None where compute uses the master.
-        """
+        """The flat buffer that gathers fill, and what is kept of it; none where compute uses the master."""
         if self._unit.permanent:
             return ()
         buffer = self._unit.buffer

@@ -173,7 +173,6 @@ def sync_directory(directory: Path) -> None:
 
 
 def _take_off(pieces: list[memoryview], count: int) -> None:
-    """Take the first ``count`` bytes off."""
     while pieces and count >= len(pieces[0]):
         count -= len(pieces.pop(0))
     if count:
@@ -204,10 +203,8 @@ def carried_out(calls: Iterable[Callable[[], T]], count: int, *, threads: int | 
     No executor of ``concurrent.futures``: that takes no work once a program's main thread has ended, when a save in the
     background may still go on.
 
-    Args:
-        calls: Taken one by one, in the calling thread.
-        count: How many there are, about.
-        threads: At most; None for as many as there are cores, up to ``MOST``.
+    ``calls``, about ``count``, are taken one by one in the calling thread. ``threads``: at most; None for as many as
+    there are cores, up to ``MOST``.
     """
     threads = min(threads or min(MOST, os.cpu_count() or 1), count)
     if threads < 2:

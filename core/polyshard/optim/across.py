@@ -87,10 +87,8 @@ class Part:
 class Crossing:
     """The way of one round's parts to whoever computes with their wholes, and back.
 
-    Args:
-        across: The ranks that have parts of the same tensors.
-        batches: For each of them, this rank's parts of the tensors that it computes with.
-        shape: Of each tensor that this rank computes with.
+    ``batches``: for each of the ranks ``across``, this rank's parts of the tensors that it computes with. ``shape``: of
+    each tensor that this rank computes with.
     """
 
     def __init__(self, across: Across, batches: Sequence[Sequence[Part]], shape: tuple[int, ...]) -> None:

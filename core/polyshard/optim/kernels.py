@@ -111,10 +111,7 @@ def gram(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def quadratic(symmetric: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:
-    """``a I + b S + c S S`` of each of ``symmetric``, ``[count, rows, rows]``, contiguous, in bf16 or fp16.
-
-    Summed in fp32 and rounded once.
-    """
+    """``a I + b S + c S S`` of each of ``symmetric`` (``[count, rows, rows]``, bf16 or fp16), rounded once."""
     return _launch(symmetric, symmetric, c, b, a)
 
 

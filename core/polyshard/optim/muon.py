@@ -258,7 +258,6 @@ def go_along(
 
 
 def _dense(first: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether all of them lie in memory in one order, without gaps."""
     return first.is_contiguous() and all(each.is_cuda and each.stride() == first.stride() for each in others)
 
 

@@ -103,10 +103,8 @@ def plan_for(
     """Plans for all parameters of ``optimizer``, which may be of several models, sharded or not.
 
     Args:
-        optimizer: Whose parameters.
-        work: How long a tensor of the group and shape takes, in any unit.
+        optimizer, work, dtype: As in ``WholeTensorOptimizer``, ``work`` by index of a group.
         stacked: Whether a tensor of the group and shape is a stack of tensors that are whole by themselves.
-        dtype: In which tensors travel and are computed with; None for that of their gradients.
 
     Raises:
         ConfigError: it has a flat parameter, which stands for several tensors.
@@ -302,8 +300,7 @@ class Round:
         batches: for each owner, which of ``wholes`` it owns in this round, all of one size; owner
             ``(replica * shards + shard) * parts + part``.
         peers: the ranks that hold them.
-        dtype: in which they travel, and are computed with.
-        device: where they travel, and are computed with.
+        dtype, device: in which and where they travel, and are computed with.
     """
 
     def __init__(
@@ -440,10 +437,7 @@ class Exchanges:
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def issue(self, start: Callable[[], Work]) -> Callable[[], None]:
-        """Start an exchange, behind what was computed so far.
-
-        Returns a call that orders what is computed after it behind the exchange.
-        """
+        """Start an exchange behind what was computed so far; returns what orders later compute behind it."""
         if self._stream is None:
             return start().wait
         computing = torch.cuda.current_stream(self._stream.device)

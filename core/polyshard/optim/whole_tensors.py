@@ -165,7 +165,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
         return self._plans
 
     def _units_now(self) -> list[object]:
-        """For each parameter its unit, to be compared."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return [None if found is None else found.unit.reference() for found in find(parameters)]
 

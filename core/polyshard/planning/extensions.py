@@ -268,7 +268,6 @@ def _proportional(inner: torch.Tensor, rows: int, rank: int, ranks: int) -> tupl
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both have the same bits."""
     if type(other) not in _PLAIN or one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.is_meta or other.is_meta or not one.numel():

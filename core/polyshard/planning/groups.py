@@ -94,10 +94,7 @@ class UnitRanks:
         return self.world.world_size <= self.number
 
     def copies(self, part: TensorPart | None = None) -> int:
-        """How many ranks of the model hold the same elements of a plain parameter, or of ``part``, as this rank.
-
-        0 where the other parts are on ranks that are none of the model's.
-        """
+        """How many ranks hold this rank's elements, of ``part`` if given; 0 where the model lacks other parts."""
         others = self.spread
         if part is not None:
             # Along the dimensions of its mesh, it is the part that knows.

@@ -82,6 +82,9 @@ class ReduceMode(enum.Enum):
     MERGED = "merged"
     """By one communication with others."""
 
+    # Look-ups in each step; that of ``Enum`` is in Python.
+    __hash__ = object.__hash__
+
 
 @dataclass(eq=False, slots=True)
 class Bucket(Generic[T]):
@@ -125,11 +128,8 @@ class Buckets(Generic[T]):
     def put(self, kind: Hashable, members: Sequence[T], nbytes: int, mode: ReduceMode) -> list[Bucket[T]]:
         """Let ``members`` wait for others of the same ``kind`` and ``mode``; returns what is due now, in this order.
 
-        Args:
-            kind: Equal for units that one communication may reduce.
-            members: One unit, or several that stay together.
-            nbytes: Of all of them.
-            mode: Of each.
+        ``members``: one unit, or several that stay together, of ``nbytes`` in all. Units of one ``kind`` may be reduced
+        by one communication.
         """
         due = []
         limit = self.limits[mode]

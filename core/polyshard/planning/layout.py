@@ -130,10 +130,7 @@ class FlatLayout:
         return tuple(found)
 
     def range_of(self, slot: int, rank: int) -> tuple[int, int]:
-        """First and one past the last element of parameter ``slot`` in ``rank``'s shard; ``(0, 0)`` for none.
-
-        Of a staged parameter they are counted in the order of ranks.
-        """
+        """First and one past the last element of ``slot`` in ``rank``'s shard, as in ``Piece``; (0, 0) for none."""
         where = self.slots[slot]
         start, size = 0, self.shard_numel
         if self.segments:

@@ -195,8 +195,7 @@ def override_lists(
     """The groups of a unit whose ``mesh`` a policy overrides by ``value``.
 
     Args:
-        world: Of the configuration's mesh.
-        model: The groups of units without a mesh of their own, not ``whole``.
+        world, model: Of the configuration's mesh; the groups of units without one of their own, not ``whole``.
         value: Dimensions of that mesh, which the unit is cut over; or a mesh: of one dimension, or (replicate, shard).
         replicate: The configuration's dimensions of replicas, over which this unit is replicated as well, unless
             ``value`` is a mesh of two dimensions.
@@ -460,10 +459,7 @@ def _joined(one: Groups, other: Groups) -> Groups:
 
 
 def _orthogonal(one: Groups, other: Groups) -> bool:
-    """Whether, where groups are connected, each of the one kind meets each of the other in as many ranks.
-
-    Both have all ranks.
-    """
+    """Whether, where groups are connected, each of one kind meets each of the other in as many ranks."""
     mine, theirs = ({rank: index for index, each in enumerate(groups) for rank in each} for groups in (one, other))
     for ranks in _joined(one, other):
         met = Counter((mine[rank], theirs[rank]) for rank in ranks)

@@ -78,42 +78,40 @@ class TensorPart:
             )
         return cls(mesh, tuple(placed.placements), shape, tuple(placed.stride()), offset, sizes)
 
+    def _cuts(self) -> list[tuple[int, int, int]]:
+        """Of each dimension of ``mesh`` that cuts it: which, how many ranks it has, and the dimension that it cuts."""
+        sizes = zip(_sizes(self.mesh), self.placements, strict=True)
+        return [(place, size, cast("Any", each).dim) for place, (size, each) in enumerate(sizes) if each.is_shard()]
+
     @property
     def cuts(self) -> list[int]:
         """The dimensions of ``mesh`` that cut it, but for those of one rank."""
-        sizes = zip(_sizes(self.mesh), self.placements, strict=True)
-        return [place for place, (size, each) in enumerate(sizes) if size > 1 and each.is_shard()]
+        return [place for place, size, _ in self._cuts() if size > 1]
 
     @property
     def copies(self) -> int:
         """How many ranks of ``mesh`` have this part."""
-        return product(
-            [size for size, each in zip(_sizes(self.mesh), self.placements, strict=True) if not each.is_shard()]
-        )
+        return product(_sizes(self.mesh)) // self.number
 
     @property
     def number(self) -> int:
         """How many different parts the ranks of ``mesh`` have."""
-        return product(_sizes(self.mesh)) // self.copies
+        return product([size for _, size, _ in self._cuts()])
 
     @property
     def is_even(self) -> bool:
         """Whether all ranks of ``mesh`` have parts of one shape."""
         parts: dict[int, int] = {}
-        for size, each in zip(_sizes(self.mesh), self.placements, strict=True):
-            if each.is_shard():
-                dim = cast("Any", each).dim
-                parts[dim] = parts.get(dim, 1) * size
+        for _, size, dim in self._cuts():
+            parts[dim] = parts.get(dim, 1) * size
         return all(self.shape[dim] % number == 0 for dim, number in parts.items())
 
     @property
     def largest_numel(self) -> int:
         """Elements of the largest part of any rank: the same number on all of them."""
         largest = list(self.shape)
-        for size, each in zip(_sizes(self.mesh), self.placements, strict=True):
-            if each.is_shard():
-                dim = cast("Any", each).dim
-                largest[dim] = -(-largest[dim] // size)
+        for _, size, dim in self._cuts():
+            largest[dim] = -(-largest[dim] // size)
         return product(largest)
 
     def box_at(self, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -156,10 +154,7 @@ class TensorPart:
 
 @torch.no_grad()
 def whole_tensors(parts: Sequence[TensorPart], locals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The whole tensors of which ranks have ``locals`` each, all of one dtype. Every rank of their meshes calls it.
-
-    Those that one dimension of the same mesh cuts evenly travel in one gather.
-    """
+    """The whole tensors of which ranks have ``locals`` each, all of one dtype. Every rank of their meshes calls it."""
     alike: dict[tuple[DeviceMesh, int], list[int]] = {}
     found: dict[int, torch.Tensor] = {}
     for index, part in enumerate(parts):
@@ -191,6 +186,15 @@ def local_of(placed: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         local = cast("DTensor", placed).to_local()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def placed_as(like: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """A ``DTensor`` over ``local``, of the shape and with the placements of ``like``, which is one."""
+    from torch.distributed.tensor import DTensor
+
+    placed = cast("DTensor", like)
+    shape, stride = placed.shape, placed.stride()
+    return DTensor.from_local(local, placed.device_mesh, placed.placements, run_check=False, shape=shape, stride=stride)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

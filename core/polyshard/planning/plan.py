@@ -351,10 +351,7 @@ def refuse_unshardable(
     rank: int = 0,
     extends: bool = False,
 ) -> None:
-    """Raise ParameterError if a parameter of ``root`` cannot be sharded. To be called before a policy looks at them.
-
-    ``extends``: whether parameters may gather themselves.
-    """
+    """Raise ParameterError for a parameter that cannot be sharded. ``extends``: whether some may gather themselves."""
     seen = set(ignored_parameters)
     for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

@@ -6,18 +6,3 @@
 from .find import Installed, Permission, PluginState, installed
 from .identity import engine_digest, fingerprint
 from .make import Constructed, Resolved, UsedPlugin, construct, resolve, used
-
-__all__ = [
-    "Constructed",
-    "Installed",
-    "Permission",
-    "PluginState",
-    "Resolved",
-    "UsedPlugin",
-    "construct",
-    "engine_digest",
-    "fingerprint",
-    "installed",
-    "resolve",
-    "used",
-]

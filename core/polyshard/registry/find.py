@@ -322,7 +322,6 @@ def installed(group: Group) -> tuple[Installed, ...]:
 
 
 def _by_name(offer: Offer, rivals: list[Offer]) -> tuple[PluginState, str]:
-    """State of a ready offer whose name ``rivals`` have as well."""
     if any(rival.distribution == offer.distribution for rival in rivals):
         return PluginState.AMBIGUOUS, "its distribution offers the name several times: its author must keep one of them"
     if not rivals or offer.built_in:

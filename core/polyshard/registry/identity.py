@@ -10,7 +10,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from ..errors import PluginContractError
 from ..interfaces import Group
+from .check import qualified
 from .make import Constructed
 
 #: Attribute of a plugin's factory that names the options that may differ between ranks.
@@ -65,7 +67,7 @@ def described(value: object) -> Any:
     where it holds no address, their ``repr``. Devices, process groups and slices of meshes are each rank's own.
     """
     if isinstance(value, enum.Enum):
-        return f"{_qualified(type(value))}.{value.name}"
+        return f"{qualified(type(value))}.{value.name}"
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
         return _short(repr(value))
     if isinstance(value, os.PathLike):
@@ -78,7 +80,7 @@ def described(value: object) -> Any:
     if isinstance(value, set | frozenset):
         return ["set", sorted((described(each) for each in value), key=json.dumps)]
     if isinstance(value, type):
-        return f"class {_qualified(value)}"
+        return f"class {qualified(value)}"
     if isinstance(value, functools.partial):
         return ["partial", described(value.func), described(value.args), described(value.keywords)]
     if isinstance(value, MethodType):
@@ -93,7 +95,7 @@ def described(value: object) -> Any:
 
 
 def _object(value: object) -> Any:
-    name = _qualified(type(value))
+    name = qualified(type(value))
     if isinstance(value, torch.Tensor):
         return [name, str(value.dtype), list(value.shape)]
     if isinstance(value, torch.device):
@@ -116,13 +118,6 @@ def _short(text: str) -> str:
     if len(text) <= _LONG:
         return text
     return f"{text[:_LONG]}... (sha256 {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]})"
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-# The identity of plugins, which ranks compare: origin, options, code, and a fingerprint of their own.
 
 
 #: Method by which a plugin adds to what ranks compare.
@@ -185,10 +180,7 @@ def _own(instance: object, where: str) -> str | None:
 
 
 def _code_digest(factory: object) -> str:
-    """A digest of the Python files in the folders that define ``factory`` and its bases; empty where none is known.
-
-    Of a module outside of packages, its file alone.
-    """
+    """A digest of the Python files that define ``factory`` and its bases; empty where none is known."""
     cls = factory if isinstance(factory, type) else type(factory)
     defined: list[object] = [factory] if inspect.isfunction(factory) else list(inspect.getmro(cls))
     return _digest(tuple(sorted({found for each in defined for found in _files(each)})))
@@ -198,11 +190,7 @@ def _code_digest(factory: object) -> str:
 def engine_digest() -> str:
     """A digest of polyshard's own Python files, plugins aside: about 20 ms, once a process."""
     root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        digest.update(f"{file.relative_to(root)}\0".encode())
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:16]
+    return _digest_of((f"{file.relative_to(root)}", file) for file in sorted(root.rglob("*.py")))
 
 
 def _files(defined: object) -> Iterator[tuple[str, str]]:
@@ -224,15 +212,17 @@ _NOT_PLUGINS = frozenset({"polyshard", "torch", "abc", "typing", "builtins"})
 @functools.lru_cache(maxsize=256)
 def _digest(places: tuple[tuple[str, str], ...]) -> str:
     """Cached for the process: code that was imported does not change with its file."""
+    if not places:
+        return ""
+    files = ((module, file) for module, place in places for file in (sorted(Path(place).glob("*.py")) or [Path(place)]))
+    return _digest_of((f"{module}/{file.name}", file) for module, file in files)
+
+
+def _digest_of(files: Iterable[tuple[str, Path]]) -> str:
     digest = hashlib.sha256()
-    for module, place in places:
-        path = Path(place)
-        files = sorted(path.glob("*.py")) if path.is_dir() else [path]
-        for file in files:
-            digest.update(f"{module}/{file.name}\0".encode())
-            try:
-                digest.update(hashlib.sha256(file.read_bytes()).digest())
-            except OSError:
-                # Part of an archive, say: its version alone is compared.
-                continue
-    return digest.hexdigest()[:16] if places else ""
+    for name, file in files:
+        digest.update(f"{name}\0".encode())
+        # Part of an archive, say: its version alone is compared.
+        with suppress(OSError):
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]

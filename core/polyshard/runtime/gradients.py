@@ -17,7 +17,7 @@ from ..planning.answers import refuse_gradient
 from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout, contiguous_stride
 from .parameters import GradientTarget
-from .reduce import Contribution, Reducer, ReductionInput
+from .reduce import Contribution, Reducer, ReductionInput, kind_of
 from .streams import CommStreams
 
 _gradient_of = attrgetter("grad")
@@ -79,8 +79,10 @@ class Gradients:
         #: A factor of the mean over ranks; None for 1.
         self.scale = unit.ranks.scale
         self._reduced_once = False
-        #: The places (``CommStreams.here``) at which gradients of the next reduction were computed, and those in the
-        #: sum added up.
+        # The last one, which steps repeat.
+        self._contributed: Contribution | None = None
+        #: The places (``CommStreams.here``) at which the gradients of the next reduction were computed, and those in
+        #: the sum added up.
         self.places: list[object] = []
         # The last reduced gradient, which lives as long as any ``.grad`` that views it: ``zero_grad`` frees its memory.
         self._delivered: TensorWeakRef | None = None
@@ -119,7 +121,8 @@ class Gradients:
     def unreduced(self) -> bool:
         """Whether gradients of earlier microbatches wait for a synchronising backward."""
         # The sum of a unit that waits in a bucket is part of that reduction.
-        return (self.sums.has_sum or self.waits_for_replicas) and self.sums.gradients is None
+        sums = self.sums
+        return (sums.has_sum or self._shard is not None or self._shards_coming > 0) and sums.gradients is None
 
     @property
     def waits_for_replicas(self) -> bool:
@@ -167,11 +170,15 @@ class Gradients:
         """The unit's contribution to the reduction that follows: ``gradients`` and the sum."""
         input = self.sums if self.sums.has_sum else self.input
         missed = input.missing(gradients)
-        if self.waits_for_replicas:
+        if self._shard is not None or self._shards_coming:
             missed &= self._shard_missed
             if self._shards_coming:
                 streams.make_room(0)
-        self._note_missed(missed)
+        if missed or self.unfilled:
+            self._note_missed(missed)
+        else:
+            self.missed = self.bare = missed
+            self._reduced_once = True
         self.computed_at(streams.here())
         contribution = self._contribution(input, tuple(self.places))
         self._shard = None
@@ -187,7 +194,8 @@ class Gradients:
         contribution = self._contribution(input, tuple(self.places))
         self._shards_coming += 1
         self.places.clear()
-        return contribution._replace(ranks=self.unit.ranks.without_replicas, deliver=self._keep_shard, waiting=None)
+        ranks = self.unit.ranks.without_replicas
+        return contribution._replace(ranks=ranks, kind=kind_of(ranks, input), deliver=self._keep_shard, waiting=None)
 
     def _keep_shard(self, shard: torch.Tensor) -> None:
         self._shards_coming -= 1
@@ -197,8 +205,20 @@ class Gradients:
             self._shard.add_(shard)
 
     def _contribution(self, input: ReductionInput, places: Sequence[object]) -> Contribution:
-        unit, deliver, waiting = self.unit, self._deliver, self._shard
-        return Contribution(unit.spec, unit.ranks, unit.launch_numel, input, places, unit.observers, deliver, waiting)
+        unit, last = self.unit, self._contributed
+        if (
+            last is not None
+            and (last.spec is unit.spec and last.ranks is unit.ranks and last.observers is unit.observers)
+            and (last.input is input and last.waiting is self._shard and last.places == places)
+        ):
+            return last
+        kind, deliver = kind_of(unit.ranks, input), self._deliver
+        contribution = Contribution(
+            unit.spec, unit.ranks, unit.launch_numel, input, kind, places, unit.observers, deliver, self._shard
+        )
+        if self._shard is None:
+            self._contributed = contribution
+        return contribution
 
     def _note_missed(self, missed: frozenset[int]) -> None:
         if self.unfilled:
@@ -216,10 +236,6 @@ class Gradients:
         owner = self._owner_of.get(None if None in self._owner_of else index)
         return owner is not None and owner.requires_grad and (owner.grad is None or index in self.unfilled)
 
-    def _forget_missed(self) -> None:
-        self.missed = self.bare = frozenset()
-        self._reduced_once = False
-
     def drop(self, indices: frozenset[int]) -> None:
         """Take ``.grad`` away from parameters for which no rank had a gradient."""
         if None not in self._owner_of:
@@ -235,7 +251,8 @@ class Gradients:
 
     def discard(self) -> None:
         """Release the gradients of a backward that failed."""
-        self._forget_missed()
+        self.missed = self.bare = frozenset()
+        self._reduced_once = False
         self.places.clear()
         self._shards_coming = 0
         self.input.discard()
@@ -263,7 +280,8 @@ class Gradients:
 
     def end_backward(self) -> None:
         """Run the user's hooks on the originals, into which autograd itself accumulates nothing."""
-        self._forget_missed()
+        self.missed = self.bare = frozenset()
+        self._reduced_once = False
         if not any(map(_torch_private.hooks_after_accumulation, self._owners)):
             return
         for owner in self._owners:
@@ -276,12 +294,14 @@ class Gradients:
             result = result.to(self._dtypes.grad)
         if self.scale is not None:
             result.mul_(self.scale)
-        whole = self.delivered
+        present = list(map(_gradient_of, self._owners))
+        fresh = all(map(is_, present, repeat(None)))
+        # Nearly always there is none: gradients are set to None between steps.
+        whole = None if fresh and self._keeper is None else self.delivered
         if whole is not None and self._keeper is None:
             whole.add_(result)
             return
-        present = list(map(_gradient_of, self._owners))
-        fresh = whole is not None or all(map(is_, present, repeat(None)))
+        fresh |= whole is not None
         if self._keeper is not None:
             spec = self.unit.spec
             stored = self._keeper.store_grad(spec, result, whole)

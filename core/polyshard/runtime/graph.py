@@ -54,7 +54,7 @@ def capture_obstacle(root: Root) -> str | None:
                 "forward. Choose a precision that casts only."
             )
     if root.events.steps or any(unit.observers for unit in root.units):
-        return "The model has listeners, which a replay would not call. Shard it without listeners."
+        return "The model has listeners that hear of steps, which a replay would not call. Shard it without these."
     return None
 
 

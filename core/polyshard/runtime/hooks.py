@@ -519,9 +519,13 @@ class Boundary(torch.autograd.Function):
         return (None, *gradients)
 
 
+_pass_through = _torch_private.direct(Boundary)
+
+
 def pass_through(callback: Callable[[], None], tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """``tensors``, with ``callback`` called in backward before their gradients leave."""
-    passed: tuple[torch.Tensor, ...] = Boundary.apply(callback, *tensors)  # type: ignore[no-untyped-call]
+    apply: Callable[..., Any] = Boundary.apply if _torch_private.transforms_active() else _pass_through
+    passed: tuple[torch.Tensor, ...] = apply(callback, *tensors)
     return passed
 
 

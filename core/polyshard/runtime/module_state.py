@@ -6,6 +6,8 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -20,6 +22,8 @@ from .activation_checkpoint import may_have_backward
 from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
 from .step import Step
 from .unit import Reshard, Unit, UnitState, unshard_due, unshard_together
+
+_units_of = attrgetter("units")
 
 
 class StateKind(enum.Enum):
@@ -247,10 +251,13 @@ class ModuleState:
         self.backward_state = BackwardState.PRE_BACKWARD
         for unit in self.units:
             unit.refuse_changes()
-        if self.reads_in_backward:
-            unshard_due(self.units)
+        reads = self.reads_in_backward
         for unit in self.units:
-            if self.reads_in_backward:
+            if reads and unit.due:
+                unshard_due(self.units)
+                break
+        for unit in self.units:
+            if reads:
                 unit.wait()
                 # A checkpoint inside the module's own forward recomputes from its parameters.
                 unit.show()
@@ -468,14 +475,17 @@ def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
     """Issue the gathers of ``batches``, each as one communication."""
     for batch in batches:
         # Most batches are on their way already.
-        first = batch[0]
-        units = first.units
+        for unit in batch[0].units:
+            if unit.due:
+                break
+        else:
+            continue
         if len(batch) == 1:
-            unshard_due(units)
-        elif units[0].due if len(units) == 1 else any(unit.due for unit in units):
+            unshard_due(batch[0].units)
+        else:
             # A module state may come up twice in a batch.
-            all_units = dict.fromkeys(unit for module_state in batch for unit in module_state.units)
-            unshard_together([unit for unit in all_units if unit.due])
+            units = dict.fromkeys(chain.from_iterable(map(_units_of, batch)))
+            unshard_together([unit for unit in units if unit.due])
 
 
 def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -21,6 +22,8 @@ from .gather import piece_in, view_of
 _address_of = torch.Tensor.data_ptr
 _is_trained = attrgetter("requires_grad")
 _dtype_of = attrgetter("dtype")
+#: Behind what is compared: a dict that became shorter brings its value forward, where something else is expected.
+_END: dict[str, Any] = {"": object()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,10 @@ class Originals(MasterViews):
         self._whole = whole
         self._rank = rank
         self.tensors = [parameter.original for parameter in parameters]
-        # The places where modules hold the originals: dict, name, original.
-        sites = [(module._parameters, key, each.original) for each in parameters for module, key in each.sites]
-        self._holders: list[dict[str, Any]] = [holder for holder, _, _ in sites]
-        self._keys = [key for _, key, _ in sites]
-        self._held = [original for _, _, original in sites]
+        # What holds the originals, each dict once.
+        sites = [(module, key) for each in parameters for module, key in each.sites]
+        modules = dict.fromkeys(module for module, _ in sites)
+        self._holders: list[dict[str, Any]] = [*(module._parameters for module in modules), _END]
         self.expose()
 
     @property
@@ -131,6 +133,9 @@ class Originals(MasterViews):
         self._empty = [original for original in self.tensors if not original.numel()]
         self._empty_dtypes = [self._master.dtype] * len(self._empty)
         self._trained = list(map(_is_trained, self.tensors))
+        # Another unit's parameters, and those that are ignored, are compared too: a loop tells them apart.
+        own = {(id(module._parameters), key): each.original for each in self._parameters for module, key in each.sites}
+        self._held = [own.get((id(dict_), key), value) for dict_ in self._holders for key, value in dict_.items()]
 
     def _shard_of(self, index: int) -> torch.Tensor:
         return part_of_master(self._master, self._layout.slots[index], self._pieces.get(index), whole=self._whole)
@@ -184,7 +189,7 @@ class Originals(MasterViews):
                 )
 
     def _replaced(self) -> bool:
-        return not all(map(is_, map(dict.get, self._holders, self._keys), self._held))
+        return not all(map(is_, chain.from_iterable(map(dict.values, self._holders)), self._held))
 
     def _write_back(self, index: int, parameter: ManagedParameter) -> None:
         original = parameter.original

@@ -34,6 +34,8 @@ class Contribution(NamedTuple):
     launch_numel: int
     """Elements by which launches are planned, in the dtype of ``input``: the same on all ranks of the model."""
     input: ReductionInput
+    kind: Hashable
+    """As ``kind_of`` its ranks and input."""
     places: Sequence[object]
     """The places (``CommStreams.here``) at which the gradients were computed."""
     observers: tuple[Observer, ...]
@@ -90,7 +92,7 @@ class Reducer:
 
     def reduce_together(self, units: Sequence[tuple[Contribution, list[torch.Tensor | None]]]) -> None:
         """``reduce`` for each of ``units``, of one module, by as few launches as they may share."""
-        for same in alike(units, [kind_of(each.ranks, each.input) for each, _ in units]):
+        for same in alike(units, [each.kind for each, _ in units]):
             members, gradients = zip(*same, strict=True)
             whole = members[0].ranks.reduction is None
             if whole or len(members) == 1:
@@ -119,7 +121,7 @@ class Reducer:
                 call = each.spec.label, "reduce", each.launch_numel, input.dtype
                 with self._recorder.during("comparison of a reduction", (each.spec,), True):
                     self.streams.meet(self.audit.agree, each.ranks.world, *call)
-        for bucket in self.buckets.put(kind_of(members[0].ranks, members[0].input), members, nbytes, mode):
+        for bucket in self.buckets.put(members[0].kind, members, nbytes, mode):
             self._issue(bucket)
 
     def flush(self) -> None:
@@ -230,7 +232,9 @@ class Reducer:
             # A backward passed these units twice: their memory serves one reduction at a time.
             self.streams.make_room(0)
         for each in members:
-            self._make_room(each)
+            if each.observers or each.input.travels:
+                self._make_room(each)
+        self.streams.make_room()
         copies = merged.collect()
         return _Launch(members, [merged.flat], [inputs[0].new_result(merged.numel)], copies, merged)
 
@@ -470,13 +474,15 @@ class MergedInput:
         self.columns = column_sizes(inputs)
         #: Elements of the result.
         self.numel = sum(self.columns)
-        self._buffers = [each.buffer for each in inputs]
-        # Memory without bytes has no rows.
-        bare = [each for each in self._buffers if not each.attached]
-        for each in bare:
-            each.attach()
+        sizes = [round_up(each.layout.padded_numel, thresholds.MERGED_ALIGNMENT) for each in inputs]
         with torch.inference_mode(False):
             self.flat = torch.empty(ranks * self.numel, dtype=inputs[0].dtype, device=inputs[0].device)
+            # Here gradients are brought together, unit by unit, before they are dealt out to the rows.
+            wholes = torch.empty(sum(sizes), dtype=inputs[0].dtype, device=inputs[0].device)
+            self._buffers = [
+                FlatBuffer(whole.narrow(0, 0, each.layout.padded_numel), each.layout, resizable=False, reduces=True)
+                for whole, each in zip(torch.split(wholes, sizes), inputs, strict=True)
+            ]
             rows = self.flat.view(ranks, self.numel)
             columns = torch.split(rows, self.columns, dim=1)
             pairs = list(zip(columns, (each.layout for each in inputs), strict=True))
@@ -498,10 +504,9 @@ class MergedInput:
                 places = [row for place in places for row in place.unbind()]
                 parts = [row for part in parts for row in part.unbind()]
             self._places, self._parts = places, parts
-        self._storage = self.flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-        for each in bare:
-            each.release()
+        self._storage, self._wholes = self.flat.untyped_storage(), wholes.untyped_storage()
+        self._nbytes, self._wholes_nbytes = self._storage.nbytes(), self._wholes.nbytes()
+        self._wholes.resize_(0)
         self.release()
 
     def shards_in(self, result: torch.Tensor) -> list[torch.Tensor]:
@@ -519,24 +524,22 @@ class MergedInput:
 
     def collect(self) -> Copies:
         """The copies that the inputs still lack."""
+        # Where gradients were computed in place, that memory is read like any other.
+        in_place = [each.buffer for each in self.inputs if each.claimed]
         copies = joined([each.collect(buffer) for each, buffer in zip(self.inputs, self._buffers, strict=True)])
-        # Attached by gradients that were computed in place.
-        copies.spent.extend(each for each in self._buffers if each.attached)
+        copies.spent.extend(in_place)
         return copies
 
     def fill(self, copies: Copies) -> None:
         """Run ``copies``, and bring the inputs together, on the current stream and in memory from its pool."""
-        # The inputs' memory returns there as soon as everything is issued.
-        bare = [each for each in self._buffers if not each.attached]
-        for each in bare:
-            each.attach()
+        # The memory of whole units returns there as soon as everything is issued.
+        self._wholes.resize_(self._wholes_nbytes)
         copies.run()
         self._storage.resize_(self._nbytes)
         _torch_private.foreach_copy_(self._places, self._parts)
         if self._gaps:
             _torch_private.foreach_zero_(self._gaps)
-        for each in bare:
-            each.release()
+        self._wholes.resize_(0)
 
 
 def column_sizes(inputs: Sequence[ReductionInput]) -> list[int]:

@@ -207,11 +207,13 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
         state: ModuleState | None = made.get(inner) or inner.__dict__.get(MODULE_STATE_ATTRIBUTE)
         if state is not None:
             names.setdefault(state, []).append(name)
-    states, names_of, new = list(names), names_in(model), set(made.values())
-    for there in states:
-        if there not in new:
-            ranks = groups.model if there.signature == plan.signature else None
-            there.join(", ".join(names[there]), ranks, names_of)
+    states, new = list(names), set(made.values())
+    known_before = [state for state in states if state not in new]
+    # A walk over all modules: only where it tells something.
+    names_of = names_in(model) if known_before else None
+    for there in known_before:
+        ranks = groups.model if there.signature == plan.signature else None
+        there.join(", ".join(names[there]), ranks, names_of)
     _share_neighbours(state for state in states if state.signature == plan.signature)
     # The root takes the module states, and what they own, from the inner roots.
     inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))

@@ -268,7 +268,8 @@ def _fill(
     parameters = [parameter for group in owner.groups for parameter in group]
     for parameter in parameters:
         if parameter.original.is_meta:
-            fresh.update(dict.fromkeys(module for module, _ in parameter.sites))
+            for module, _ in parameter.sites:
+                fresh[module] = None
     held: list[tuple[nn.Module, str, nn.Parameter]] = []
     wholes: list[tuple[ManagedParameter, torch.Tensor, nn.Parameter]] = []
     try:

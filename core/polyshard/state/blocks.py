@@ -18,13 +18,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import ConfigError
 from ..inspect import Blocks, Role, ShardedParameter, StateTensor, role_of, state_name_of, taken_apart
 from ..io.boxes import Box, Chunk, storage_order
 from .sharded import CheckpointTensor, Holding, KeptPiece, of_parameter, whole
-from .source import Source, opening, problem_with
+from .source import Entry, Source, opening, problem_with
 
 #: What ``label_of`` gives.
 _LABEL = re.compile(r"\[[\d:,;]*\]$")
@@ -34,10 +33,7 @@ _LAYOUT = "layout={'name': 'blocks', 'size': 4096}"
 def entry_of(
     parameter: ShardedParameter, name: str, value: torch.Tensor, role: Role, elements: int
 ) -> tuple[str, CheckpointTensor]:
-    """The tensor ``name`` of this rank's state of ``parameter`` as a part of the whole's, and how it is told.
-
-    ``elements``: how many elements of the parameter one number is of.
-    """
+    """``value``, a number for every ``elements`` of ``parameter``, as a part of the whole's; and how it is told."""
     value = value.detach()
     label = label_of(parameter)
     found: CheckpointTensor | None
@@ -55,10 +51,7 @@ def entry_of(
 
 
 def of_blocks(parameter: ShardedParameter, local: torch.Tensor, elements: int) -> CheckpointTensor | None:
-    """``local``, a number for every ``elements`` of this rank's piece, as a part of the whole parameter's numbers.
-
-    None where the piece is not made of whole blocks of the parameter.
-    """
+    """``local``, a number for every ``elements`` here, as a part of the whole's; None where blocks are cut."""
     numel = math.prod(parameter.shape)
     found = _range_of(parameter)
     if found is None or found[0] % elements or (found[1] % elements and found[1] != numel):
@@ -170,7 +163,7 @@ class SavedBlocks:
     def _add(self, state: str, stems: list[str]) -> None:
         found = {stem: self._key(stem) for stem in stems}
         own = found.get(state)
-        if own is not None and self._entry(own).properties.dtype.is_floating_point:
+        if own is not None and self._entry(own).dtype.is_floating_point:
             # This rank's piece is in full precision, whatever others' are.
             stems = [state]
         elif f"{state}:codes" in found:
@@ -207,9 +200,9 @@ class SavedBlocks:
         forms = self._forms[stem]
         return forms.get("", forms.get(self._label))
 
-    def _entry(self, key: str) -> TensorStorageMetadata:
+    def _entry(self, key: str) -> Entry:
         entry = self._source.entry(key)
-        if not isinstance(entry, TensorStorageMetadata):
+        if entry is None:
             raise ConfigError(
                 f"'{key}' is no tensor in {self._source.described} {self._where}. Load it into the model and the "
                 "optimizer that it was saved from."
@@ -219,7 +212,7 @@ class SavedBlocks:
     def _target(self, stem: str, key: str) -> torch.Tensor | None:
         """What ``key`` is to be read into; None where the piece is not made of whole blocks."""
         entry = self._entry(key)
-        shape, dtype, role = tuple(entry.size), entry.properties.dtype, role_of(stem) or Role.ELEMENTS
+        shape, dtype, role = entry.shape, entry.dtype, role_of(stem) or Role.ELEMENTS
         parameter = self._holding.parameter
         own = self._holding.sharded[0] if self._holding.sharded else None
         if role is Role.TABLE:

@@ -20,6 +20,7 @@ from ..inspect import (
     blocks_of,
     is_dtensor,
     local_of,
+    placed_as,
     savable_model,
     state_dicts_of_pieces,
     taken_apart,
@@ -122,7 +123,14 @@ class Joint:
     def replace_state(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
         """Let its optimizer have ``state`` for ``parameter``; None or nothing in it for none."""
         if state and is_dtensor(parameter):
-            state = {key: _placed_as(parameter, value) for key, value in state.items()}
+            # What has this rank's elements.
+            shape = local_of(parameter).shape
+            state = {
+                key: placed_as(parameter, each)
+                if isinstance(each, torch.Tensor) and each.ndim and each.shape == shape
+                else each
+                for key, each in state.items()
+            }
         own = self._optimizer_of[parameter].state
         own.pop(parameter, None)
         if state:
@@ -134,17 +142,6 @@ def kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     blocks = blocks_of(optimizer)
     kind = {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
     return kind if blocks is None else {**kind, "block": str(blocks.size)}
-
-
-def _placed_as(parameter: nn.Parameter, value: Any) -> Any:
-    """``value`` as a ``DTensor`` where it has this rank's elements of ``parameter``, which is one."""
-    placed: Any = parameter
-    if not isinstance(value, torch.Tensor) or not value.ndim or value.shape != placed.to_local().shape:
-        return value
-    from torch.distributed.tensor import DTensor
-
-    shape, stride = placed.shape, placed.stride()
-    return DTensor.from_local(value, placed.device_mesh, placed.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _plain_inside(value: torch.Tensor) -> torch.Tensor:
@@ -355,10 +352,7 @@ def saved_names(module: nn.Module) -> Collection[str]:
 def _entries(
     holding: Holding, state: Mapping[str, Any], blocks: Blocks | None, rank: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The ``state`` of each parameter that ``holding`` stands for: names, and values by key.
-
-    ``blocks``: those of the optimizer; None where it has none.
-    """
+    """The ``state`` of each parameter that ``holding`` stands for: names, and values by key."""
     require_state(holding, state, rank)
     for key, value in taken_apart(state).items():
         tensor = value.value if isinstance(value, StateTensor) else value

@@ -126,10 +126,7 @@ class Answers:
     """
 
     def __init__(self, collectives: Collectives, number: int, text: str, key: str | None = None) -> None:
-        """Every rank calls it, with its own answer. A rank that stands alone asks nobody.
-
-        ``key``: compared in the place of ``text``, where it is not None.
-        """
+        """Every rank calls it, with its own answer. ``key``: compared in the place of ``text``, unless None."""
         self._collectives = collectives
         self._own = text.encode(errors="backslashreplace")
         compared = self._own if key is None else key.encode()
@@ -240,10 +237,7 @@ def _refuse_other_arguments(
 
 
 def require_same(collectives: Collectives, path: object, identity: str, remedy: str) -> None:
-    """Raise RankMismatchError where ranks see different checkpoints under their ``path``. Every rank calls it.
-
-    ``identity``: equal for the same checkpoint, wherever it lies.
-    """
+    """Raise RankMismatchError where ranks see others, by ``identity``, under ``path``. Every rank calls it."""
     answers = Answers(collectives, 0, str(path), key=identity)
     if not answers.differ:
         return

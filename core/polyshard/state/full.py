@@ -224,10 +224,7 @@ def _from_any(
     *,
     receives: bool,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Whole states of which ranks with copies of a parameter share the work, and so the pieces that they have.
-
-    ``everyone``: the boxes that each rank has, by names of the parameter and the state.
-    """
+    """Whole states of which ranks with copies share the work; ``everyone``: the boxes that each rank has of each."""
     for name, key in sorted({each for boxes in everyone for each in boxes}):
         offers = [
             (rank, number, box)

@@ -9,7 +9,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import ConfigError
 from ..inspect import (
@@ -133,7 +132,9 @@ class OptimizerRestore:
         #: Whose state is the source's afterwards. Of a parameter without elements here an optimizer may keep what
         #: it began with.
         self._taken: list[nn.Parameter] = []
-        saved = self._saved()
+        saved: dict[str, dict[str, str]] = {}
+        for key, path in source.paths(OPTIMIZER, "state").items():
+            saved.setdefault(path[2], {})[path[3]] = key
         if kind is None:
             self._refuse_full_precision(held, saved)
         #: Parameters with state in blocks, and state of the classes that theirs are to have.
@@ -157,7 +158,7 @@ class OptimizerRestore:
                 if not holding.here and not is_dtensor(parameter):
                     continue
                 self._taken.append(parameter)
-                own = saved.get(holding.names[0], {})
+                own: Mapping[str, str] = saved.get(holding.names[0], {})
                 if is_in_blocks(own):
                     try:
                         own = self._blocks(parameter, holding, own, group)
@@ -178,7 +179,9 @@ class OptimizerRestore:
             raise ConfigError(in_lines(wrong))
         self._read_scalars()
 
-    def commit(self) -> None:
+    def commit(self, read: Mapping[str, Any]) -> None:
+        """Give the optimizer what was ``read`` into ``targets``, and into other things beside."""
+        self.targets.update({key: read[key] for key in self.targets})
         state = {parameter: flat.finish() for parameter, flat in self._flat.items()}
         for parameter, name, key in self._entries:
             value = self._tensors[key] if key in self._tensors else self.targets[key]
@@ -266,13 +269,7 @@ class OptimizerRestore:
     def _are_of_elements(self, holding: Holding, keys: Mapping[str, str]) -> bool:
         shape = holding.sharded[0].shape if holding.sharded else tuple(holding.parameter.shape)
         entries = map(self._source.entry, keys.values())
-        return any(isinstance(each, TensorStorageMetadata) and tuple(each.size) == tuple(shape) for each in entries)
-
-    def _saved(self) -> SavedState:
-        found: dict[str, dict[str, str]] = {}
-        for key, path in self._source.paths(OPTIMIZER, "state").items():
-            found.setdefault(path[2], {})[path[3]] = key
-        return found
+        return any(each is not None and each.shape == tuple(shape) for each in entries)
 
     def _names_of_numbers(self, held: Iterable[Holding], saved: SavedState) -> frozenset[str]:
         """Names of states that are one number for a parameter, not one for each element: the same for a scalar one.
@@ -286,8 +283,8 @@ class OptimizerRestore:
             shape = shapes.get(parameter, ())
             for name, key in states.items() if shape else ():
                 entry = self._source.entry(key)
-                if isinstance(entry, TensorStorageMetadata):
-                    (elements if tuple(entry.size) == shape else numbers).add(name)
+                if entry is not None:
+                    (elements if entry.shape == shape else numbers).add(name)
         return frozenset(numbers | NOT_BY_ELEMENT) - elements
 
     def _read_settings(self) -> list[dict[str, Any]]:
@@ -335,9 +332,9 @@ class OptimizerRestore:
         self, key: str, name: str, holding: Holding, present: Mapping[str, Any], group: Mapping[str, Any]
     ) -> torch.Tensor | None:
         entry = self._source.entry(key)
-        if not isinstance(entry, TensorStorageMetadata):
+        if entry is None:
             return None
-        parameter, shape, dtype = holding.parameter, tuple(entry.size), entry.properties.dtype
+        parameter, shape, dtype = holding.parameter, entry.shape, entry.dtype
         local = present.get(name)
         what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
         _require_dtype(local, dtype, what, self._source, where)
@@ -458,14 +455,11 @@ class _FlatState:
     def _has_shapes(self, keys: Mapping[str, str]) -> bool:
         shapes = {each.name: each.shape for each in self._holding.sharded}
         entries = {each: self._source.entry(key) for each, key in keys.items()}
-        return all(
-            isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shapes[each]
-            for each, entry in entries.items()
-        )
+        return all(entry is not None and entry.shape == shapes[each] for each, entry in entries.items())
 
     def _add_tensor(self, name: str, keys: Mapping[str, str]) -> None:
         parameter = self._holding.parameter
-        dtype, *others = {entry.properties.dtype for entry in map(self._source.entry, keys.values()) if entry}
+        dtype, *others = {entry.dtype for entry in map(self._source.entry, keys.values()) if entry}
         if others:
             raise ConfigError(
                 f"optimizer state '{name}' of {listed(list(keys))} has several dtypes in "
@@ -489,9 +483,9 @@ class _FlatState:
     def _add_scalar(self, name: str, keys: Mapping[str, str]) -> None:
         for each, key in keys.items():
             entry = self._source.entry(key)
-            if isinstance(entry, TensorStorageMetadata) and math.prod(entry.size) != 1:
+            if entry is not None and math.prod(entry.shape) != 1:
                 raise ConfigError(
-                    f"optimizer state '{name}' of '{each}' has shape {tuple(entry.size)} in "
+                    f"optimizer state '{name}' of '{each}' has shape {entry.shape} in "
                     f"{self._source.described}, neither a scalar nor the parameter's shape, so it is no state of "
                     f"{self._holding.described} {self._where}. {_REMEDY}"
                 )
@@ -596,7 +590,6 @@ def _require_same_kind(
 
 
 def _choice(name: str, value: Any) -> object:
-    """The part of a setting that may not change."""
     if value is None or isinstance(value, bool):
         return value
     return bool(value != 0) if name == "momentum" else "a value"

@@ -157,10 +157,7 @@ def _metadata_of(box: Box) -> ChunkStorageMetadata:
 def of_piece(parameter: ShardedParameter, piece: Piece | None, flat: torch.Tensor) -> CheckpointTensor:
     """``parameter``, or a tensor of its geometry, of which this rank holds ``piece``.
 
-    Args:
-        parameter: Where it lies in its unit, and in the whole.
-        piece: The elements that this rank holds; None for none.
-        flat: Shape ``[piece.numel]``, contiguous: these elements as they lie in the shard.
+    ``piece``: None for no element. ``flat``: shape ``[piece.numel]``, contiguous: these as they lie in the shard.
     """
     slot = parameter.slot
     chunks: list[Chunk] = []

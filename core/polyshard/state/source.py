@@ -7,16 +7,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..errors import ConfigError, ConfigTypeError, RankMismatchError
 from ..inspect import StateTensor, local_of, taken_apart
@@ -30,6 +24,16 @@ _MOST_NAMES = 8
 #: By parameter and name of the state, the source's key.
 SavedState = Mapping[str, Mapping[str, str]]
 _Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a source, whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Sequence[Box]
+    """Those of its elements that are there."""
 
 
 class Source(ABC):
@@ -53,8 +57,8 @@ class Source(ABC):
         """Fill tensors in place and replace other values, by key."""
 
     @abstractmethod
-    def entry(self, key: str) -> Any | None:
-        """The metadata of ``key``: ``TensorStorageMetadata`` of a tensor; None where there is none."""
+    def entry(self, key: str) -> Entry | None:
+        """The tensor under ``key``; None where there is nothing, or something else."""
 
     def paths(self, *prefix: str) -> dict[str, _Path]:
         """Each key under ``prefix`` and the path of its value."""
@@ -63,40 +67,39 @@ class Source(ABC):
     def blank(self, key: str) -> torch.Tensor | None:
         """What ``read`` is given for ``key`` where the value is wanted as it is: a tensor to be filled, or None."""
         entry = self.entry(key)
-        if isinstance(entry, TensorStorageMetadata):
-            return torch.empty(entry.size, dtype=entry.properties.dtype)
-        return None
+        return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)
 
 
 def problem_with(source: Source, key: str, what: str, target: Any, where: str) -> str | None:
-    """Why not all of ``target`` can be read from ``source`` under ``key``; None where it can.
-
-    ``what`` names the target, ``where`` the rank.
-    """
+    """Why not all of ``target`` can be read from ``source`` under ``key``; None where it can."""
     entry = source.entry(key)
-    if not isinstance(entry, TensorStorageMetadata):
+    if entry is None:
         return f"{what} is no tensor in {source.described} {where}. Load it into the model that it was saved from."
-    if tuple(entry.size) != tuple(target.shape):
+    if entry.shape != tuple(target.shape):
         return (
-            f"{what} has shape {tuple(entry.size)} in {source.described} but {tuple(target.shape)} in the model "
+            f"{what} has shape {entry.shape} in {source.described} but {tuple(target.shape)} in the model "
             f"{where}. Load it into the model that it was saved from."
         )
-    if entry.properties.dtype != target.dtype and not source.converts:
+    if entry.dtype != target.dtype and not source.converts:
         return (
-            f"{what} is {entry.properties.dtype} in {source.described} but {target.dtype} in the model {where}. "
-            f"Convert the model before sharding, by to({entry.properties.dtype}); after loading, it cannot be."
+            f"{what} is {entry.dtype} in {source.described} but {target.dtype} in the model {where}. "
+            f"Convert the model before sharding, by to({entry.dtype}); after loading, it cannot be."
         )
-    if sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size):
+    if sum(box.numel for box in entry.boxes) == math.prod(entry.shape):
         return None
     for box in (chunk.box for chunk in chunks_of(target)):
-        overlaps = [box.overlap(Box(tuple(each.offsets), tuple(each.sizes))) for each in entry.chunks]
-        held = sum(each.numel for each in overlaps if each is not None)
+        held = _held(box, entry.boxes)
         if held != box.numel:
             return (
                 f"{opening(source)} holds {held} of the {box.numel} elements of "
                 f"{what} from {list(box.offsets)} on {where}: {source.remedy}"
             )
     return None
+
+
+def _held(box: Box, boxes: Iterable[Box]) -> int:
+    """How many elements of ``box`` are in ``boxes``, which have each element once."""
+    return sum(common.numel for common in map(box.overlap, boxes) if common is not None)
 
 
 def opening(source: Source) -> str:
@@ -184,18 +187,13 @@ class StateDictSource(Source):
     def described(self) -> str:
         return "the state dict of rank 0" if self._from_rank_0 else "the state dict"
 
-    def entry(self, key: str) -> Any | None:
-        spec = self._specs.get(key)
-        if spec is None:
+    def entry(self, key: str) -> Entry | None:
+        spec, value = self._specs.get(key), cast(Any, self._values.get(key))
+        if spec is None or spec.dtype is None:
             return None
-        if spec.dtype is None:
-            return BytesStorageMetadata()
-        size = torch.Size(spec.shape)
-        chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
-        value: Any = self._values.get(key)
-        if in_chunks(value) and not _is_dtensor(value):
-            chunks = list(value.__create_chunk_list__())
-        return TensorStorageMetadata(TensorProperties(dtype=spec.dtype), size, chunks)
+        cut = in_chunks(value) and not _is_dtensor(value)
+        boxes = [chunk.box for chunk in chunks_of(value)] if cut else [Box.whole(spec.shape)]
+        return Entry(spec.shape, spec.dtype, boxes)
 
     def read(self, targets: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -380,12 +378,8 @@ def chunks_of(value: torch.Tensor) -> Iterable[Chunk]:
 
 
 def _covers(value: torch.Tensor, target: torch.Tensor) -> bool:
-    have = list(chunks_of(value))
-    for wanted in chunks_of(target):
-        overlaps = [wanted.box.overlap(each.box) for each in have]
-        if sum(each.numel for each in overlaps if each is not None) != wanted.box.numel:
-            return False
-    return True
+    have = [each.box for each in chunks_of(value)]
+    return all(_held(wanted.box, have) == wanted.box.numel for wanted in chunks_of(target))
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:

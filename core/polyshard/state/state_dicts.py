@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..inspect import ShardedModel, as_dtensor, is_dtensor, placement, savable_model, savable_part
+from ..inspect import ShardedModel, as_dtensor, is_dtensor, placed_as, placement, savable_model, savable_part
 from .contents import Joint, Optimizers, frozen_names, in_order, model_state, names_within, optimizer_state
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
@@ -258,16 +258,7 @@ def _state_like(parameter: DTensor, holding: Holding, value: object) -> DTensor 
         return None
     if any(stop == start for start, stop in placement(holding.parameter).pieces):
         return None
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        value.detach(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return placed_as(parameter, value.detach())
 
 
 def _make_state(optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -323,6 +314,5 @@ def _set(
     source.read(targets)
     source.read_from_others(targets)
     if restore is not None:
-        restore.targets.update({key: targets[key] for key in restore.targets})
-        restore.commit()
+        restore.commit(targets)
     return unmatched

@@ -18,8 +18,8 @@ from ..inspect import (
     ShardedModel,
     ShardedParameter,
     ShardedUnit,
-    WholeFlats,
-    gathers_to,
+    ToSome,
+    WholeGather,
     is_dtensor,
     savable_model,
     savable_part,
@@ -135,7 +135,7 @@ class _Wanted:
 def _handed_out(
     sharded: ShardedModel, buckets: Sequence[Sequence[_Wanted]], receivers: _Receivers
 ) -> Generator[Weights, None, None]:
-    coming: WholeFlats | None = None
+    coming: WholeGather | None = None
     with sharded.handing_out():
         try:
             coming = receivers.gather(buckets[0]) if buckets else None
@@ -213,7 +213,6 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _cast(kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor of dtype ``kept`` is handed out."""
     return kept if wanted is None or not kept.is_floating_point else wanted
 
 
@@ -291,7 +290,6 @@ class _Receivers:
     """Who gets weights, and the gathers that reach them."""
 
     def __init__(self, sharded: ShardedModel, ranks: Ranks) -> None:
-        """Every rank calls it."""
         self.sharded = sharded
         #: Whether this rank does.
         self.receives = True
@@ -311,7 +309,7 @@ class _Receivers:
                 answers = numbers_of_all(group, [self.receives])
                 found = self._receivers[group] = [rank for rank, (receives,) in enumerate(answers) if receives]
                 if len(found) < group.world_size:
-                    self._among[group] = gathers_to(found, group)
+                    self._among[group] = ToSome(group, found)
 
     def take_part(self, wanted: _Wanted) -> bool:
         """Whether this rank takes part in a gather of a unit: where any of its ranks needs it."""
@@ -321,7 +319,7 @@ class _Receivers:
             return True
         return self.receives if group is None else bool(self._receivers.get(group, True))
 
-    def gather(self, bucket: Sequence[_Wanted]) -> WholeFlats | None:
+    def gather(self, bucket: Sequence[_Wanted]) -> WholeGather | None:
         """Issue the gathers of ``bucket``; None where this rank takes part in none."""
         units: list[tuple[ShardedUnit, torch.dtype, Collectives | None]] = []
         for each in bucket:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from polyshard_backends.places import Place, obstacle, unasked_obstacle
 
 #: Where the kernel driver shows one folder for each NVIDIA device, whatever a process may see of them.
 _NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
@@ -128,6 +127,9 @@ def _uncopied() -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return ""
+    # A backend, which nothing else of the command line needs.
+    from polyshard_backends.places import Place, obstacle, unasked_obstacle
+
     places = [Place.here(index) for index in range(count)]
     return obstacle(places) or unasked_obstacle(places, tuple(range(count)))
 

@@ -20,8 +20,8 @@ _COLOURS = ("#1d4ed8", "#15803d", "#b45309", "#7e22ce", "#0e7490", "#be123c")
 _GREY, _LINE = "#666666", "#999999"
 #: Inches: of the picture, where columns of it begin, and of a step into the tree.
 _WIDTH, _BARS, _WORDS, _INDENT = 13.0, 4.9, 8.3, 0.22
-#: Inches of a row, and of what is above all rows.
-_ROW, _HEADER = 0.52, 1.5
+#: Inches of a row, of a replica, and of the words around these.
+_ROW, _REPLICA, _HEADER = 0.52, 0.17, 0.95
 #: Letters of a name, and of the names of parameters below it.
 _LETTERS, _SMALL_LETTERS = 46, 60
 #: Shards and replicas that are drawn of a group.
@@ -83,14 +83,15 @@ def draw(explanation: Explanation, file: str | Path) -> None:
     Raises ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     rows = rows_of(explanation)
-    height = _ROW * (len(rows) + 2)
-    figure = pictures.blank(_WIDTH, _HEADER + height)
-    above, below = figure.subplots(2, 1, height_ratios=(_HEADER, height))
-    for axes, top in ((above, _HEADER), (below, height)):
+    groups = list(dict.fromkeys(_group_of(unit) for unit in explanation.units))
+    height = _ROW * (len(rows) + 1)
+    header = _HEADER + _REPLICA * min(_REPLICAS, max((replicas for *_, replicas in groups), default=1))
+    figure = pictures.blank(_WIDTH, header + height)
+    above, below = figure.subplots(2, 1, height_ratios=(header, height))
+    for axes, top in ((above, header), (below, height)):
         axes.set_axis_off()
         axes.set_xlim(0, _WIDTH)
         axes.set_ylim(-top, 0)
-    groups = list(dict.fromkeys(_group_of(unit) for unit in explanation.units))
     _write(above, 0, -0.1, explanation.headline, size=11)
     for index, group in enumerate(groups):
         _draw_group(above, index * _WIDTH / len(groups), group, _colour(index))
@@ -114,10 +115,11 @@ def _draw_group(axes: Axes, left: float, group: _Group, colour: str) -> None:
         bars = [(left + 0.2 * column, 0.17)]
         for line in range(lines):
             shade = 0.35 + 0.65 * column / max(1, columns - 1)
-            axes.broken_barh(bars, (-0.78 - 0.17 * line, 0.14), facecolor=colour, alpha=shade, linewidth=0)
+            axes.broken_barh(bars, (-0.76 - _REPLICA * line, 0.14), facecolor=colour, alpha=shade, linewidth=0)
     if shards > columns or replicas > lines:
         _write(axes, left + 0.2 * columns + 0.05, -0.72, "and so on", size=7, colour=_GREY)
-    _write(axes, left, -0.84 - 0.17 * lines, "a column has the same shard", size=7, colour=_GREY)
+    if replicas > 1:
+        _write(axes, left, -0.72 - _REPLICA * lines, "a column has the same shard", size=7, colour=_GREY)
 
 
 def _draw_rows(axes: Axes, explanation: Explanation, rows: Sequence[Row], groups: Sequence[_Group]) -> None:

@@ -13,21 +13,6 @@ from .contract import LOCK, MARKER, URL, AnyPlace, Attempt, InputFile, JobLock, 
 from .local import LocalStorage
 from .remote import RemoteStorage, filesystem_of
 
-__all__ = [
-    "LOCK",
-    "MARKER",
-    "URL",
-    "AnyPlace",
-    "Attempt",
-    "InputFile",
-    "JobLock",
-    "OutputFile",
-    "Place",
-    "Storage",
-    "place_of",
-    "storage_of",
-]
-
 _LOCAL, _REMOTE = LocalStorage(), RemoteStorage()
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 #: What ``Path`` leaves of ``s3://bucket/run``.

@@ -1,0 +1,160 @@
+"""``polyshard explain --picture``: what can be read in the picture."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from polyshard import ShardConfig
+from polyshard.errors import ConfigError
+from polyshard.planning.meshes import WorldMesh
+from polyshard_tools.cli import main
+from polyshard_tools.explaining import Explanation, explain
+from polyshard_tools.explaining.picture import draw, rows_of
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        if inner:
+            self.experts = Experts()
+
+
+class Experts(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(32, 64, bias=False)
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int, inner: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(Block(64, inner) for _ in range(depth))
+        self.last = Block(128, False)
+
+
+def explained(depth: int, inner: bool = False, world_size: int = 8, **settings: Any) -> Explanation:
+    with torch.device("meta"):
+        model = Net(depth, inner)
+    config = ShardConfig(policy={"name": "module_class", "classes": [Block, *[Experts] * inner]}, **settings)
+    return explain(config, model, world_size, device="cuda")
+
+
+def words_in(path: Path) -> list[str]:
+    """The text of an SVG, in the order in which it was written."""
+    return [each.strip() for each in re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))]
+
+
+def test_the_picture_names_units_with_sizes_and_ranks(tmp_path: Path) -> None:
+    draw(explained(2, precision="bf16", strategy="hybrid_shard", shard_size=4), tmp_path / "units.svg")
+    words = words_in(tmp_path / "units.svg")
+    assert words[0] == "Net on 8 ranks, computing on cuda: hybrid_shard, units in 4 shards, 2 replicas of each"
+    assert "all ranks: 4 shards, 2 replicas" in words
+    assert "(root)  Net" in words
+    assert "first.weight, first.bias" in words
+    # 64 * 256 elements: two bytes each while it is whole, and a quarter of them in four bytes on each rank.
+    block = words.index("blocks.0 to blocks.1  2 x Block")
+    assert words[block : block + 3] == [
+        "blocks.0 to blocks.1  2 x Block",
+        "up.weight",
+        "32.0 KiB gathered, bfloat16; 2 x 16.0 KiB on each rank, float32",
+    ]
+    # 576 + 2 * 16384 + 65536 elements of four bytes, over four ranks.
+    assert any(each.startswith("4 units of 98,880 elements; each rank keeps 96.6 KiB of them.") for each in words)
+
+
+def test_sixty_units_and_those_inside_of_them_are_a_few_rows(tmp_path: Path) -> None:
+    told = explained(30, inner=True)
+    assert len(told.units) == 62
+    rows = rows_of(told)
+    assert [(row.first.name, len(row.units), row.depth, row.parent) for row in rows] == [
+        ("(root)", 1, 0, None),
+        ("blocks.0", 30, 1, 0),
+        ("blocks.0.experts", 30, 2, 1),
+        ("last", 1, 1, 0),
+    ]
+    draw(told, tmp_path / "units.svg")
+    assert "blocks.0.experts to blocks.29.experts  30 x Experts" in words_in(tmp_path / "units.svg")
+
+
+def test_small_units_share_a_gather_and_large_ones_have_one_each() -> None:
+    # Of 64 KiB, two of which fit; the last has 256 KiB. The first that is entered cannot be gathered ahead.
+    told = explained(5, batch_nbytes=2 * 64 * 1024)
+    assert [(row.first.name, row.together) for row in rows_of(told)] == [("(root)", 1), ("blocks.0", 2), ("last", 1)]
+    assert {row.together for row in rows_of(explained(5, strategy="no_shard"))} == {0}
+
+
+def test_each_group_of_a_mesh_has_its_ranks(tmp_path: Path) -> None:
+    mesh: Any = WorldMesh.pretended({"pp": 1, "replicas": 2, "dp": 4})
+    draw(explained(2, strategy="hybrid_shard", mesh=mesh, shard="dp", replicate="replicas"), tmp_path / "units.svg")
+    assert "dp and replicas: 4 shards, 2 replicas" in words_in(tmp_path / "units.svg")
+
+
+SOURCE = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4))
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "drawn_nets.py").write_text(SOURCE)
+    (tmp_path / "run.toml").write_text('[shard]\npolicy = "always"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "drawn_nets", raising=False)
+    return ["explain", "run.toml", "--model", "drawn_nets:Net", "--world-size", "8", "--picture"]
+
+
+def test_the_command_draws_beside_its_tables(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "units.svg"]) == 0
+    assert "0  Linear" in words_in(Path("units.svg"))
+    assert "\nunit " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("absent/units.svg", "there is no such folder"),
+        ("units.jpg", "its ending is none of .svg, .png, .pdf"),
+        ("units", "its ending is none of .svg, .png, .pdf"),
+        ("folder.svg", "it is a folder"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["explain", "plan"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
+    verb: str, file: str, why: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("folder.svg").mkdir()
+    # The model is not there either, which would be noticed next.
+    command[:4] = [verb, "run.toml", "--model", "drawn_nets:Absent"]
+    assert main([*command, file]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert (
+        captured.err
+        == f"polyshard: cannot write the picture '{file}': {why}. Name a file in a folder that is there, as .svg.\n"
+    )
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = explained(1)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main([*command, "units.svg"]) == 2
+    wanted = "Drawing needs matplotlib: install polyshard[docs], or leave out --picture."
+    assert capsys.readouterr().err == f"polyshard: {wanted}\n"
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        draw(told, "units.svg")
+    # Without a picture nothing is missing.
+    assert main(command[:-1]) == 0
