@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import platform
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ import polyshard
 import polyshard_fsdp2
 import torch
 import torch.distributed as dist
-from measure import output_of, spread, undisturbed, write
+from measure import cpu_model, provenance, spread, undisturbed, write
 from polyshard.interfaces import PluginContext, ReduceOp
 from polyshard_backends.fake import FakeCollectives
 from torch import nn
@@ -407,26 +406,13 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def environment(commit: str | None) -> dict[str, Any]:
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")),
-        platform.processor(),
-    )
     return {
         "command": " ".join(["python", "benchmarks/host.py", *sys.argv[1:]]),
-        "commit": commit or output_of("git", "rev-parse", "HEAD"),
-        # Whoever names the commit answers for it: the machine may hold a copy without history.
-        "uncommitted_changes": commit is None
-        and bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
-        "python": platform.python_version(),
+        **provenance(commit),
         "torch": str(torch.__version__),
-        "cpu": cpu,
+        "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
-        "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def table(report: dict[str, Any]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +49,26 @@ def output_of(*command: str) -> str:
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def provenance(commit: str | None = None) -> dict[str, Any]:
+    """The ``commit``, or git's with whether files differ from it; Python, and the day.
+
+    Whoever names the commit answers for it: the machine may hold a copy without history.
+    """
+    return {
+        "commit": commit or output_of("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": commit is None
+        and bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+    }
+
+
+def cpu_model() -> str:
+    """As Linux names it; empty elsewhere."""
+    names = output_of("sh", "-c", "sed -n 's/^model name.*: //p' /proc/cpuinfo").splitlines()
+    return names[0] if names else ""
 
 
 def turned(items: Sequence[T], number: int) -> list[T]:

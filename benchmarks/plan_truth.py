@@ -27,7 +27,7 @@ from typing import Any
 import polyshard
 import torch
 from contenders import _POLYSHARD as POLYSHARD_SETTINGS
-from measure import output_of, write
+from measure import provenance, write
 from polyshard_tools.forecast import (
     Device,
     NoOptimizer,
@@ -327,9 +327,7 @@ def main() -> int:
     everything = truths()
     rows = [judged(truth, device, everything) for truth in everything]
     report = {
-        "predicted_at": given.commit or output_of("git", "rev-parse", "--short", "HEAD"),
-        "uncommitted_changes": given.commit is None
-        and bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
+        **provenance(given.commit),
         "command": "python benchmarks/plan_truth.py --out benchmarks/results/plan.json",
         "torch": str(torch.__version__),
         "device": dataclasses.asdict(device),

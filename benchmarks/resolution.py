@@ -17,18 +17,16 @@ ratio of CPU times to that of ``import torch``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import output_of, spread, write
+from measure import cpu_model, provenance, spread, write
 
 #: Largest accepted median, in milliseconds.
 TARGETS_MS = {"import polyshard": 40.0, "resolve": 50.0}
@@ -78,6 +76,7 @@ RESOLUTION = (
 import polyshard
 polyshard.shard
 from polyshard import registry
+from polyshard.registry import find
 from polyshard.interfaces import Group
 config = polyshard.ShardConfig()
 choices = {
@@ -87,12 +86,12 @@ choices = {
 gc.collect()
 gc.disable()
 began = now()
-entry_points = registry.scan()
+find.offers_of(Group.COLLECTIVES)
 scanned = now()
-resolved = [registry.resolve(group, choice, entry_points) for group, choice in choices.items()]
+resolved = [registry.resolve(group, choice) for group, choice in choices.items()]
 ended = now()
 for group, choice in choices.items():
-    registry.resolve(group, choice, entry_points)
+    registry.resolve(group, choice)
 found = now()
 assert [each.distribution for each in resolved] == ["polyshard"] * 5, resolved
 print(json.dumps({
@@ -173,19 +172,14 @@ def run(rounds: int, distributions: int) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    changed = output_of("git", "status", "--porcelain", "--", "../core", "../backends", "../plugins", "../policies")
-    model = output_of("sh", "-c", "sed -n 's/^model name.*: //p' /proc/cpuinfo").splitlines()
     return {
         "command": " ".join(["python benchmarks/resolution.py", *sys.argv[1:]]),
-        "commit": output_of("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(changed),
-        "python": platform.python_version(),
+        **provenance(),
         **{name: importlib.metadata.version(name) for name in ("torch", "polyshard", "stevedore", "pluggy")},
         "distributions": len(list(importlib.metadata.distributions())),
-        "cpu": next(iter(model), ""),
+        "cpu": cpu_model(),
         "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
-        "date": datetime.date.today().isoformat(),
     }
 
 

@@ -8,7 +8,6 @@ import argparse
 import faulthandler
 import gc
 import os
-import platform
 import re
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from contenders import NotServedError
-from measure import output_of
+from measure import output_of, provenance
 from polyshard_plugins.trace_kernels import kernel_table, read_kernels
 from ranks import Ranks
 
@@ -171,12 +170,7 @@ def environment(ranks: Ranks, script: str, commit: str | None) -> dict[str, Any]
     asked = re.sub(r"(?<![\w.])(/[^/\s,]+)*/", "", " ".join(sys.argv[1:]))
     found: dict[str, Any] = {
         "command": f"{launch} {asked}",
-        "commit": commit or output_of("git", "rev-parse", "HEAD"),
-        # Whoever names the commit answers for it: the machine may hold a copy without history.
-        "uncommitted_changes": commit is None
-        and bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
+        **provenance(commit),
         "torch": str(torch.__version__),
         "world_size": ranks.world_size,
         "device": "CPU",
