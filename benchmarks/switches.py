@@ -39,10 +39,13 @@ def _no_lending() -> AbstractContextManager[None]:
 def _no_stand_ins() -> AbstractContextManager[None]:
     from polyshard.runtime.bindings import Bindings, Shown
 
-    def hide(self: Bindings, computing: bool) -> None:
-        self.show(Shown.ORIGINALS)
+    made = Bindings.__init__
 
-    return _replaced((Bindings, "hide", hide))
+    def showing_originals(self: Bindings, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.elsewhere = Shown.ORIGINALS
+
+    return _replaced((Bindings, "__init__", showing_originals))
 
 
 def _no_direct_gradients() -> AbstractContextManager[None]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from enum import Enum, auto
+from functools import partial
 from typing import Any, cast
 
 import torch
-from polyshard.errors import TrainingStateError
+from polyshard.errors import TrainingStateError, warn_once
 from polyshard.extension import MODULE_STATE_ATTRIBUTE
 from torch import nn
+
+#: Warns once a process on every rank, as FSDP does, also of what all ranks see alike.
+warn = partial(warn_once, rank=0)
 
 #: The name under which a wrapper registers the module that it wraps.
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"

@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError, warn_once
+from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError
 from polyshard.interfaces import Collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_private
 from ._collectives import GroupLike, collectives_of, rank_and_size
-from ._common_utils import _get_module_fsdp_state, _is_fsdp_flattened, clean_tensor_name
+from ._common_utils import _get_module_fsdp_state, _is_fsdp_flattened, clean_tensor_name, warn
 from ._flat_param import HandleShardingStrategy
 from .api import ShardingStrategy
 
@@ -41,7 +41,7 @@ STACKLEVEL = 4
 def warn_about_container(module: nn.Module) -> None:
     """Warn where ``module`` has no forward in which its parameters could be gathered."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        warn_once(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
+        warn(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def find_managed(
     roots += [child for child in module.modules() if _torch_private.is_replicated_in_place(child)]
     modules = {child for root in roots for child in root.modules() if _get_module_fsdp_state(child) is not child}
     if module in modules:
-        warn_once(
+        warn(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
             f"parameters being ignored and is not well-supported: {module}",
         )
@@ -323,7 +323,7 @@ def explicit_device(device_id: int | torch.device | None, rank: int) -> torch.de
     if device.type == "cpu" or device.index is not None:
         return device
     current = current_device(device.type)
-    warn_once(
+    warn(
         f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an explicit index. FSDP "
         f"will use the current device {current.index}. If this is incorrect, please explicitly call "
         f"`torch.{device.type}.set_device()` before FSDP initialization or pass in the explicit device index as the "
@@ -366,13 +366,13 @@ def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> Sh
     """``strategy`` (None for ``FULL_SHARD``), or ``NO_SHARD`` where one rank has nothing to shard over. Warns."""
     if world_size == 1:
         if strategy is not ShardingStrategy.NO_SHARD:
-            warn_once(
+            warn(
                 f"FSDP is switching to use `NO_SHARD` instead of {strategy or ShardingStrategy.FULL_SHARD} since the "
                 f"world size is 1."
             )
         return ShardingStrategy.NO_SHARD
     if strategy is ShardingStrategy.NO_SHARD:
-        warn_once(
+        warn(
             "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
             "instead.",
             FutureWarning,
@@ -491,7 +491,7 @@ def move_to(managed: Managed, device: torch.device | None, device_type: str) -> 
     if device is None:
         on_cpu = any(parameter.device.type == "cpu" for _, parameter in managed.named_parameters())
         if on_cpu and device_type != "cpu":
-            warn_once(
+            warn(
                 "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on CPU, which "
                 "may be slower than on GPU. We recommend passing in the `device_id` argument for FSDP to move `module` "
                 "to GPU for the sharding initialization. `module` must also be on GPU device to work with the "

@@ -15,7 +15,6 @@ from polyshard.errors import (
     ConfigTypeError,
     RankMismatchError,
     UnsupportedError,
-    warn_once,
 )
 from polyshard.extension import FlatLayout, Slot, gather_whole, map_tensors, view_of
 from polyshard.interfaces import Collectives
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _state_dict_utils, _torch_private
 from ._collectives import collectives_of
-from ._common_utils import _get_param_to_fqns, clean_tensor_name
+from ._common_utils import _get_param_to_fqns, clean_tensor_name, warn
 from ._flat_param import FlatParamHandle
 from ._shard_utils import PartPlacement, own_rows
 from ._state import FSDPInstance
@@ -294,7 +293,7 @@ def gather(
         ordered.setdefault(name, entries)
     for key, value in state.items():
         if key not in keys:
-            warn_once(
+            warn(
                 f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly copy everything to the "
                 "returned state_dict. In most cases, this is a user-defined state that is not associated with any "
                 "particular parameter.",

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError, StepAssertionError, warn_once
+from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError, StepAssertionError
 from polyshard.extension import is_dtensor, local_of
 from torch import nn
 
 from . import _torch_private
-from ._common_utils import FLAT_PARAM, FSDP_PREFIX, clean_tensor_name
+from ._common_utils import FLAT_PARAM, FSDP_PREFIX, clean_tensor_name, warn
 from ._flat_param import FlatParamHandle
 from ._shard_utils import PartPlacement, gather_rows, is_cut_along_rows, own_rows, refuse_other_cut, shape_of
 from ._state import FSDPInstance
@@ -59,7 +59,7 @@ def _set_state_dict_type(
         StateError: (a ``RuntimeError``) a config of another type.
         ConfigAssertionError: (an ``AssertionError``) the instances differ in the settings that they have.
     """
-    warn_once(
+    warn(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() "
         "and set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP. Of those, polyshard_fsdp "
         "supports the ones for models alone; optimizers need this one.",
@@ -248,7 +248,7 @@ class _Hooks:
         kind, config = instance._state_dict_type, instance._state_dict_config
         if instance.sharding_strategy is ShardingStrategy.NO_SHARD:
             if kind is not StateDictType.FULL_STATE_DICT:
-                warn_once(warning, rank=instance.rank)
+                warn(warning)
                 kind, config = StateDictType.FULL_STATE_DICT, FullStateDictConfig()
         elif instance._device_mesh is not None:
             refuse_local(instance, kind)

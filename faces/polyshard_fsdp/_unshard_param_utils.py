@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from polyshard.errors import StepAssertionError, UnsupportedError, warn_once
+from polyshard.errors import StepAssertionError, UnsupportedError
 from polyshard.extension import ManagedParameter, UnitState, gather_whole, own_part, view_of, write_back
 from polyshard.interfaces import ReduceOp
 from torch import nn
 
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
+from ._common_utils import warn
 from ._flat_param import HandleShardingStrategy
 from ._state import FSDPInstance
 from ._traversal_utils import _get_fsdp_states
@@ -201,11 +202,10 @@ def _refuse_arguments(
             f"writeback=True and rank0_only=True is not supported yet (rank {instance.rank}). Pass writeback=False."
         )
     if offload_to_cpu and not rank0_only:
-        warn_once(
+        warn(
             "offload_to_cpu=True and rank0_only=False may result in theunsharded parameters being redundantly copied "
             "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
             "offload_to_cpu=True with rank0_only=True.",
-            rank=instance.rank,
         )
 
 

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from polyshard.errors import AlreadyShardedError, ConfigError, warn_once
+from polyshard.errors import AlreadyShardedError, ConfigError
 from polyshard.extension import iter_tensors
 from polyshard_plugins.precision import make_input_cast, make_output_cast
 from torch import nn
 
-from ._common_utils import _get_module_fsdp_state
+from ._common_utils import _get_module_fsdp_state, warn
 from .wrap import (
     WRAP_OVERRIDES,
     FunctionPolicy,
@@ -84,7 +84,7 @@ def _compute_in_float32(root: nn.Module, classes: Iterable[type[nn.Module]]) -> 
         module.register_forward_hook(casts.after)
     if chosen:
         # "instacnes" is how torch.distributed.fsdp spells it, and what filters match.
-        warn_once(
+        warn(
             "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped module has "
             f"submodules of type:\n{ {type(module) for module in chosen} }\nThese modules will be wrapped as separate "
             "FSDP instacnes with mixed precision disabled.",
@@ -165,7 +165,7 @@ def _check_uniformly_frozen(module_name: str, names: dict[nn.Parameter, str], us
     )
     if not use_orig_params:
         raise ConfigError(message)
-    warn_once(message)
+    warn(message)
 
 
 def _numel(parameters: Collection[nn.Parameter]) -> int:

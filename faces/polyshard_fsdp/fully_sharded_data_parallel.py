@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError, warn_once
+from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError
 from polyshard.extension import clip_grad_norm, uncompiled_alone
 from torch import nn
 
 from . import _init_utils, _optim_load, _optim_utils, _state_dict_utils, _unshard_param_utils, api
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
-from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
+from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states, warn
 from ._gradients import HookedRanks
 from ._optim_utils import Form, OptimInput
 from ._state import Arguments, FSDPInstance, refuse_parts_elsewhere
@@ -479,7 +479,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
 
 
 def _warn_replaced(current: str, replacement: str, optim_input: OptimInput) -> None:
-    warn_once(
+    warn(
         f"``FullyShardedDataParallel.{current}``is being deprecated and is replaced by "
         f"``FullyShardedDataParallel.{replacement}``. ``FullyShardedDataParallel.{current}`` may be removed after "
         "PyTorch 2.2.",
@@ -490,7 +490,7 @@ def _warn_replaced(current: str, replacement: str, optim_input: OptimInput) -> N
 
 def _warn_about_input(optim_input: OptimInput) -> None:
     if optim_input is not None:
-        warn_once(
+        warn(
             "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You may remove it from "
             "your code without changing its functionality.",
             FutureWarning,

@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
 _PATTERNS: tuple[tuple[KernelKind, re.Pattern[str]], ...] = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
-        (KernelKind.COMMUNICATION, r"nccl"),
+        (KernelKind.COMMUNICATION, r"nccl|symmetric_memory|memcpy ptop"),
         (KernelKind.ATTENTION, r"flash|fmha|attention|sdpa"),
         (KernelKind.GEMM, r"gemm|nvjet|cutlass|cublas|xmma|splitk|triton_tem"),
         (KernelKind.OPTIMIZER, r"adam|sgd|adagrad|momentum|newton"),

@@ -40,7 +40,7 @@ from fsdp_parity.models import (
     TransformerWithSharedParams,
     wrap_fsdp,
 )
-from fsdp_parity.ranks import Pools, Ranks, across, told
+from fsdp_parity.ranks import Pools, Ranks, across
 from fsdp_parity.subtests import subtests
 from parity import seed_all
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -368,7 +368,7 @@ def test_mp_batchnorm(ranks: Ranks, convert_sync_bn: bool) -> None:
         _module_classes_to_ignore=[_BatchNorm, nn.LayerNorm],
     )
     reference = CastReference(network, mixed_precision, kept=(_BatchNorm, nn.LayerNorm))
-    with told(ranks.rank, UserWarning, "These modules will be wrapped as separate FSDP"):
+    with pytest.warns(UserWarning, match="These modules will be wrapped as separate FSDP"):
         sharded = FSDP(network, mixed_precision=mixed_precision, auto_wrap_policy=lambda *args, **kwargs: False)
     for module in (sharded.ln, sharded.bn):
         assert isinstance(module, FSDP)

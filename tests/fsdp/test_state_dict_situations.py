@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_parity.models import wrap_fsdp
-from fsdp_parity.ranks import Ranks, across, on_cpu, orig, told
+from fsdp_parity.ranks import Ranks, across, on_cpu, orig
 from fsdp_parity.state_models import (
     FULL,
     LOCAL,
@@ -322,21 +322,21 @@ def test_kinds(ranks: Ranks) -> None:
     default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
     assert FSDP.get_state_dict_type(model) == default
     text = r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\) are being deprecated. Please use"
-    with told(ranks.rank, FutureWarning, text) as caught:
+    with pytest.warns(FutureWarning, match=text) as caught:
         before = FSDP.set_state_dict_type(
             model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig()
         )
     assert before == default
-    assert all(each.filename == __file__ for each in caught)
+    assert [each.filename for each in caught] == [__file__]
     sharded = StateDictSettings(SHARDED, ShardedStateDictConfig(True), ShardedOptimStateDictConfig())
     assert FSDP.get_state_dict_type(model) == sharded
     assert [each._state_dict_type for each in FSDP.fsdp_modules(model)] == [SHARDED] * 2
-    with told(ranks.rank, FutureWarning) as caught:
+    with pytest.warns(FutureWarning) as caught:
         context = FSDP.state_dict_type(model, LOCAL)
     with context:
         local = StateDictSettings(LOCAL, LocalStateDictConfig(), LocalOptimStateDictConfig())
         assert FSDP.get_state_dict_type(model) == local
-    assert all(each.filename == __file__ for each in caught)
+    assert [each.filename for each in caught] == [__file__]
     assert FSDP.get_state_dict_type(model) == sharded
     with pytest.raises(LookupError), kind(model, FULL):
         raise LookupError

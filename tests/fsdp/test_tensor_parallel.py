@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
-from fsdp_parity.ranks import Ranks, across, told
+from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import subtests
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
@@ -173,7 +172,7 @@ def test_parity_with_unsharded(ranks: Ranks, case: tuple[ShardingStrategy, bool]
 
 @contextmanager
 def state_dict_type(model: FSDP, kind: StateDictType) -> Iterator[None]:
-    with told(dist.get_rank(), FutureWarning, "state_dict_type"):
+    with pytest.warns(FutureWarning, match="state_dict_type"):
         context = FSDP.state_dict_type(model, kind)
     with context:
         yield

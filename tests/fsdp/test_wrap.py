@@ -20,7 +20,7 @@ from fsdp_parity.models import (
     expected_warnings,
     wrap_fsdp,
 )
-from fsdp_parity.ranks import Ranks, across, told
+from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import named, subtests
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
@@ -288,7 +288,7 @@ def test_batchnorm_apart_under_mixed_precision(ranks: Ranks, as_function: bool) 
     policy = partial(size_based_auto_wrap_policy, min_num_params=1000) if as_function else ModuleWrapPolicy(())
     low = MixedPrecision(param_dtype=torch.bfloat16)
     match = "Both mixed precision and an auto_wrap_policy were specified to FSDP.*\n.*BatchNorm1d.*\n.*instacnes"
-    with told(ranks.rank, UserWarning, match):
+    with pytest.warns(UserWarning, match=match):
         wrapped = FSDP(model, auto_wrap_policy=policy, mixed_precision=low)
     assert [type(module) for module in model] == [nn.Linear, FSDP, nn.Linear]
     assert model[1].mixed_precision == MixedPrecision()

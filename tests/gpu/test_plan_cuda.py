@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from functools import partial
@@ -62,6 +63,8 @@ SETTINGS: dict[str, Any] = {"precision": "bf16", "policy": {"name": "module_clas
 def peak_of_a_step(rank: int, recomputes: bool) -> int:
     """Most bytes of tensors on the device in the third step, and the workspaces that the first two left."""
     device = device_of(rank)
+    # An earlier model, whose objects hold each other, would end in this one's step.
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     with torch.device("meta"):

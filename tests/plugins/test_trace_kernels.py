@@ -30,6 +30,8 @@ NAMES = {
         KernelKind.POINTWISE
     ),
     "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)": KernelKind.COMMUNICATION,
+    "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)": KernelKind.COMMUNICATION,
+    "Memcpy PtoP (Device -> Device)": KernelKind.COMMUNICATION,
 }
 
 

@@ -68,7 +68,7 @@ class _NcclProcesses(RankProcesses):
     """Ranks whose group is NCCL's alone, and bound to their device, as programs that train have it."""
 
     def _process(self, rank: int, device_type: str, folder: str, connection: Connection) -> Any:
-        # CUDA can't be used in a process forked from one that has used it, and a preloaded module may.
+        # As ``start_script`` does where CUDA is.
         context = torch.multiprocessing.get_context("spawn")
         arguments = (rank, self.world_size, folder, dict(os.environ), connection)
         return context.Process(target=_serve_nccl, args=arguments, daemon=True)
@@ -265,7 +265,9 @@ def start_script(
     for file in (output, errors):
         file.touch()
     body = (str(script), list(arguments), dict(environ), str(Path.cwd()), str(output), str(errors))
-    process: BaseProcess = forking_context().Process(target=_main, args=body, daemon=True)
+    # CUDA can't be used in a process forked from one that has used it, and a preloaded module may.
+    context = torch.multiprocessing.get_context("spawn") if torch.cuda.is_available() else forking_context()
+    process: BaseProcess = context.Process(target=_main, args=body, daemon=True)
     process.start()
     return process
 

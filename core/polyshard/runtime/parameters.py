@@ -135,7 +135,10 @@ class Originals(MasterViews):
         self._trained = list(map(_is_trained, self.tensors))
         # Another unit's parameters, and those that are ignored, are compared too: a loop tells them apart.
         own = {(id(module._parameters), key): each.original for each in self._parameters for module, key in each.sites}
-        self._held = [own.get((id(dict_), key), value) for dict_ in self._holders for key, value in dict_.items()]
+        self._held = [own.pop((id(dict_), key), value) for dict_ in self._holders for key, value in dict_.items()]
+        if own:
+            # Removed while nobody looked: equal to nothing until it is back.
+            self._held = [_END]
 
     def _shard_of(self, index: int) -> torch.Tensor:
         return part_of_master(self._master, self._layout.slots[index], self._pieces.get(index), whole=self._whole)

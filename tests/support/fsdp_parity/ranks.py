@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,16 +47,6 @@ class Ranks:
     def on_cpu(self) -> bool:
         """Whether there is one place alone: a model moved before wrapping, after it, or never, is the same there."""
         return self.device.type == "cpu"
-
-
-@contextmanager
-def told(rank: int, category: type[Warning], match: str = "") -> Iterator[list[warnings.WarningMessage]]:
-    """Rank 0 warns inside, and no other rank does; yields what was caught."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield caught
-    caught[:] = [each for each in caught if each.category is category and re.search(match, str(each.message))]
-    assert bool(caught) == (rank == 0), [str(each.message) for each in caught]
 
 
 def _enter(
