@@ -59,9 +59,14 @@ def test_a_step_over_gradients_that_nobody_reduced_is_refused(strategy: str) -> 
             model(x).sum().backward()
         with pytest.raises(StateError, match=r"SGD was to update 'weight' .* Leave no_sync\(\) for the last backward"):
             optimizer.step()
-        # Two backwards on each of two ranks, whose mean of inputs is 1.5, over two samples.
-        model(x).sum().backward()
-        optimizer.step()
+        # Two backwards on each of two ranks, whose mean of inputs is 1.5, over two samples: one in a closure.
+
+        def last() -> torch.Tensor:
+            loss: torch.Tensor = model(x).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(last)
         with polyshard.unsharded(model):
             torch.testing.assert_close(model.weight, torch.full((1, 4), 1 - 0.5 * 2 * 2 * 1.5))
 

@@ -69,7 +69,8 @@ class OptimizerCheck:
             if root is not None and root.active is not None and root.runs_here:
                 self._note_outdated(optimizer)
             if root is not None and root.awaits_optimizer:
-                self._prepare(optimizer, root)
+                # A closure's backward is still to come.
+                self._prepare(optimizer, root, reduced=len(args) == 1 and kwargs.get("closure") is None)
 
     def _refuse_unfilled(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for a flat parameter that is about to update parameters of which no rank had a gradient.
@@ -99,13 +100,17 @@ class OptimizerCheck:
         """Check all optimizers again: they may hold parameters of a model that was sharded now."""
         self._passed.clear()
 
-    def _prepare(self, optimizer: torch.optim.Optimizer, root: Root) -> None:
-        """Let ``root`` end what its backwards left, where the optimizer has parameters of it."""
+    def _prepare(self, optimizer: torch.optim.Optimizer, root: Root, *, reduced: bool) -> None:
+        """Let ``root`` end what its backwards left, where the optimizer has parameters of it.
+
+        ``reduced``: whether these parameters' gradients must be reduced by now.
+        """
         # Whether or not they have gradients, or elements on this rank: all ranks decide alike.
         found = [each for group in optimizer.param_groups for each in self._live.find(group["params"])]
         own = [each for each in found if each is not None and each.root is root]
         if own:
-            _refuse_unreduced(optimizer, own)
+            if reduced:
+                _refuse_unreduced(optimizer, own)
             root.settle()
 
     def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:
