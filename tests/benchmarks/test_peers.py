@@ -210,7 +210,7 @@ def test_hybrid_peers_train_alike_on_two_by_two_ranks(tmp_path: Path) -> None:
         assert peers[peer]["loss"]["last"] < peers[peer]["loss"]["first"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bandwidth_is_what_each_rank_receives_in_a_second(tmp_path: Path) -> None:
     out = tmp_path / "gathers.json"
     output_on_ranks(3, "gathers.py", "--sizes", "1", "--rounds", "1", "--out", str(out))

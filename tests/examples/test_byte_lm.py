@@ -292,7 +292,7 @@ def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -
         resumed(run, "another")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_verify_passes_on_three_ranks_and_prints_what_it_measured() -> None:
     done = start(
         [

@@ -200,7 +200,8 @@ def test_what_cannot_be_told_is_refused_by_name() -> None:
             other.state_dict()
         assert torch.equal(polyshard.local_state_dict(other)["layer.weight"].high, before["layer.weight"].high)
         # What it would not know of would be of the values before.
-        more = patch.object(Rounded, "__tensor_flatten__", lambda each: (["whole", "scale"], None))
+        # Of this rank's tensor: the ranks' threads share the class.
+        more = patch.object(other.down.weight, "__tensor_flatten__", lambda: (["whole", "scale"], None))
         with more, pytest.raises(UnsupportedError, match=r"'down\.weight', a Rounded, has scale now, and had not"):
             set_model_state_dict(other, values)
 

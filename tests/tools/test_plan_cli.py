@@ -244,7 +244,7 @@ def test_bench_links_alone_says_how_to_start_it(capsys: pytest.CaptureFixture[st
     assert "two sizes or more" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_real_processes_measure_is_planned_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = folder / "time_links.py"
     script.write_text(
