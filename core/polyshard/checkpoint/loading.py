@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import ConfigError, PolyshardError, StateError
-from ..inspect import savable_model
+from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives
 from ..io.boxes import Box
-from ..state.contents import Joint, Optimizers
+from ..state.contents import Joint, Optimizers, names_of
 from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
-from ..state.restore import ModelRestore, OptimizerRestore, same_values
+from ..state.restore import Restore
 from ..state.sharded import MODEL, OPTIMIZER, holdings
-from ..state.source import Entry, Source, listed, opening, require_name
+from ..state.source import Entry, Source, listed, opening, require_name, same_values
 from .contents import restore_casters
 from .folder import Line
 from .manifest import Marker
@@ -66,42 +66,83 @@ def load(
         Exception: a listener's, on its rank, once everything is loaded.
     """
     sharded = savable_model(model, "checkpoint.load()")
+    called: dict[str, object] = {}
+
+    def parts() -> Sequence[Part]:
+        joint = None if optimizer is None else Joint(optimizer)
+        called.update(optimizer=str(joint and joint.described), frozen=frozen)
+        return [Part(model, sharded, joint)]
+
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
-        collectives, history = sharded.collectives, sharded.attached(History)
-        history.finish_pending(sharded)
-        called: dict[str, object] = {}
-        require_file_seen(collectives, directory, MARKER)
-        with together(collectives, f"Opening the checkpoint {directory}", called):
-            directory = place_of(directory, "directory")
-            joint = None if optimizer is None else Joint(optimizer)
-            called.update(optimizer=str(joint and joint.described), frozen=frozen)
-            marker = Marker.read(directory)
-            if coordinates(collectives):
-                marker.require_files(directory)
-            with readable(directory, collectives):
-                manifest = marker.read_manifest(directory)
-                source = StoredSource(manifest)
-                # Decoded here, where a failure changes nothing.
-                precision, extra = source.precision, source.extra
-        require_same(collectives, directory, marker.identity, REMEDY)
-        with together(collectives, f"Matching the checkpoint {directory}"), readable(directory, collectives):
-            targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
-            restore = None
-            if joint is not None:
-                restore = OptimizerRestore(
-                    source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None
-                )
-        with together(collectives, f"Reading the checkpoint {directory}"), readable(directory, collectives):
-            # At once: a file's blocks have something of both.
-            both = targets if restore is None else {**targets, **restore.targets}
-            with sharded.telling(model, f"Loading {directory}"):
-                source.read(both)
-            if restore is not None:
-                restore.commit(both)
-            restore_casters(sharded, precision)
-            if coordinates(collectives):
-                history.line = Line.from_loaded(directory, marker)
-        notify_listeners(collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, directory))
+        sharded.attached(History).finish_pending(sharded)
+        return load_parts(sharded.collectives, directory, parts, called, frozen=frozen)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sharded model that is saved or loaded, and its optimizer."""
+
+    module: nn.Module
+    sharded: ShardedModel
+    joint: Joint | None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Every name of a parameter or buffer, and the first one of the same."""
+        return {name: first for first, names in names_of(self.module).items() for name in names}
+
+    def source_in(self, source: StoredSource) -> Source:
+        """What ``source`` has for this part."""
+        return source
+
+
+def load_parts(
+    everyone: Collectives,
+    directory: Place,
+    parts_of: Callable[[], Sequence[Part]],
+    called: Mapping[str, object],
+    matched: Callable[[StoredSource, Sequence[Part]], None] = lambda source, parts: None,
+    *,
+    frozen: bool,
+) -> Mapping[str, Any]:
+    """Read a checkpoint into this rank's parts of a model; returns ``extra``. Every rank of ``everyone`` calls it.
+
+    ``parts_of``: gives the parts, and fills ``called``, which must be equal on all ranks. ``matched``: called when all
+    parts fit.
+    """
+    require_file_seen(everyone, directory, MARKER)
+    with together(everyone, f"Opening the checkpoint {directory}", called):
+        directory = place_of(directory, "directory")
+        parts = parts_of()
+        marker = Marker.read(directory)
+        if coordinates(everyone):
+            marker.require_files(directory)
+        with readable(directory, everyone):
+            manifest = marker.read_manifest(directory)
+            source = StoredSource(manifest)
+            # Decoded here, where a failure changes nothing.
+            precision, extra = source.precision, source.extra
+    require_same(everyone, directory, marker.identity, REMEDY)
+    kind = manifest.optimizer.kind if manifest.optimizer else None
+    with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone):
+        sources = [part.source_in(source) for part in parts]
+        restores = [
+            Restore(each, part.sharded, part.module, part.joint, kind, rank=everyone.rank, frozen=frozen)
+            for each, part in zip(sources, parts, strict=True)
+        ]
+    matched(source, parts)
+    with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
+        for part, each, restore in zip(parts, sources, restores, strict=True):
+            with part.sharded.telling(part.module, f"Loading {directory}"):
+                # Model and optimizer at once: a file's blocks have something of both.
+                each.read(restore.targets)
+            restore.commit()
+            restore_casters(part.sharded, precision)
+        if coordinates(everyone):
+            parts[0].sharded.attached(History).line = Line.from_loaded(directory, marker)
+    for part in parts:
+        tell = partial(part.sharded.tell_loaded, part.module, directory)
+        notify_listeners(part.sharded.collectives, f"the load of {directory}", tell)
     return extra
 
 
@@ -150,16 +191,12 @@ def load_dcp(
             identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
         require_same(collectives, directory, identity, REMEDY)
         with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives):
-            targets = ModelRestore(source, model, collectives.rank).targets
-            restore = None
             if joint is not None:
                 source.find_optimizer()
-                restore = OptimizerRestore(source, sharded, joint, None)
+            restore = Restore(source, sharded, model, joint, rank=collectives.rank)
         with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives):
-            source.read(targets)
-            if restore is not None:
-                source.read(restore.targets)
-                restore.commit(restore.targets)
+            source.read(restore.targets)
+            restore.commit()
         notify_listeners(collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, directory))
 
 

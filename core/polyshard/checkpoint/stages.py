@@ -20,19 +20,16 @@ from .. import registry
 from ..errors import ConfigError
 from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives, Group, PluginContext
-from ..state.contents import Joint, names_of, saved_names
-from ..state.exchange import coordinates, from_first, gather_to_first, notify_listeners, require_same, together
-from ..state.restore import ModelRestore, OptimizerRestore
+from ..state.contents import Joint, saved_names
+from ..state.exchange import from_first, gather_to_first, together
 from ..state.sharded import MODEL, OPTIMIZER, holdings
-from ..state.source import Entry, Source, listed
-from .contents import caster_states, mapping_of, restore_casters
-from .folder import Line
-from .loading import REMEDY, readable, require_file_seen
-from .manifest import Marker
+from ..state.source import Entry, Source, listed, opening
+from .contents import caster_states, mapping_of
+from .loading import Part, load_parts
 from .pending import History, PendingSave
 from .reading import StoredSource
 from .saving import Taken, save_later, save_now, take
-from .storage import MARKER, AnyPlace, Place, place_of
+from .storage import AnyPlace, Place
 from .writing import Document
 
 
@@ -125,57 +122,14 @@ def load_stages(
     for each in models:
         each.attached(History).finish_pending(each)
     with _everyone(models, group) as everyone:
-        require_file_seen(everyone, directory, MARKER)
-        with together(everyone, f"Opening the checkpoint {directory}"):
-            parts = _parts(stages, models, optimizers)
-            directory = place_of(directory, "directory")
-            marker = Marker.read(directory)
-            if coordinates(everyone):
-                marker.require_files(directory)
-            with readable(directory, everyone):
-                manifest = marker.read_manifest(directory)
-                source = StoredSource(manifest)
-                precision, extra = source.precision, source.extra
-        require_same(everyone, directory, marker.identity, REMEDY)
-        kind = manifest.optimizer.kind if manifest.optimizer else None
-        with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone):
-            sources = [_StageSource(source, part) for part in parts]
-            restores = [
-                ModelRestore(each, part.module, everyone.rank, frozen=frozen)
-                for each, part in zip(sources, parts, strict=True)
-            ]
-            joints = [
-                None if part.joint is None else OptimizerRestore(each, part.sharded, part.joint, kind)
-                for each, part in zip(sources, parts, strict=True)
-            ]
-        _refuse_left_over(everyone, source, parts)
-        with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
-            for part, own, restore, joint in zip(parts, sources, restores, joints, strict=True):
-                with part.sharded.telling(part.module, f"Loading {directory}"):
-                    own.read(restore.targets)
-                    if joint is not None:
-                        own.read(joint.targets)
-                if joint is not None:
-                    joint.commit(joint.targets)
-                restore_casters(part.sharded, precision)
-            if coordinates(everyone):
-                models[0].attached(History).line = Line.from_loaded(directory, marker)
-        for part in parts:
-            done = f"the load of {directory}"
-            notify_listeners(part.sharded.collectives, done, partial(part.sharded.tell_loaded, part.module, directory))
-    return extra
+        left_over = partial(_refuse_left_over, everyone)
+        return load_parts(everyone, directory, lambda: _parts(stages, models, optimizers), {}, left_over, frozen=frozen)
 
 
 @dataclass(frozen=True)
-class _Part:
-    module: nn.Module
-    sharded: ShardedModel
-    joint: Joint | None
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Every name of a parameter or buffer, and the first one of the same."""
-        return {name: first for first, names in names_of(self.module).items() for name in names}
+class _Stage(Part):
+    def source_in(self, source: StoredSource) -> Source:
+        return _StageSource(source, self)
 
     def outline(self, tied: Mapping[str, str]) -> _Outline:
         names, saved = self.names, saved_names(self.module)
@@ -237,7 +191,7 @@ class _Outline:
 
 
 def _taken(
-    parts: Sequence[_Part],
+    parts: Sequence[_Stage],
     outlines: Sequence[_Outline],
     whole: _Outline | None,
     extra: Mapping[str, Any] | None,
@@ -288,7 +242,7 @@ def _taken(
 class _StageSource(Source):
     """Of a checkpoint what one stage has: other names are not there."""
 
-    def __init__(self, source: StoredSource, part: _Part) -> None:
+    def __init__(self, source: StoredSource, part: _Stage) -> None:
         self._source, aliases = source, source.aliases
         self.complete = source.complete
         own = part.names
@@ -360,14 +314,14 @@ def _models(stages: Sequence[nn.Module], call: str) -> list[ShardedModel]:
 
 def _parts(
     stages: Sequence[nn.Module], models: Sequence[ShardedModel], optimizers: Sequence[torch.optim.Optimizer] | None
-) -> list[_Part]:
+) -> list[_Stage]:
     if optimizers is not None and len(optimizers) != len(stages):
         raise ConfigError(
             f"There are {len(stages)} stages and {len(optimizers)} optimizers (rank {models[0].rank} of its stage). "
             "Give one for each stage, or None."
         )
     joints = [None] * len(stages) if optimizers is None else list(map(Joint, optimizers))
-    return [_Part(*each) for each in zip(stages, models, joints, strict=True)]
+    return [_Stage(*each) for each in zip(stages, models, joints, strict=True)]
 
 
 @contextmanager
@@ -386,7 +340,7 @@ def _everyone(models: Sequence[ShardedModel], group: dist.ProcessGroup | None) -
         yield made
 
 
-def _refuse_left_over(everyone: Collectives, source: StoredSource, parts: Sequence[_Part]) -> None:
+def _refuse_left_over(everyone: Collectives, source: StoredSource, parts: Sequence[Part]) -> None:
     """Raise on all ranks where no stage has something that ``source`` holds."""
     own = {name for part in parts for name in part.names}
     gathered = gather_to_first(everyone, own)
@@ -400,6 +354,6 @@ def _refuse_left_over(everyone: Collectives, source: StoredSource, parts: Sequen
     left = from_first(everyone, left)
     if left:
         raise ConfigError(
-            f"{source.described[0].upper()}{source.described[1:]} has {listed(left)}, which no stage has (rank "
+            f"{opening(source)} has {listed(left)}, which no stage has (rank "
             f"{everyone.rank}). Load it into all stages of the model that it was saved from."
         )

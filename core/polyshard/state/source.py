@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -95,6 +95,25 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
                 f"{what} from {list(box.offsets)} on {where}: {source.remedy}"
             )
     return None
+
+
+def fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
+
+
+def require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
+    """Raise ConfigError where the optimizer has a state, ``present``, in another dtype than ``source``."""
+    if isinstance(present, torch.Tensor) and present.dtype != dtype:
+        raise ConfigError(
+            f"{what} is {dtype} in {source.described} but {present.dtype} in the optimizer {where}. Load it "
+            "into an optimizer of the dtypes that it was saved from."
+        )
+
+
+def same_values(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _held(box: Box, boxes: Iterable[Box]) -> int:
