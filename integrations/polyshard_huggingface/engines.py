@@ -13,7 +13,7 @@ import torch
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import ShardedModel, savable_part
 from polyshard.state.contents import names_within
-from polyshard.state.streaming import Ranks, Weights, let_go
+from polyshard.state.streaming import Ranks, Weights, copy_kept
 from torch import nn
 
 from .conversion import Conversion, Part, listed, whole
@@ -128,7 +128,7 @@ def _as_saved(
         kept = [weakref.ref(each) for each in tensors]
         yield names, tensors
         tensors.clear()
-        let_go(kept)
+        copy_kept(kept)
     if here:
         waiting = {user: lacking[user] for source in here for user in users[source] if lacking[user]}
         raise ConfigError(

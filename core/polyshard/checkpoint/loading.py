@@ -70,7 +70,7 @@ def load(
 
     def parts() -> Sequence[Part]:
         joint = None if optimizer is None else Joint(optimizer)
-        called.update(optimizer=str(joint and joint.described), frozen=frozen)
+        called.update(optimizer=str(joint and joint.signature), frozen=frozen)
         return [Part(model, sharded, joint)]
 
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
@@ -133,7 +133,7 @@ def load_parts(
     matched(source, parts)
     with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
         for part, each, restore in zip(parts, sources, restores, strict=True):
-            with part.sharded.telling(part.module, f"Loading {directory}"):
+            with part.sharded.reporting_progress(part.module, f"Loading {directory}"):
                 # Model and optimizer at once: a file's blocks have something of both.
                 each.read(restore.targets)
             restore.commit()
@@ -141,8 +141,8 @@ def load_parts(
         if coordinates(everyone):
             parts[0].sharded.attached(History).line = Line.from_loaded(directory, marker)
     for part in parts:
-        tell = partial(part.sharded.tell_loaded, part.module, directory)
-        notify_listeners(part.sharded.collectives, f"the load of {directory}", tell)
+        notify = partial(part.sharded.notify_loaded, part.module, directory)
+        notify_listeners(part.sharded.collectives, f"the load of {directory}", notify)
     return extra
 
 
@@ -181,7 +181,7 @@ def load_dcp(
         with together(collectives, opening, called), readable(directory, collectives):
             directory = _local(directory)
             joint = None if optimizer is None else Joint(optimizer)
-            called.update(optimizer=str(joint and joint.described), keys=keys)
+            called.update(optimizer=str(joint and joint.signature), keys=keys)
             held = {} if joint is None else holdings(sharded, joint.groups)
             groups = [
                 [name for parameter in group["params"] for name in held[parameter].names]
@@ -197,7 +197,7 @@ def load_dcp(
         with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives):
             source.read(restore.targets)
             restore.commit()
-        notify_listeners(collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, directory))
+        notify_listeners(collectives, f"the load of {directory}", partial(sharded.notify_loaded, model, directory))
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -296,7 +296,7 @@ class ForeignSource(Source):
         self._paths.update(found)
 
     @property
-    def described(self) -> str:
+    def label(self) -> str:
         return f"the directory {self.directory}"
 
     def read(self, targets: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from ..errors import CheckpointDamagedError, ConfigError
 from ..io.boxes import Box, box_within, row_major, span
 from ..io.files import MOST, carried_out, damaged, digest_of
 from ..io.memory import flat_bytes, view_of
-from ..io.progress import tell
+from ..io.progress import report_progress
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Entry, Source, chunks_of, in_lines
 from .encoding import Json, checked, decode, tensor_entry
@@ -98,7 +98,7 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
                 each.left -= 1
                 if not each.left:
                     each.end()
-            tell(done, ends[-1])
+            report_progress(done, ends[-1])
 
 
 def _wanted(target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
@@ -226,7 +226,7 @@ class StoredSource(Source):
                 )
 
     @property
-    def described(self) -> str:
+    def label(self) -> str:
         return f"the checkpoint {self._manifest.directory}"
 
     def read(self, targets: dict[str, Any]) -> None:

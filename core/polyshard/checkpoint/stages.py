@@ -225,16 +225,16 @@ def _taken(
 
     def document() -> Document:
         assert whole is not None
-        described = dict(content)
+        shown = dict(content)
         if whole.groups is not None:
             named = zip(groups, whole.groups, strict=True)
             joined = [
                 {**group, **{key: list(names) for key in ("params", "param_names") if key in group}}
                 for group, names in named
             ]
-            described[OPTIMIZER] = {"state": state, "param_groups": joined}
+            shown[OPTIMIZER] = {"state": state, "param_groups": joined}
         kind = None if parts[0].joint is None else parts[0].joint.kind
-        return Document.of(described, whole.aliases, kind, whole.precision, beside)
+        return Document.of(shown, whole.aliases, kind, whole.precision, beside)
 
     return Taken(content, broken, called, document)
 
@@ -262,8 +262,8 @@ class _StageSource(Source):
                 self._paths[mine] = (*path[:2], name, *path[3:])
 
     @property
-    def described(self) -> str:
-        return self._source.described
+    def label(self) -> str:
+        return self._source.label
 
     def read(self, targets: dict[str, Any]) -> None:
         inner = {self._inner.get(key, key): target for key, target in targets.items()}

@@ -190,7 +190,7 @@ def construct_plugins(
         caster.instance,
         manager.instance,
         wraps.instance,
-        NamedLayout(arranges.instance, layout.described),
+        NamedLayout(arranges.instance, layout.label),
         Events([(each.resolved.name, each.instance) for each in watching]),
         used,
         chosen.options if chosen.distribution else collectives,

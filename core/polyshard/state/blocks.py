@@ -173,14 +173,14 @@ class SavedBlocks:
             target = None if key is None else self._target(stem, key)
             if key is None or target is None:
                 raise ConfigError(self._not_there(state, stem))
-            what = f"optimizer state '{stem}' of {self._holding.described}"
+            what = f"optimizer state '{stem}' of {self._holding.label}"
             wrong = problem_with(self._source, key, what, target, self._where)
             if wrong is not None:
                 raise ConfigError(wrong)
             self.targets[key] = target
 
     def _not_there(self, state: str, stem: str) -> str:
-        what = f"optimizer state '{state}' of {self._holding.described}"
+        what = f"optimizer state '{state}' of {self._holding.label}"
         if "" in self._forms[stem]:
             return (
                 f"{opening(self._source)} has {what} in blocks of {self._blocks.size} elements, and this rank's piece, "
@@ -204,7 +204,7 @@ class SavedBlocks:
         entry = self._source.entry(key)
         if entry is None:
             raise ConfigError(
-                f"'{key}' is no tensor in {self._source.described} {self._where}. Load it into the model and the "
+                f"'{key}' is no tensor in {self._source.label} {self._where}. Load it into the model and the "
                 "optimizer that it was saved from."
             )
         return entry
@@ -242,7 +242,7 @@ class SavedBlocks:
         if not fits:
             raise ConfigError(
                 f"{opening(self._source)} has {numbers} numbers of '{stem}' for {numel} elements of "
-                f"{self._holding.described}, and the optimizer has blocks of {size} {self._where}. Make the optimizer "
+                f"{self._holding.label}, and the optimizer has blocks of {size} {self._where}. Make the optimizer "
                 "as it was when it was saved."
             )
 

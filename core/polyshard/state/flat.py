@@ -71,8 +71,8 @@ class FlatState:
                 if not same_values(values[key], values[other_key]):
                     raise ConfigError(
                         f"optimizer state '{name}' is {_shown(values[key])} for '{first}' but "
-                        f"{_shown(values[other_key])} for '{other}' in {self._source.described}, and "
-                        f"{self._holding.described} has one for both {self._where}. {_REMEDY}"
+                        f"{_shown(values[other_key])} for '{other}' in {self._source.label}, and "
+                        f"{self._holding.label} has one for both {self._where}. {_REMEDY}"
                     )
             self._agreed[name] = values[key]
 
@@ -104,7 +104,7 @@ class FlatState:
         if missing:
             raise ConfigError(
                 f"{opening(self._source)} has optimizer state '{name}' of {listed(list(keys))} but "
-                f"not of {listed(missing)}, and {self._holding.described} has it for all {self._where}. {_REMEDY}"
+                f"not of {listed(missing)}, and {self._holding.label} has it for all {self._where}. {_REMEDY}"
             )
 
     def _has_shapes(self, keys: Mapping[str, str]) -> bool:
@@ -118,10 +118,10 @@ class FlatState:
         if others:
             raise ConfigError(
                 f"optimizer state '{name}' of {listed(list(keys))} has several dtypes in "
-                f"{self._source.described}, but {self._holding.described} has one {self._where}. {_REMEDY}"
+                f"{self._source.label}, but {self._holding.label} has one {self._where}. {_REMEDY}"
             )
         local = self._present.get(name)
-        what = f"optimizer state '{name}' of {self._holding.described}"
+        what = f"optimizer state '{name}' of {self._holding.label}"
         require_dtype(local, dtype, what, self._source, self._where)
         if not fits(local, parameter.shape, dtype):
             local = torch.zeros_like(parameter, dtype=dtype)
@@ -141,8 +141,8 @@ class FlatState:
             if entry is not None and math.prod(entry.shape) != 1:
                 raise ConfigError(
                     f"optimizer state '{name}' of '{each}' has shape {entry.shape} in "
-                    f"{self._source.described}, neither a scalar nor the parameter's shape, so it is no state of "
-                    f"{self._holding.described} {self._where}. {_REMEDY}"
+                    f"{self._source.label}, neither a scalar nor the parameter's shape, so it is no state of "
+                    f"{self._holding.label} {self._where}. {_REMEDY}"
                 )
         self._scalars[name] = dict(keys)
 

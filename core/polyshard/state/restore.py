@@ -25,7 +25,7 @@ from ..inspect import (
     units_in,
 )
 from .blocks import SavedBlocks, is_in_blocks
-from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of, settled_entries
+from .contents import Joint, Kind, compared_entries, frozen_names, kind_of, model_state, names_of
 from .flat import FlatState
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
 from .source import (
@@ -133,14 +133,14 @@ def _match_model(
                 "load with frozen=False."
             )
         wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
-    settled = {saved[name]: name for name in settled_entries(savable_model(model, "Loading")) if name in saved}
-    if settled and not wrong:
-        values: dict[str, Any] = {key: source.blank(key) for key in settled}
+    compared = {saved[name]: name for name in compared_entries(savable_model(model, "Loading")) if name in saved}
+    if compared and not wrong:
+        values: dict[str, Any] = {key: source.blank(key) for key in compared}
         source.read(values)
         wrong += [
             f"{opening(source)} has '{name}' otherwise than the model {where}: its bytes were quantized in another "
             "way. Load it into the model that it was saved from, quantized as it was then."
-            for key, name in settled.items()
+            for key, name in compared.items()
             if not same_values(values[key].cpu(), wanted[name].cpu())
         ]
     if wrong:
@@ -244,7 +244,7 @@ class _OptimizerRestore:
 
     def _require_blocks(self, parameter: nn.Parameter, holding: Holding, name: str) -> None:
         if holding.unit is not None or self._optimizer.blocks_of(parameter) is None:
-            what = holding.described if holding.unit is not None else "the optimizer"
+            what = holding.label if holding.unit is not None else "the optimizer"
             raise ConfigError(
                 f"{opening(self._source)} has optimizer state of '{name}' in blocks of a few bits, and {what} has it "
                 f"for single elements in full precision (rank {self._rank}). Load it into the optimizer that saved it, "
@@ -280,7 +280,7 @@ class _OptimizerRestore:
             own = each.value if isinstance(each, StateTensor) else each
             if is_inside(name) and (not isinstance(own, torch.Tensor) or own.dtype != tensor.dtype):
                 raise ConfigError(
-                    f"{opening(self._source)} has '{name}' of {holding.described} in {tensor.dtype}, which the "
+                    f"{opening(self._source)} has '{name}' of {holding.label} in {tensor.dtype}, which the "
                     f"optimizer does not make (rank {self._rank}). Load it into the optimizer that saved it."
                 )
         return like
@@ -352,7 +352,7 @@ class _OptimizerRestore:
             different = sorted(names ^ set(settings["params"]))
             if different:
                 raise ConfigError(
-                    f"Group {index} of the optimizer and of {self._source.described} differ in "
+                    f"Group {index} of the optimizer and of {self._source.label} differ in "
                     f"{listed(different)} {where}. Make the optimizer as it was when the checkpoint was saved."
                 )
 
@@ -374,7 +374,7 @@ class _OptimizerRestore:
             return None
         parameter, shape, dtype = holding.parameter, entry.shape, entry.dtype
         local = present.get(name)
-        what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
+        what, where = f"optimizer state '{name}' of {holding.label}", f"(rank {self._rank})"
         require_dtype(local, dtype, what, self._source, where)
         whole_shape = holding.sharded[0].shape if holding.sharded else None
         if shape == whole_shape and (shape or name not in self._numbers):
@@ -383,7 +383,7 @@ class _OptimizerRestore:
             target: torch.Tensor = of_parameter(holding.sharded[0], local)
         elif holding.partial and math.prod(shape) != 1:
             raise ConfigError(
-                f"{what} has shape {shape} in {self._source.described}, neither a scalar nor the "
+                f"{what} has shape {shape} in {self._source.label}, neither a scalar nor the "
                 f"parameter's shape {whole_shape}, so there is no part of it for this rank {where}. "
                 "Load it with the strategy that saved it, or without its optimizer."
             )
@@ -472,7 +472,7 @@ def _require_same_kind(
             ]
         if different:
             raise ConfigError(
-                f"Group {index} of the optimizer does not fit the state in {source.described} (rank {rank}): "
+                f"Group {index} of the optimizer does not fit the state in {source.label} (rank {rank}): "
                 f"{'; '.join(different)}. Make the optimizer, here {mine['class']}, as it was when it was saved, or "
                 "load without it."
             )

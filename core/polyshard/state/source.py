@@ -49,7 +49,7 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def described(self) -> str:
+    def label(self) -> str:
         """For the middle of an error's sentence."""
 
     @abstractmethod
@@ -74,15 +74,15 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
     """Why not all of ``target`` can be read from ``source`` under ``key``; None where it can."""
     entry = source.entry(key)
     if entry is None:
-        return f"{what} is no tensor in {source.described} {where}. Load it into the model that it was saved from."
+        return f"{what} is no tensor in {source.label} {where}. Load it into the model that it was saved from."
     if entry.shape != tuple(target.shape):
         return (
-            f"{what} has shape {entry.shape} in {source.described} but {tuple(target.shape)} in the model "
+            f"{what} has shape {entry.shape} in {source.label} but {tuple(target.shape)} in the model "
             f"{where}. Load it into the model that it was saved from."
         )
     if entry.dtype != target.dtype and not source.converts:
         return (
-            f"{what} is {entry.dtype} in {source.described} but {target.dtype} in the model {where}. "
+            f"{what} is {entry.dtype} in {source.label} but {target.dtype} in the model {where}. "
             f"Convert the model before sharding, by to({entry.dtype}); after loading, it cannot be."
         )
     if sum(box.numel for box in entry.boxes) == math.prod(entry.shape):
@@ -105,7 +105,7 @@ def require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, w
     """Raise ConfigError where the optimizer has a state, ``present``, in another dtype than ``source``."""
     if isinstance(present, torch.Tensor) and present.dtype != dtype:
         raise ConfigError(
-            f"{what} is {dtype} in {source.described} but {present.dtype} in the optimizer {where}. Load it "
+            f"{what} is {dtype} in {source.label} but {present.dtype} in the optimizer {where}. Load it "
             "into an optimizer of the dtypes that it was saved from."
         )
 
@@ -122,8 +122,8 @@ def _held(box: Box, boxes: Iterable[Box]) -> int:
 
 
 def opening(source: Source) -> str:
-    """``described`` for the beginning of a sentence."""
-    return f"{source.described[0].upper()}{source.described[1:]}"
+    """``label`` for the beginning of a sentence."""
+    return f"{source.label[0].upper()}{source.label[1:]}"
 
 
 def in_lines(problems: Sequence[str]) -> str:
@@ -203,7 +203,7 @@ class StateDictSource(Source):
         self._paths = {key: spec.path for key, spec in self._specs.items()}
 
     @property
-    def described(self) -> str:
+    def label(self) -> str:
         return "the state dict of rank 0" if self._from_rank_0 else "the state dict"
 
     def entry(self, key: str) -> Entry | None:

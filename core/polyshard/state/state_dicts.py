@@ -142,7 +142,8 @@ def get_optimizer_state_dict(
         require_whole(sharded, "get_optimizer_state_dict()")
         with together(sharded.collectives, "Looking at the optimizer's state"):
             own = optimizer_state(model, optimizer)
-        return full_optimizer_state(sharded, joint, own, receives=_receives(sharded, options))
+        receives = options.form is StateForm.FULL or sharded.collectives.rank == 0
+        return full_optimizer_state(sharded, joint, own, receives=receives)
     state = optimizer_state(model, optimizer)
     if options.form is StateForm.DTENSOR:
         parameters = _parameters_as_dtensors(sharded)
@@ -227,10 +228,6 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizers) -> None:
     for each in Joint(optimizer).members:
         if not each.state:
             _make_state(each, sharded.rank)
-
-
-def _receives(sharded: ShardedModel, options: StateOptions) -> bool:
-    return options.form is StateForm.FULL or sharded.collectives.rank == 0
 
 
 def _parameters_as_dtensors(sharded: ShardedModel) -> dict[str, DTensor]:

@@ -108,7 +108,7 @@ def explain(
         made["precision"].instance,
         made["offload"].instance,
         policy,
-        NamedLayout(layout.instance, layout.resolved.described),
+        NamedLayout(layout.instance, layout.resolved.label),
         Events([]),
         tuple(made.values()),
         collectives.instance,

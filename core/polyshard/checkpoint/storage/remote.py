@@ -15,7 +15,6 @@ import itertools
 import re
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -280,11 +279,9 @@ class RemoteAttempt(Attempt[URL]):
     """A directory with a name that no other save has: what it holds is never written over."""
 
     def __init__(self, storage: RemoteStorage, folder: URL, name: str) -> None:
-        self.identity = uuid.uuid4().hex
+        super().__init__()
         self.path = folder / f"{name}.{self.identity[:_DIGITS]}"
-        self.committed = False
         self._storage = storage
-        self._stays = False
 
     @property
     def target(self) -> URL:
@@ -316,9 +313,6 @@ class RemoteAttempt(Attempt[URL]):
                 self._storage.remove(self.path / _SAVING)
                 return
             time.sleep(pause)
-
-    def leave_to_others(self) -> None:
-        self._stays = True
 
     def close(self) -> None:
         _LIVE.discard(self.path)
