@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..state.sharded import MODEL, OPTIMIZER, holdings
 from ..state.source import Entry, Source, listed, opening, require_name, same_values
 from .contents import restore_casters
 from .folder import Line
-from .manifest import Marker
+from .manifest import Manifest, Marker
 from .pending import History
 from .reading import StoredSource
 from .storage import MARKER, Place, place_of, storage_of
@@ -118,7 +118,7 @@ def load_parts(
         if coordinates(everyone):
             marker.require_files(directory)
         with readable(directory, everyone):
-            manifest = marker.read_manifest(directory)
+            manifest = Manifest.read(directory, marker)
             source = StoredSource(manifest)
             # Decoded here, where a failure changes nothing.
             precision, extra = source.precision, source.extra
@@ -264,26 +264,23 @@ class DcpKeys:
         return (given,) if isinstance(given, str) else tuple(given)
 
 
-@dataclass(frozen=True)
 class ForeignSource(Source):
     """A state dict of the forms that ``torch.distributed.checkpoint.state_dict`` gives, flattened or not."""
 
-    directory: Path
-    metadata: Metadata
-    keys: DcpKeys
-    groups: Sequence[Sequence[str]] = ()
-    """The parameters' names in each group of the optimizer that is loaded: a flattened state dict knows no groups."""
-    remedy: str = "the ranks that wrote it did not all write. Save it again."
-    _paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    _made: dict[str, list[str]] = field(default_factory=dict)
+    remedy = "the ranks that wrote it did not all write. Save it again."
 
-    def __post_init__(self) -> None:
-        """Find the model. Raises ConfigError: there is nothing where it is said to be."""
-        found = {key: (MODEL, path[0]) for key, path in self._below(MODEL) if len(path) == 1}
-        if not found:
-            raise self._nothing("model", self.keys.model)
-        self._paths.update(found)
+    def __init__(self, directory: Path, metadata: Metadata, keys: DcpKeys, groups: Sequence[Sequence[str]]) -> None:
+        """``groups``: the parameters' names in each group of the optimizer: a flattened state dict knows no groups.
+
+        Raises ConfigError: there is no model where ``keys`` says.
+        """
+        self.label = f"the directory {directory}"
+        self._directory, self._metadata, self._keys, self._groups = directory, metadata, keys, groups
+        self._aliases: dict[str, tuple[str, ...]] = {}
+        self._made: dict[str, list[str]] = {}
+        self._paths = {key: (MODEL, path[0]) for key, path in self._below(MODEL) if len(path) == 1}
+        if not self._paths:
+            raise self._nothing("model", keys.model)
 
     def find_optimizer(self) -> None:
         """Know the optimizer, too.
@@ -292,12 +289,8 @@ class ForeignSource(Source):
         """
         found = self._optimizer_paths()
         if not found:
-            raise self._nothing("optimizer", self.keys.optimizer)
+            raise self._nothing("optimizer", self._keys.optimizer)
         self._paths.update(found)
-
-    @property
-    def label(self) -> str:
-        return f"the directory {self.directory}"
 
     def read(self, targets: dict[str, Any]) -> None:
         wanted = {key: target for key, target in targets.items() if key not in self._made}
@@ -308,7 +301,7 @@ class ForeignSource(Source):
             for other in self._aliases.get(key, ())
         }
         both = {**beside, **wanted}
-        read_state(self.directory, both, self.metadata)
+        read_state(self._directory, both, self._metadata)
         targets.update({key: both[key] for key in wanted})
         targets.update({key: names for key, names in self._made.items() if key in targets})
         for key in wanted:
@@ -321,17 +314,17 @@ class ForeignSource(Source):
                     )
 
     def entry(self, key: str) -> Entry | None:
-        found = self.metadata.state_dict_metadata.get(key)
+        found = self._metadata.state_dict_metadata.get(key)
         if not isinstance(found, TensorStorageMetadata):
             return None
         boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in found.chunks]
         return Entry(tuple(found.size), found.properties.dtype, boxes)
 
     def _below(self, what: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        start = self.keys.path(what)
-        for key, whole in (self.metadata.planner_data or {}).items():
+        start = self._keys.path(what)
+        for key, whole in (self._metadata.planner_data or {}).items():
             path = tuple(whole)
-            if path[: len(start)] == start and key in self.metadata.state_dict_metadata:
+            if path[: len(start)] == start and key in self._metadata.state_dict_metadata:
                 yield key, path[len(start) :]
 
     def _optimizer_paths(self) -> dict[str, tuple[Any, ...]]:
@@ -356,8 +349,8 @@ class ForeignSource(Source):
     def _grouped(self, settings: dict[str, dict[str, str]]) -> dict[str, tuple[Any, ...]]:
         """The paths of groups, made of what a flattened state dict has for each parameter."""
         found: dict[str, tuple[Any, ...]] = {}
-        left = set(settings).difference(*self.groups)
-        for index, names in enumerate(self.groups):
+        left = set(settings).difference(*self._groups)
+        for index, names in enumerate(self._groups):
             members = [name for name in names if name in settings]
             for setting, key in settings[members[0]].items() if members else ():
                 found[key] = (OPTIMIZER, _GROUPS, index, setting)
@@ -369,7 +362,7 @@ class ForeignSource(Source):
         return found
 
     def _nothing(self, what: str, given: str | tuple[str, ...]) -> ConfigError:
-        top = sorted({str(path[0]) for path in (self.metadata.planner_data or {}).values()})
+        top = sorted({str(path[0]) for path in (self._metadata.planner_data or {}).values()})
         return ConfigError(
             f"{opening(self)} has no {what} at {given!r}; at the top it has "
             f"{listed(top)}. Say where it is: DcpKeys({what}=...)."

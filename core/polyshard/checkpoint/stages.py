@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ class _Outline:
     precision: Mapping[str, dict[str, Any]]
     left_out: frozenset[str] = frozenset()
     """Names of parameters that another stage saves."""
-    tells: bool = True
+    is_first: bool = True
     """Whether it is that of the stage's first rank."""
 
     @classmethod
@@ -167,27 +168,26 @@ class _Outline:
 
         Raises ConfigError: two stages have a name, or optimizers of other numbers of groups.
         """
-        told = [each for each in outlines if each.tells]
-        names: list[str] = [name for each in told for name in each.names]
+        firsts = [each for each in outlines if each.is_first]
+        names: list[str] = [name for each in firsts for name in each.names]
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ConfigError(
                 f"Several stages have {listed(twice)}. Give each part the names of the whole model, as a copy of it "
                 "has from which the modules of others were deleted; name a parameter that two stages share in tied."
             )
-        numbers = {None if each.groups is None else len(each.groups) for each in told}
+        numbers = {None if each.groups is None else len(each.groups) for each in firsts}
         if len(numbers) > 1:
             raise ConfigError(
                 f"The optimizers of stages have {sorted(map(str, numbers))} parameter groups. Give all of them as "
                 "many, with the same settings, or save none."
             )
         groups = None
-        if told and told[0].groups is not None:
-            groups = [
-                [name for each in told for name in (each.groups or ())[index]] for index in range(len(told[0].groups))
-            ]
-        aliases = {name: first for each in told for name, first in each.aliases.items()}
-        return cls(names, aliases, groups, {unit: state for each in told for unit, state in each.precision.items()})
+        if firsts and firsts[0].groups is not None:
+            members = zip(*(each.groups or () for each in firsts), strict=True)
+            groups = [list(chain.from_iterable(each)) for each in members]
+        aliases = {name: first for each in firsts for name, first in each.aliases.items()}
+        return cls(names, aliases, groups, {unit: state for each in firsts for unit, state in each.precision.items()})
 
 
 def _taken(
@@ -244,7 +244,7 @@ class _StageSource(Source):
 
     def __init__(self, source: StoredSource, part: _Stage) -> None:
         self._source, aliases = source, source.aliases
-        self.complete = source.complete
+        self.label, self.complete = source.label, source.complete
         own = part.names
         saved = {path[2] for path in source.paths(OPTIMIZER, "state").values()}
         #: Names in the stage, and in the saved optimizer: a tied parameter is saved under one of its names.
@@ -260,10 +260,6 @@ class _StageSource(Source):
                 mine = key if name == first else f"{key}\0of\0{name}"
                 self._inner[mine] = key
                 self._paths[mine] = (*path[:2], name, *path[3:])
-
-    @property
-    def label(self) -> str:
-        return self._source.label
 
     def read(self, targets: dict[str, Any]) -> None:
         inner = {self._inner.get(key, key): target for key, target in targets.items()}

@@ -76,7 +76,7 @@ def shard_module(request: Request) -> Root:
         plugins = choose_plugins(request, agreement)
         plan = plan_shards(request, plugins)
         _fill_in(report, plan, plugins, agreement)
-    _tell(plan, plugins)
+    _log(plan, plugins)
     with ExitStack() as unfinished:
         with ExitStack() as undo:
             with agreement.phase():
@@ -337,7 +337,7 @@ def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
     modules_called(plan.request.module)[0].__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
 
 
-def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
+def _log(plan: ShardPlan, plugins: ChosenPlugins) -> None:
     configured, collectives = plan.request.config.strategy, plugins.collectives
     if plan.ranks.strategy is not configured:
         warn_once(
@@ -350,7 +350,7 @@ def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
             collectives.rank,
             collectives.world_size,
             type(plan.request.module).__name__,
-            plugins.told(),
+            plugins.summary(),
         )
 
 

@@ -285,7 +285,7 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def names_within(sharded: ShardedModel, module: nn.Module, *, inside: bool = True) -> dict[str, tuple[str, ...]]:
     """All names in ``module`` of each parameter and buffer there, by the one under which ``model_state`` has it.
 
-    ``inside``: whether of parameters that are told as tensors inside of them it has the names of these.
+    ``inside``: whether of parameters that are saved as the tensors inside of them it has the names of these.
     """
     outermost = sharded.module
     named = (*outermost.named_parameters(), *outermost.named_buffers())
@@ -320,7 +320,7 @@ def names_within(sharded: ShardedModel, module: nn.Module, *, inside: bool = Tru
 
 
 def _made_of_others(sharded: ShardedModel) -> dict[str, Insides]:
-    """By first name of each parameter that is told as the tensors inside of it, what these are."""
+    """By first name of each parameter that is saved as the tensors inside of it, what these are."""
     return {name: insides for unit in sharded.units for name, insides in unit.insides.items()}
 
 

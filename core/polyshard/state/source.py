@@ -39,6 +39,8 @@ class Entry:
 class Source(ABC):
     """Values by key, with shapes and dtypes known before any is read. A key stands for a path through containers."""
 
+    #: For the middle of an error's sentence.
+    label: str
     #: Whether all elements of everything are there; not so where one rank of a pretended world saved.
     complete: bool = True
     #: Whether values of a model are converted to its dtypes, instead of refused where they are of others.
@@ -46,11 +48,6 @@ class Source(ABC):
     _paths: dict[str, _Path]
     #: Why elements that a target needs may be missing, and what to do.
     remedy: str = "one rank of a pretended world saved it. Load it on the same rank of the same world size."
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """For the middle of an error's sentence."""
 
     @abstractmethod
     def read(self, targets: dict[str, Any]) -> None:
@@ -180,6 +177,7 @@ class StateDictSource(Source):
         """
         self._collectives = collectives
         self._from_rank_0 = from_rank_0
+        self.label = "the state dict of rank 0" if from_rank_0 else "the state dict"
         self._gathered: list[str] = []
         if from_rank_0:
             self.remedy = "rank 0 must give whole tensors."
@@ -201,10 +199,6 @@ class StateDictSource(Source):
         if problem is not None:
             raise problem
         self._paths = {key: spec.path for key, spec in self._specs.items()}
-
-    @property
-    def label(self) -> str:
-        return "the state dict of rank 0" if self._from_rank_0 else "the state dict"
 
     def entry(self, key: str) -> Entry | None:
         spec, value = self._specs.get(key), cast(Any, self._values.get(key))

@@ -235,7 +235,7 @@ def _parameters_as_dtensors(sharded: ShardedModel) -> dict[str, DTensor]:
     found: dict[str, DTensor] = {}
     for each in parameters_of(sharded):
         if type(each.tensor) is not nn.Parameter and not is_dtensor(each.tensor):
-            # Of a class of its own: told as the tensors inside of it.
+            # Of a class of its own: saved as the tensors inside of it.
             continue
         try:
             found[each.name] = as_dtensor(each.tensor)
@@ -252,7 +252,7 @@ def _state_like(parameter: DTensor, holding: Holding, value: object) -> DTensor 
     if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape != holding.parameter.shape:
         return None
     if type(value) not in (torch.Tensor, nn.Parameter):
-        # Told as the tensors that it is made of.
+        # Saved as the tensors that it is made of.
         return None
     if any(stop == start for start, stop in placement(holding.parameter).pieces):
         return None

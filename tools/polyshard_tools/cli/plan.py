@@ -202,10 +202,10 @@ def _plan(arguments: argparse.Namespace) -> int:
                 links=find_links(arguments.links) if arguments.links else None,
                 largest=batch is not None and (device is not None or memory is not None),
             )
-    return _told(found, arguments, stages)
+    return _show(found, arguments, stages)
 
 
-def _told(found: Plan, arguments: argparse.Namespace, pipeline: PipelinePlan | None = None) -> int:
+def _show(found: Plan, arguments: argparse.Namespace, pipeline: PipelinePlan | None = None) -> int:
     if arguments.picture:
         draw(found, arguments.picture)
     if arguments.json:

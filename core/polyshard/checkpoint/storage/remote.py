@@ -35,7 +35,7 @@ _PAUSES = (0.0, 0.1, 1.0)
 #: A file up to here is sent by one request.
 _MOST_AT_ONCE = 16 << 20
 #: Bytes behind which a rank says that it still writes.
-_TOLD = 128 << 20
+_SHOWN_NBYTES = 128 << 20
 #: Attempts of this process that have not ended.
 _LIVE: set[URL] = set()
 #: Locks of this process, by their folders.
@@ -257,7 +257,7 @@ class _Output(OutputFile):
         self._path = path
         self._beside = URL(f"{path}.part")
         self._append = append
-        self._told = 0
+        self._shown = 0
 
     def write(self, block: Sequence[memoryview], at: int) -> None:
         pass
@@ -266,12 +266,12 @@ class _Output(OutputFile):
         with _reached(self._path):
             for piece in block:
                 self._append(piece)
-        if at // _TOLD > self._told:
-            self._told = at // _TOLD
-            self._storage.write_whole(self._beside, b"." * self._told)
+        if at // _SHOWN_NBYTES > self._shown:
+            self._shown = at // _SHOWN_NBYTES
+            self._storage.write_whole(self._beside, b"." * self._shown)
 
     def end(self) -> None:
-        if self._told:
+        if self._shown:
             self._storage.remove(self._beside)
 
 
