@@ -76,7 +76,7 @@ def truths() -> list[Truth]:
     found = [
         *_peers("peers2-8b.json", ["polyshard"]),
         *_peers("peers2-small.json", ["polyshard", "polyshard-captured"], peaks=False, remark=left),
-        *_muon("muon.json"),
+        *_muon(),
         *_peers("peers4-8b.json", ["polyshard"]),
         *_peers("peers.json", ["polyshard", "polyshard-captured"], peaks=False, remark=left),
         *_peers(
@@ -120,7 +120,8 @@ def _peers(file: str, peers: list[str], *, peaks: bool = True, remark: str = "")
     return found
 
 
-def _muon(file: str) -> list[Truth]:
+def _muon() -> list[Truth]:
+    file = "muon.json"
     data, environment = _read(file)
     rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in data["rows"]:

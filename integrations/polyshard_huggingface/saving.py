@@ -109,7 +109,7 @@ def save_through(
         stack.callback(files.close)
         with together(collectives, f"Preparing {what}"):
             folder = path_of(folder, "folder")
-            _refuse_settings(sharded, folder, ranks, dtype)
+            _refuse_settings(sharded, ranks, dtype)
             held = tensors_of(sharded)
             refuse_hollow(held, sharded.rank)
             plan = _planned(sharded, held, convert, dtype, nbytes_of(max_shard_size))
@@ -178,7 +178,7 @@ def _leave_no_empty(made: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def _refuse_settings(sharded: ShardedModel, folder: Path, ranks: Ranks, dtype: torch.dtype | None) -> None:
+def _refuse_settings(sharded: ShardedModel, ranks: Ranks, dtype: torch.dtype | None) -> None:
     if ranks not in ("all", "first"):
         raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
     if dtype is not None and not (

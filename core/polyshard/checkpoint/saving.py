@@ -17,7 +17,7 @@ from ..interfaces import Collectives
 from ..state.contents import Joint, Optimizers, names_of
 from ..state.exchange import coordinates, from_first, notify_listeners, require_seen, speaks, together
 from ..state.source import listed
-from .contents import caster_states, mapping_of, not_finite, not_finite_anywhere, number_of, state_of
+from .contents import caster_states, extra_of, not_finite, not_finite_anywhere, number_of, state_of
 from .folder import Line
 from .manifest import Marker
 from .pending import History, Notes, PendingSave
@@ -174,7 +174,7 @@ def take(
     *,
     frozen: bool,
 ) -> Taken:
-    beside = mapping_of(extra, "extra")
+    beside = extra_of(extra)
     joint = None if optimizer is None else Joint(optimizer)
     state = state_of(sharded, model, optimizer, frozen=frozen)
 

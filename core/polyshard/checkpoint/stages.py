@@ -25,7 +25,7 @@ from ..state.contents import Joint, saved_names
 from ..state.exchange import from_first, gather_to_first, together
 from ..state.sharded import MODEL, OPTIMIZER, holdings
 from ..state.source import Entry, Source, listed, opening
-from .contents import caster_states, mapping_of
+from .contents import caster_states, extra_of
 from .loading import Part, load_parts
 from .pending import History, PendingSave
 from .reading import StoredSource
@@ -198,7 +198,7 @@ def _taken(
     *,
     frozen: bool,
 ) -> Taken:
-    beside = mapping_of(extra, "extra")
+    beside = extra_of(extra)
     model: dict[str, Any] = {}
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []

@@ -102,7 +102,7 @@ def explain(
     if not collectives.absent:
         refuse_unable(collectives.instance, 0)
         refuse_unserved(collectives, context, world_size)
-    listeners = _listeners(config, workbench)
+    listeners = _listeners(config)
     policy = WatchedPolicy(made["policy"].instance)
     plugins = StoodInPlugins(
         context,
@@ -222,7 +222,7 @@ def _source_inside(outer: registry.Resolved[Any], source: OptionSource, choice: 
     return Source(Origin.CODE, f"plugin {outer.name}")
 
 
-def _listeners(config: ShardConfig, workbench: Workbench) -> list[ExplainedPlugin]:
+def _listeners(config: ShardConfig) -> list[ExplainedPlugin]:
     """They are resolved and not constructed, since they may write files."""
     # To see that the program's own have hooks.
     Events([(type(each).__name__, each) for each in config.listeners if not isinstance(each, str | Mapping)])
