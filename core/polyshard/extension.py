@@ -24,10 +24,11 @@ from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, 
 from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
 from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
+from .runtime.boundary import pass_through_in
 from .runtime.extended import ExtendedUnit, cut
 from .runtime.gather import FlatBuffer, view_of
 from .runtime.gradients import Gradients
-from .runtime.hooks import ForwardHooks, output_hook, pass_through_in
+from .runtime.hooks import ForwardHooks, output_hook
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder, HintedOrder
 from .runtime.parameters import GradientTarget, MasterViews, Originals, become, part_of_master
