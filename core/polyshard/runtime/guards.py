@@ -16,6 +16,8 @@ another parameter's.
 
 ``refuse_copies``: a copy or pickle of a module inside a unit would hold pieces under the names of whole parameters, and
 compute with these where their shapes allow it. The module states' own modules refuse by their module state.
+
+``refuse_escape``: an output that lies in memory of a unit.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError, UnshardedUseError
+from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter
 from .bindings import Shown
 from .module_state import ModuleState
 from .step import Step
-from .unit import Unit
+from .unit import Unit, UnitState
 
 #: Under which the hooks stand; torch's own keys are numbers.
 _KEY = "polyshard"
@@ -383,3 +386,33 @@ class _Uncopied:
             "copy would take the piece for the whole. Copy it before sharding, or inside of 'with "
             "polyshard.unsharded(model)'."
         )
+
+
+def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
+    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
+
+    Raises:
+        UnshardedUseError: naming the parameter.
+    """
+    held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
+    if not held:
+        return
+    tensors: Iterable[torch.Tensor] = (
+        (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
+    )
+    for tensor in tensors:
+        for unit in held:
+            if tensor.device == unit.buffer.device and tensor.numel() and unit.buffer.holds(tensor):
+                raise UnshardedUseError(
+                    f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
+                    f"on rank {unit.ranks.world.rank}, which is released when the forward ends. Return a clone, or "
+                    "compute with it inside the forward."
+                )
+
+
+def _owner(unit: Unit, tensor: torch.Tensor) -> str:
+    offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
+    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+        if slot.offset <= offset < slot.end:
+            return parameter.names[0]
+    return unit.name

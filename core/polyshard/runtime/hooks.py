@@ -36,11 +36,12 @@ from ..errors import ParameterMovedError, StateError, UnshardedUseError
 from ..nested import distinct_tensors
 from .activation_checkpoint import Checkpointed, Region, may_have_backward, running
 from .boundary import SideOutputs, adopt_in_place, exchanged, pass_through, watch_output
+from .guards import refuse_escape
 from .module_state import BackwardState, ModuleState, StateKind, show_whole, unshard_ahead
 from .order import BackwardAction, ForwardRecord, Point
 from .root import Root, root_of
 from .step import Phase, Step
-from .unit import Reshard, refuse_escape
+from .unit import Reshard
 
 _version_of = attrgetter("_version")
 

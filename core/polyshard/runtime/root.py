@@ -15,13 +15,13 @@ from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUse
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .budget import Budget
-from .guards import IdleCallGuard, RegistrationGuard
+from .guards import IdleCallGuard, RegistrationGuard, refuse_escape
 from .module_state import ModuleState, ModuleUse, StateKind
 from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
 from .peers import refuse_different_batches
 from .step import Phase, Step
 from .streams import CommStreams
-from .unit import UnitState, refuse_escape
+from .unit import UnitState
 from .used_parameters import UsedParameters
 
 _reduced = attrgetter("reduced")

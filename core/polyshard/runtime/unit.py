@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 
@@ -17,7 +16,6 @@ from ..errors import (
     ParameterError,
     ParameterMovedError,
     StateError,
-    UnshardedUseError,
     UnsupportedError,
 )
 from ..interfaces import (
@@ -30,7 +28,6 @@ from ..interfaces import (
     UnitSpec,
     WireSpec,
 )
-from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.answers import is_packed
 from ..planning.groups import UnitRanks
 from ..planning.launches import alike
@@ -819,33 +816,3 @@ def unshard_together(units: Sequence[Unit]) -> None:
         raise
     for unit in units:
         unit._issued()
-
-
-def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
-    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
-
-    Raises:
-        UnshardedUseError: naming the parameter.
-    """
-    held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
-    if not held:
-        return
-    tensors: Iterable[torch.Tensor] = (
-        (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
-    )
-    for tensor in tensors:
-        for unit in held:
-            if tensor.device == unit.buffer.device and tensor.numel() and unit.buffer.holds(tensor):
-                raise UnshardedUseError(
-                    f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
-                    f"on rank {unit.ranks.world.rank}, which is released when the forward ends. Return a clone, or "
-                    "compute with it inside the forward."
-                )
-
-
-def _owner(unit: Unit, tensor: torch.Tensor) -> str:
-    offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
-    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-        if slot.offset <= offset < slot.end:
-            return parameter.names[0]
-    return unit.name
