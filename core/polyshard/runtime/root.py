@@ -89,8 +89,6 @@ class Root(Step):
         # Since the last backward, the last record of each inner module that was called by itself with gradients on.
         self._apart: dict[object, ForwardRecord[ModuleState]] = {}
         self._followed = False
-        # The thread that the forward runs in that began last.
-        self._thread = 0
         #: Whether an optimizer changed parameters inside of that forward.
         self.outdated = False
         #: Finds modules and parameters that came into the model later; None where nobody looks.
@@ -312,14 +310,6 @@ class Root(Step):
         if not self.accumulates and _torch_private.may_recompute_reentrantly():
             self.accumulates = any(unit.trainable for unit in self.units)
 
-    def _refuse_replaced(self) -> None:
-        if self.replaced is not None:
-            context, values = self.replaced
-            raise StateError(
-                f"A backward inside of {context} would give the parameters gradients of their {values} (rank "
-                f"{self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
-            )
-
     def _refuse_outdated(self) -> NoReturn:
         raise StateError(
             f"A backward came behind an optimizer's step inside of one forward of '{self.active_label}' (rank "
@@ -333,11 +323,6 @@ class Root(Step):
         return next(
             (module_state.label for module_state in self.module_states if module_state is self.active), "(root)"
         )
-
-    @property
-    def runs_here(self) -> bool:
-        """Whether a forward of the model runs in this thread, and no backward inside of it."""
-        return self.phase is Phase.FORWARD and self._thread == threading.get_ident()
 
     def end_inner_backward(self) -> None:
         """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.
@@ -606,31 +591,6 @@ class Root(Step):
         self.reducer.keep_memory()
         if self.phase is Phase.IDLE:
             self.phase = Phase.FAILED
-
-    def refuse_ended(self, call: str) -> None:
-        """Raise if the model was closed, or if a communication failed; ``call`` begins the message.
-
-        Raises:
-            StateError: saying so.
-        """
-        if self.phase is Phase.CLOSED:
-            raise StateError(
-                f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
-                "more, and its parameters are this rank's pieces. Close a model behind its last use."
-            )
-        self.recorder.refuse_behind_failure(call)
-
-    def refuse_open_stream(self, call: str) -> None:
-        """Raise while weights are handed out; ``call`` begins the message.
-
-        Raises:
-            StateError: saying how to end that.
-        """
-        if self.phase is Phase.STREAM:
-            raise StateError(
-                f"{call} came while a polyshard.stream() of the model is open (rank {self.rank}). Go through all of "
-                "it, or end it by its close(), on every rank."
-            )
 
     def close(self) -> None:
         """Release the gather buffers and the collectives that were made for this model.
