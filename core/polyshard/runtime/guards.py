@@ -216,8 +216,7 @@ class RegistrationGuard:
     def refuse_ties(self) -> None:
         """Raise for sharded parameters that were tied to others. Called before changed values are taken over.
 
-        Raises:
-            ParameterChangedError: naming both.
+        Raises ParameterChangedError: naming both.
         """
         for (module, key), parameter in self._sites.items():
             held = module._parameters.get(key)
@@ -230,8 +229,7 @@ class RegistrationGuard:
         A parameter with a hook behind its gradient's accumulation is the program's, which averages the gradient there.
         ``trains``: whether gradients may follow; new parameters stay noted where not.
 
-        Raises:
-            ParameterChangedError: naming them.
+        Raises ParameterChangedError: naming them.
         """
         trained = trains and any(parameter.requires_grad for parameter in self._new.values())
         # Removing a parameter or a module calls no hook.
@@ -257,8 +255,7 @@ class RegistrationGuard:
     def refuse_moved(self) -> None:
         """Raise for parameters under names that others had when the model was sharded, which are the names in state.
 
-        Raises:
-            ParameterChangedError: naming one.
+        Raises ParameterChangedError: naming one.
         """
         names = {name: parameter for parameter in self._managed.values() for name in parameter.names}
         for prefix, module in self._modules():
@@ -391,8 +388,7 @@ class _Uncopied:
 def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
     """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
 
-    Raises:
-        UnshardedUseError: naming the parameter.
+    Raises UnshardedUseError: naming the parameter.
     """
     held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
     if not held:

@@ -121,8 +121,7 @@ class UnitMaster:
         Gradients arrive there from now on, and no longer in the originals. A resident unit keeps its originals, whose
         gradients come from autograd itself.
 
-        Raises:
-            StateError: an original has a gradient already, or only some of them are trained.
+        Raises StateError: an original has a gradient already, or only some of them are trained.
         """
         if self.resident:
             return list(self.originals.tensors)
@@ -151,11 +150,7 @@ class UnitMaster:
         return zip(range(len(receivers)) if len(receivers) == len(self.parameters) else (None,), receivers, strict=True)
 
     def refuse_extended(self, call: str) -> None:
-        """Raise where the unit has no flat master, which ``call`` needs.
-
-        Raises:
-            UnsupportedError: naming the first parameter.
-        """
+        """Raise UnsupportedError where the unit has no flat master, which ``call`` needs."""
         if self.extended:
             parameter = self.parameters[0]
             raise UnsupportedError(

@@ -388,8 +388,7 @@ class ModuleState:
 
         For a backward that gathers nothing, and may need them on this rank.
 
-        Raises:
-            StateError: the memory is the backend's, which gives it to others meanwhile.
+        Raises StateError: the memory is the backend's, which gives it to others meanwhile.
         """
         for unit in self.units:
             if not keeps:
@@ -405,8 +404,7 @@ class ModuleState:
     def refuse_unseen_backward(self) -> None:
         """Raise if gradients came while the parameters were not whole.
 
-        Raises:
-            StateError: a backward came through no tensor that the forward returned.
+        Raises StateError: a backward came through no tensor that the forward returned.
         """
         if all(unit.permanent or unit.state is UnitState.UNSHARDED for unit in self.units):
             return
@@ -500,8 +498,7 @@ def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:
 def _merge(module_state: ModuleState, parent: ModuleState, unit: Unit, parameter: str) -> None:
     """Another module computes with ``parameter`` of ``unit``: from now on ``parent`` owns the units.
 
-    Raises:
-        UnshardedUseError: outside of a forward and of a backward of the parent.
+    Raises UnshardedUseError: outside of a forward and of a backward of the parent.
     """
     if not (parent.entered or parent.in_backward):
         raise UnshardedUseError(

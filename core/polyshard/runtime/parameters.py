@@ -148,8 +148,7 @@ class Originals(MasterViews):
 
         Called while modules hold the originals.
 
-        Raises:
-            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+        Raises ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
         # An empty tensor has no address: on a rank without a piece, only its dtype shows that it was replaced.
         if (
@@ -175,8 +174,7 @@ class Originals(MasterViews):
 
         ``held``: modules hold the originals now, and not the views that compute.
 
-        Raises:
-            ParameterMovedError: naming the parameter.
+        Raises ParameterMovedError: naming the parameter.
         """
         if list(map(_address_of, self.tensors)) == self._addresses and not (held and self._replaced()):
             return
@@ -293,8 +291,7 @@ class FlatMaster:
     def follow_requires_grad(self) -> None:
         """Train it where the originals are trained.
 
-        Raises:
-            StateError: only some of them are: weight decay and momentum would move the others.
+        Raises StateError: only some of them are: weight decay and momentum would move the others.
         """
         trained = set(self._originals.trained)
         self._mixed = len(trained) > 1

@@ -142,8 +142,7 @@ class Root(Step):
     def compare_batch(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Compare the arguments of the outermost forward among the ranks that must see the same, in the first step.
 
-        Raises:
-            RankMismatchError: they differ; on all of these ranks. Others are told.
+        Raises RankMismatchError: they differ; on all of these ranks. Others are told.
         """
         group, self.same_batch = self.same_batch, None
         if group is None or self.audit is None or self.audit.done or self.phase is not Phase.IDLE:
@@ -223,11 +222,7 @@ class Root(Step):
             raise
 
     def refuse_moved(self) -> None:
-        """Raise where modules moved, so that a name is another parameter's now.
-
-        Raises:
-            ParameterChangedError: naming one. Other ranks are told.
-        """
+        """Raise ParameterChangedError where modules moved, so that a name is another parameter's now."""
         if self.registrations is not None:
             try:
                 self.registrations.refuse_moved()
@@ -273,11 +268,7 @@ class Root(Step):
             self.begin_audit()
 
     def refuse_escape(self, output: object) -> None:
-        """Raise if ``output`` lies in memory of a unit.
-
-        Raises:
-            UnshardedUseError: naming the parameter.
-        """
+        """Raise UnshardedUseError if ``output`` lies in memory of a unit."""
         refuse_escape(self.units, output, "")
 
     def enter_backward(self) -> None:
@@ -331,8 +322,7 @@ class Root(Step):
         noticed it. Nothing else would take these gradients where no other backward follows, and a step of the optimizer
         inside of the forward would not find them.
 
-        Raises:
-            StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
+        Raises StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
         """
         if not self.runs_here:
             return
@@ -457,8 +447,7 @@ class Root(Step):
     def reduce_waiting(self) -> None:
         """Reduce gradients that backwards left whole, and hand them over. Every rank calls it, between backwards.
 
-        Raises:
-            StateError: the model was closed, or a communication had failed before.
+        Raises StateError: the model was closed, or a communication had failed before.
         """
         self.leave_failed_backward()
         self.refuse_ended("A reduction")
@@ -533,8 +522,7 @@ class Root(Step):
     def abandon(self) -> None:
         """Give up an unfinished forward or backward: release everything, drop its gradients.
 
-        Raises:
-            StateError: the model was closed, or a communication had failed before.
+        Raises StateError: the model was closed, or a communication had failed before.
         """
         # A forward of a closed model is found here, and not by a check in every step.
         if self.phase in (Phase.CLOSED, Phase.FAILED):
@@ -560,8 +548,7 @@ class Root(Step):
     def start_over(self) -> None:
         """Give up a forward or backward that raised, and drop gradients that wait to be reduced.
 
-        Raises:
-            StateError: the model was closed, or a communication had failed before.
+        Raises StateError: the model was closed, or a communication had failed before.
         """
         self.abandon()
         for unit in self.units:

@@ -109,11 +109,7 @@ class Step:
         return self.phase is Phase.FORWARD and self._thread == threading.get_ident()
 
     def refuse_ended(self, call: str) -> None:
-        """Raise if the model was closed, or if a communication failed; ``call`` begins the message.
-
-        Raises:
-            StateError: saying so.
-        """
+        """Raise StateError if the model was closed, or if a communication failed; ``call`` begins the message."""
         if self.phase is Phase.CLOSED:
             raise StateError(
                 f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
@@ -122,11 +118,7 @@ class Step:
         self.recorder.refuse_behind_failure(call)
 
     def refuse_open_stream(self, call: str) -> None:
-        """Raise while weights are handed out; ``call`` begins the message.
-
-        Raises:
-            StateError: saying how to end that.
-        """
+        """Raise StateError while weights are handed out; ``call`` begins the message."""
         if self.phase is Phase.STREAM:
             raise StateError(
                 f"{call} came while a polyshard.stream() of the model is open (rank {self.rank}). Go through all of "

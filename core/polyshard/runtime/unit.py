@@ -348,11 +348,7 @@ class Unit(UnitMaster):
         self.gradients.discard()
 
     def refuse_differentiable_gradients(self) -> None:
-        """Raise if a view's gradient has a graph of its own.
-
-        Raises:
-            StateError: naming the parameter.
-        """
+        """Raise StateError if a view's gradient has a graph of its own."""
         for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
             if leaf.grad is not None and leaf.grad.requires_grad:
                 raise StateError(
@@ -364,8 +360,7 @@ class Unit(UnitMaster):
     def follow_requires_grad(self) -> None:
         """Take over a ``requires_grad`` that the user changed on an original.
 
-        Raises:
-            ParameterError: the unit is packed, and has no gradients.
+        Raises ParameterError: the unit is packed, and has no gradients.
         """
         if (self.packed or is_packed(self.spec.master_dtype)) and any(self.originals.trained):
             kind = self.packed[0].cls.__name__ if self.packed else str(self.spec.master_dtype)
@@ -565,8 +560,7 @@ class Unit(UnitMaster):
     def adopt_changes(self) -> None:
         """Take over changes that the user made to the originals since the last forward.
 
-        Raises:
-            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+        Raises ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
         if self.ahead:
             # Modules may hold views, which are no changes.
@@ -579,8 +573,7 @@ class Unit(UnitMaster):
     def refuse_changes(self) -> None:
         """Refuse parameters replaced between forward and backward; take over a changed ``requires_grad``.
 
-        Raises:
-            ParameterChangedError: naming the parameter.
+        Raises ParameterChangedError: naming the parameter.
         """
         self.originals.refuse_changes(held=self.bindings.shown is Shown.ORIGINALS)
         # Autograd asks a leaf whether it wants its gradient when that arrives.
@@ -590,8 +583,7 @@ class Unit(UnitMaster):
     def refuse_moved_views(self) -> None:
         """Raise where a forward gave what computes memory of its own, which later gathers would not reach.
 
-        Raises:
-            ParameterMovedError: naming the parameter, which is as it was before.
+        Raises ParameterMovedError: naming the parameter, which is as it was before.
         """
         if not self.packed or self.resident or not self.buffer.attached:
             return
