@@ -33,7 +33,7 @@ from .runtime.hooks import ForwardHooks, output_hook
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder, HintedOrder
 from .runtime.parameters import GradientTarget, MasterViews, Originals, become, part_of_master
-from .runtime.reduce import Copies, Reducer, ReductionInput
+from .runtime.reduce import Contribution, Copies, ReductionInput
 from .runtime.root import Root, root_of
 from .runtime.step import Phase
 from .runtime.streams import CommStreams, streams_for

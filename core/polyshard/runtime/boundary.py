@@ -108,7 +108,7 @@ def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
     and a hook on it would outlive the step.
     """
     if isinstance(output, torch.Tensor):
-        if not _has_graph(output):
+        if output.grad_fn is None:
             return output, False
         if not output._is_view():
             _torch_private.on_gradient(output, hook)

@@ -22,8 +22,6 @@ from .streams import CommStreams
 
 _gradient_of = attrgetter("grad")
 _is_trained = attrgetter("requires_grad")
-#: Attribute of a module under which ``_Direct`` stands.
-_DIRECT = "_polyshard_direct"
 
 
 class Reducible(Protocol):
@@ -159,15 +157,11 @@ class Gradients:
         with streams.between(self.places):
             self.sums.accumulate(gradients)
 
-    def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
-        """Reduce ``gradients`` and the sum over ranks.
+    def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
+        """The unit's contribution to the reduction that follows: ``gradients`` and the sum.
 
         ``.grad`` has the result after ``Reducer.flush`` and ``CommStreams.drain``.
         """
-        reducer.reduce(self.contribute(gradients, reducer.streams), gradients)
-
-    def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
-        """The unit's contribution to the reduction that follows: ``gradients`` and the sum."""
         input = self.sums if self.sums.has_sum else self.input
         missed = input.missing(gradients)
         if self._shard is not None or self._shards_coming:

@@ -168,7 +168,7 @@ class ForwardHooks:
             module_state.forward_record, module_state.post_backward_at = step.forward_record, module_state.entry
         if module_state.kind is StateKind.MERGED:
             return False
-        call = running()
+        call = running.call
         if call is not None and call.region.recorded:
             self._enter_region(call.region, step.forward_record)
         elif records:
@@ -188,7 +188,7 @@ class ForwardHooks:
 
     def _recomputed_call(self) -> Checkpointed | None:
         """The checkpointed call that a backward runs again, if the forward that it was called in is known."""
-        call = running()
+        call = running.call
         again = None if call is None else call.again
         if again is None or again.region.forward_record is None or again.region.several:
             return None
@@ -382,7 +382,9 @@ class Recomputation:
 
 def output_hook(module_state: ModuleState) -> Callable[..., None]:
     """The hook for gradients of an output of the forward of ``module_state`` that runs."""
-    if root_of(module_state).unsharded:
+    step = module_state.step
+    assert step is not None
+    if step.unsharded:
         return partial(_refuse, module_state)
     if module_state.kind is StateKind.MERGED:
         assert module_state.parent is not None

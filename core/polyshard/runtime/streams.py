@@ -38,7 +38,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
 from ..interfaces import Collectives, Work
 from ..planning.groups import ThenAllReduce
-from .gather import FlatBuffer, GatherRecord, PostForwardShard, end_gather, start_gathers
+from .gather import FlatBuffer, GatherRecord, PostForwardShard, end_gather, start_gathers, wait_quietly
 from .recorder import Issued, Recorder
 
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -226,12 +226,12 @@ class HostStreams(CommStreams):
                 work.wait()
         except CollectiveError as error:
             if not isinstance(error, CollectiveTimeoutError | CollectiveAbortedError):
-                _wait_for(left)
+                wait_quietly(left)
             if self.recorder is None:
                 raise
             self.recorder.refuse(error, entry)
         except PolyshardError:
-            _wait_for(left)
+            wait_quietly(left)
             raise
         finally:
             self.waiting = False
@@ -248,16 +248,12 @@ class HostStreams(CommStreams):
             return
         while self._reductions:
             work, reduction, _ = self._reductions.popleft()
-            with suppress(PolyshardError):
-                work.wait()
+            wait_quietly((work,))
             reduction.deliver()
             reduction.retire()
         batches = list(dict.fromkeys(self._gathers.values()))
         self._gathers.clear()
-        for work in (work for batch in batches for work in batch.works):
-            # Their memory is written until they end.
-            with suppress(PolyshardError):
-                work.wait()
+        wait_quietly(work for batch in batches for work in batch.works)
 
     def _retire_oldest(self) -> None:
         work, reduction, entry = self._reductions.popleft()
@@ -273,13 +269,6 @@ class _Batch:
     records: Sequence[GatherRecord]
     works: Sequence[Work]
     issued: Issued | None
-
-
-def _wait_for(works: Iterable[Work]) -> None:
-    """Let operations end that were issued with one that failed: they write into memory that is released next."""
-    for work in works:
-        with suppress(PolyshardError):
-            work.wait()
 
 
 class CudaStreams(CommStreams):

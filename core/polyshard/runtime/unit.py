@@ -124,18 +124,10 @@ class Unit(UnitMaster):
         """Make what a unit knows before its first forward.
 
         Args:
-            spec: What plugins know of it.
-            layout: Where its parameters lie.
-            parameters: In the layout's order.
-            ranks: Who has its parts.
+            spec, ranks, dtypes, caster, offload, parks, wire, forms: As planned.
+            layout, parameters: Where its parameters lie, and these in the same order.
             master: Where it lives, parked already if ``parks``.
-            dtypes: In which it computes and travels.
-            caster: What casts it.
-            offload: What parks it.
             reshard: Whether it is released after forward.
-            parks: Whether ``offload`` keeps the master and the gradient.
-            wire: How it travels where ``caster`` encodes it; None to travel as it computes.
-            forms: How linear layers compute with what a gather brings, one a segment; empty to compute in a dtype.
             neighbours: Ranks among which it is gathered for backward under ``Reshard.PARTLY``; None under no other.
         """
         super().__init__(spec, layout, parameters, ranks, dtypes, caster, offload, parks=parks, forms=forms)
@@ -143,6 +135,7 @@ class Unit(UnitMaster):
         self.wire = wire
         self.reshard_policy = reshard
         self.neighbours = neighbours
+        #: Told of gathers, compute and reductions.
         self.observers: tuple[Observer, ...] = ()
         self.step: Step | None = None
         self.buffer: FlatBuffer
@@ -173,18 +166,19 @@ class Unit(UnitMaster):
 
     def _use_master(self, master: torch.Tensor) -> None:
         super()._use_master(master)
-        dtypes = self.dtypes
         #: Whether the parameters are to be gathered: neither there, nor on their way, or of another step.
         self.due = not self.permanent
         self.prepared = False
         self._training_buffer: FlatBuffer | None = None
         self._eval_buffer: FlatBuffer | None = None
+        #: Whether the caster wants another dtype in eval mode.
+        self.follows_mode = self.caster.full_precision_in_eval(self.spec)
         self._full_precision_in_eval = (
-            not self.permanent
-            and dtypes.compute != self.spec.master_dtype
+            self.follows_mode
+            and not self.permanent
+            and self.dtypes.compute != self.spec.master_dtype
             and self.wire is None
             and not (self.extended or self.forms)
-            and self.caster.full_precision_in_eval(self.spec)
         )
         self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
 
@@ -511,25 +505,24 @@ class Unit(UnitMaster):
         self.record = self._shard_record
         self.state = UnitState.SHARDED
 
-    def keep(self) -> None:
-        """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
+    def _hide_whole(self) -> bool:
+        """Hide, and keep no part; returns whether there are gathered parameters."""
         self.hide()
         if self.state is UnitState.SHARDED_POST_FORWARD:
             self._drop_post_forward()
-        if self.permanent or self.state is UnitState.SHARDED:
-            return
-        self.wait()
-        self.due = self.kept = True
+        return not (self.permanent or self.state is UnitState.SHARDED)
+
+    def keep(self) -> None:
+        """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
+        if self._hide_whole():
+            self.wait()
+            self.due = self.kept = True
 
     def retain(self) -> None:
         """Keep the parameters whole for later forwards, until an optimizer steps."""
-        self.hide()
-        if self.state is UnitState.SHARDED_POST_FORWARD:
-            self._drop_post_forward()
-        if self.permanent or self.state is UnitState.SHARDED:
-            return
-        assert self.step is not None
-        self.retained = self.step.awaits_optimizer = True
+        if self._hide_whole():
+            assert self.step is not None
+            self.retained = self.step.awaits_optimizer = True
 
     def outdate(self) -> None:
         """The master gets other values: parameters that are retained, or kept in part, are gathered again at their next
