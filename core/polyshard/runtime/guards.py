@@ -17,7 +17,7 @@ another parameter's.
 ``refuse_copies``: a copy or pickle of a module inside a unit would hold pieces under the names of whole parameters, and
 compute with these where their shapes allow it. The module states' own modules refuse by their module state.
 
-``refuse_escape``: an output that lies in memory of a unit.
+``refuse_escape``: an output that lies in memory of a unit. ``refuse_moved_views``: a parameter that got other memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch_private
-from ..errors import ParameterChangedError, StateError, UnshardedUseError
+from ..errors import ParameterChangedError, ParameterMovedError, StateError, UnshardedUseError
 from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter
 from .bindings import Shown
@@ -49,6 +49,7 @@ from .module_state import ModuleState
 from .step import Step
 from .unit import Unit, UnitState
 
+_address_of = torch.Tensor.data_ptr
 #: Under which the hooks stand; torch's own keys are numbers.
 _KEY = "polyshard"
 #: Functions that compute gradients; ``manual_backward`` is Lightning's.
@@ -412,3 +413,39 @@ def _owner(unit: Unit, tensor: torch.Tensor) -> str:
         if slot.offset <= offset < slot.end:
             return parameter.names[0]
     return unit.name
+
+
+def refuse_moved_views(unit: Unit) -> None:
+    """Raise ParameterMovedError where a forward gave a leaf memory of its own, which later gathers would not reach.
+
+    The parameter is as it was before then.
+    """
+    if not unit.packed or unit.resident or not unit.buffer.attached:
+        return
+    leaves, views = unit.leaves, unit.buffer.views
+    with _torch_private.without_torch_function():
+        addresses, wanted = list(map(_address_of, leaves)), list(map(_address_of, views))
+        if addresses == wanted:
+            return
+        moved = [index for index, address in enumerate(addresses) if address != wanted[index]]
+        for index in moved:
+            leaves[index].data = views[index].data
+            unit.packed[index].restore()
+    parameter = unit.parameters[moved[0]]
+    raise ParameterMovedError(
+        f"The forward of a {type(parameter.sites[0][0]).__name__} gave '{parameter.names[0]}' memory of its own (rank "
+        f"{unit.ranks.world.rank}), which would stay whole on this rank. Let it compute with the parameter as it is. "
+        "Linear4bit of bitsandbytes does this in eval mode on CPUs with AVX512-BF16: set support_avx512bf16_for_cpu = "
+        "False on each."
+    )
+
+
+def refuse_differentiable_gradients(unit: Unit) -> None:
+    """Raise StateError if a view's gradient has a graph of its own."""
+    for leaf, parameter in zip(unit.leaves, unit.parameters, strict=True):
+        if leaf.grad is not None and leaf.grad.requires_grad:
+            raise StateError(
+                "polyshard does not support gradients of gradients: backward(create_graph=True) reached "
+                f"'{parameter.names[0]}' on rank {unit.ranks.world.rank}. Differentiate twice outside of sharded "
+                "modules."
+            )

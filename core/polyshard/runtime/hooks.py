@@ -36,7 +36,7 @@ from ..errors import ParameterMovedError, StateError, UnshardedUseError
 from ..nested import distinct_tensors
 from .activation_checkpoint import Checkpointed, Region, may_have_backward, running
 from .boundary import SideOutputs, adopt_in_place, exchanged, pass_through, watch_output
-from .guards import refuse_escape
+from .guards import refuse_escape, refuse_moved_views
 from .module_state import BackwardState, ModuleState, StateKind, show_whole, unshard_ahead
 from .order import BackwardAction, ForwardRecord, Point
 from .root import Root, root_of
@@ -279,7 +279,7 @@ class ForwardHooks:
             stays = unit.permanent or not unit.releases(turns)
             try:
                 if unit.packed:
-                    unit.refuse_moved_views()
+                    refuse_moved_views(unit)
                 if not stays:
                     refuse_escape((unit,), output, module_state.name)
             except (ParameterMovedError, UnshardedUseError):

@@ -15,7 +15,7 @@ from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUse
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .budget import Budget
-from .guards import IdleCallGuard, RegistrationGuard, refuse_escape
+from .guards import IdleCallGuard, RegistrationGuard, refuse_differentiable_gradients, refuse_escape
 from .module_state import ModuleState, ModuleUse, StateKind
 from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
 from .peers import refuse_different_batches
@@ -27,15 +27,8 @@ from .used_parameters import UsedParameters
 _reduced = attrgetter("reduced")
 
 
-def _never() -> None:
-    """No backward was entered yet."""
-
-
 def root_of(module_state: ModuleState) -> Root:
-    """The root of the model that ``module_state`` is inside.
-
-    Raises StateError: there is none yet, a wrapper may find it in the first forward.
-    """
+    """The root of the model that ``module_state`` is inside. Raises StateError: there is none yet."""
     root = module_state.step
     if not isinstance(root, Root):
         raise StateError(
@@ -82,14 +75,14 @@ class Root(Step):
         #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
         # Gives None once the backward that was entered last cannot end any more.
-        self._backward_may_end: Callable[[], object] = _never
+        self._backward_may_end: Callable[[], object] = lambda: None
         # Whether other ranks know that it raised.
         self._failure_reported = False
         self._backward_order: BackwardOrder[ModuleState] = BackwardOrder()
         # Since the last backward, the last record of each inner module that was called by itself with gradients on.
         self._apart: dict[object, ForwardRecord[ModuleState]] = {}
         self._followed = False
-        #: Whether an optimizer changed parameters inside of that forward.
+        #: Whether an optimizer changed parameters inside of the forward that began last.
         self.outdated = False
         #: Finds modules and parameters that came into the model later; None where nobody looks.
         self.registrations: RegistrationGuard | None = None
@@ -273,14 +266,13 @@ class Root(Step):
 
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
-        if self.phase is not Phase.IDLE:
-            if self.phase is Phase.BACKWARD:
-                if self._backward_may_end() is not None:
-                    return
-                # An earlier one raised.
-                self.abandon()
-            else:
-                self.refuse_open_stream("A backward")
+        if self.phase is Phase.BACKWARD:
+            if self._backward_may_end() is not None:
+                return
+            # An earlier one raised.
+            self.abandon()
+        elif self.phase is not Phase.IDLE:
+            self.refuse_open_stream("A backward")
         self.refuse_ended("A backward")
         if self.outdated and self.active is not None:
             self._refuse_outdated()
@@ -302,17 +294,11 @@ class Root(Step):
             self.accumulates = any(unit.trainable for unit in self.units)
 
     def _refuse_outdated(self) -> NoReturn:
+        label = next((each.label for each in self.module_states if each is self.active), "(root)")
         raise StateError(
-            f"A backward came behind an optimizer's step inside of one forward of '{self.active_label}' (rank "
+            f"A backward came behind an optimizer's step inside of one forward of '{label}' (rank "
             f"{self.rank}): what is gathered there has the values from before the step. Let each step be a call of its "
             "own: name the method that makes one step with polyshard.register_forward_method, and not a loop over them."
-        )
-
-    @property
-    def active_label(self) -> str:
-        """The name, in messages, of the module state whose forward runs."""
-        return next(
-            (module_state.label for module_state in self.module_states if module_state is self.active), "(root)"
         )
 
     def end_inner_backward(self) -> None:
@@ -334,7 +320,7 @@ class Root(Step):
             if self.outdated:
                 self._refuse_outdated()
             for unit in pending:
-                unit.refuse_differentiable_gradients()
+                refuse_differentiable_gradients(unit)
         except StateError:
             for unit in pending:
                 unit.discard_gradients()
@@ -445,10 +431,7 @@ class Root(Step):
             self.events.step_end(self.module_states[0].module)
 
     def reduce_waiting(self) -> None:
-        """Reduce gradients that backwards left whole, and hand them over. Every rank calls it, between backwards.
-
-        Raises StateError: the model was closed, or a communication had failed before.
-        """
+        """Reduce gradients that backwards left whole, and hand them over. Every rank calls it, between backwards."""
         self.leave_failed_backward()
         self.refuse_ended("A reduction")
         self.phase = Phase.BACKWARD
@@ -520,10 +503,7 @@ class Root(Step):
         return self._used_parameters
 
     def abandon(self) -> None:
-        """Give up an unfinished forward or backward: release everything, drop its gradients.
-
-        Raises StateError: the model was closed, or a communication had failed before.
-        """
+        """Give up an unfinished forward or backward: release everything, drop its gradients. Or ``refuse_ended``."""
         # A forward of a closed model is found here, and not by a check in every step.
         if self.phase in (Phase.CLOSED, Phase.FAILED):
             self.refuse_ended("A forward")
@@ -546,10 +526,7 @@ class Root(Step):
                 unit.discard_gradients()
 
     def start_over(self) -> None:
-        """Give up a forward or backward that raised, and drop gradients that wait to be reduced.
-
-        Raises StateError: the model was closed, or a communication had failed before.
-        """
+        """As ``abandon``, and drop gradients that wait to be reduced."""
         self.abandon()
         for unit in self.units:
             unit.gradients.discard_sums()
@@ -600,17 +577,14 @@ class Root(Step):
             if attached is not None:
                 attached.close(self)
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        if self.streams.here() is not None:
-            # What was issued must have run before its communicators end.
-            torch.cuda.synchronize(self.collectives.device)
-        self.phase = Phase.CLOSED
-        if self.recorder.watch is not None:
-            self.recorder.watch.stop()
-        for collectives in self.owned:
-            collectives.close()
+            if self.streams.here() is not None:
+                # What was issued must have run before its communicators end.
+                torch.cuda.synchronize(self.collectives.device)
+            self.phase = Phase.CLOSED
+            if self.recorder.watch is not None:
+                self.recorder.watch.stop()
+            for collectives in self.owned:
+                collectives.close()
 
     @property
     def budget_pending(self) -> bool:

@@ -10,13 +10,7 @@ from operator import attrgetter
 
 import torch
 
-from .. import _torch_private
-from ..errors import (
-    CollectiveError,
-    ParameterError,
-    ParameterMovedError,
-    StateError,
-)
+from ..errors import CollectiveError, ParameterError
 from ..interfaces import (
     Collectives,
     LinearForm,
@@ -41,7 +35,6 @@ from .peers import Audit
 from .step import Phase, Step
 
 _gradient_of = attrgetter("grad")
-_address_of = torch.Tensor.data_ptr
 
 
 class UnitState(enum.Enum):
@@ -341,21 +334,8 @@ class Unit(UnitMaster):
             self.take_gradients()
         self.gradients.discard()
 
-    def refuse_differentiable_gradients(self) -> None:
-        """Raise StateError if a view's gradient has a graph of its own."""
-        for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
-            if leaf.grad is not None and leaf.grad.requires_grad:
-                raise StateError(
-                    "polyshard does not support gradients of gradients: backward(create_graph=True) reached "
-                    f"'{parameter.names[0]}' on rank {self.ranks.world.rank}. Differentiate twice outside of sharded "
-                    "modules."
-                )
-
     def follow_requires_grad(self) -> None:
-        """Take over a ``requires_grad`` that the user changed on an original.
-
-        Raises ParameterError: the unit is packed, and has no gradients.
-        """
+        """Take over a ``requires_grad`` that the user changed on an original, unless the unit can have no gradients."""
         if (self.packed or is_packed(self.spec.master_dtype)) and any(self.originals.trained):
             kind = self.packed[0].cls.__name__ if self.packed else str(self.spec.master_dtype)
             raise ParameterError(
@@ -373,12 +353,9 @@ class Unit(UnitMaster):
         """Compute in the master dtype while the module is in eval mode, where the caster wants that."""
         if not self._full_precision_in_eval:
             return
-        if training:
-            wanted = self._training_buffer
-        else:
-            if self._eval_buffer is None:
-                self._eval_buffer = self._make_buffer(self.spec.master_dtype)
-            wanted = self._eval_buffer
+        if not training and self._eval_buffer is None:
+            self._eval_buffer = self._make_buffer(self.spec.master_dtype)
+        wanted = self._training_buffer if training else self._eval_buffer
         if wanted is not None and wanted is not self.buffer:
             self.reshard()
             self._bind(wanted)
@@ -551,10 +528,7 @@ class Unit(UnitMaster):
         return policy is Reshard.ALWAYS or policy is Reshard.PARTLY or (policy is Reshard.UNLESS_TURNING and not turns)
 
     def adopt_changes(self) -> None:
-        """Take over changes that the user made to the originals since the last forward.
-
-        Raises ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
-        """
+        """Take over changes that the user made to the originals since the last forward. As of ``MasterViews``."""
         if self.ahead:
             # Modules may hold views, which are no changes.
             self.hide()
@@ -564,36 +538,11 @@ class Unit(UnitMaster):
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:
-        """Refuse parameters replaced between forward and backward; take over a changed ``requires_grad``.
-
-        Raises ParameterChangedError: naming the parameter.
-        """
+        """Refuse parameters replaced between forward and backward; take over a changed ``requires_grad``."""
         self.originals.refuse_changes(held=self.bindings.shown is Shown.ORIGINALS)
         # Autograd asks a leaf whether it wants its gradient when that arrives.
         if self.originals.retrained():
             self.follow_requires_grad()
-
-    def refuse_moved_views(self) -> None:
-        """Raise where a forward gave what computes memory of its own, which later gathers would not reach.
-
-        Raises ParameterMovedError: naming the parameter, which is as it was before.
-        """
-        if not self.packed or self.resident or not self.buffer.attached:
-            return
-        views = self.buffer.views
-        with _torch_private.without_torch_function():
-            if list(map(_address_of, self.leaves)) == list(map(_address_of, views)):
-                return
-            moved = [index for index, leaf in enumerate(self.leaves) if leaf.data_ptr() != views[index].data_ptr()]
-            for index in moved:
-                self.leaves[index].data = views[index].data
-                self.packed[index].restore()
-        raise ParameterMovedError(
-            f"The forward of a {type(self.parameters[moved[0]].sites[0][0]).__name__} gave "
-            f"'{self.parameters[moved[0]].names[0]}' memory of its own (rank {self.ranks.world.rank}), which would "
-            "stay whole on this rank. Let it compute with the parameter as it is. Linear4bit of bitsandbytes does this "
-            "in eval mode on CPUs with AVX512-BF16: set support_avx512bf16_for_cpu = False on each."
-        )
 
     def give_up_gather(self) -> None:
         """Release the memory of a gather that could not be issued."""
