@@ -122,11 +122,6 @@ class Gradients:
         sums = self.sums
         return (sums.has_sum or self._shard is not None or self._shards_coming > 0) and sums.gradients is None
 
-    @property
-    def waits_for_replicas(self) -> bool:
-        """Whether this rank keeps its shard of a sum that replicas have not added up."""
-        return self._shard is not None or self._shards_coming > 0
-
     def send_sums_whole(self) -> None:
         """Let sums of several backwards travel in the dtype in which they add up, instead of rounding them."""
         if self.input.dtype != self.input.result_dtype:
@@ -183,7 +178,8 @@ class Gradients:
         """As ``contribute``, to a reduction whose result waits on this rank for one that is over the replicas."""
         input = self.sums if self.sums.has_sum else self.input
         missed = input.missing(gradients)
-        self._shard_missed = missed & self._shard_missed if self.waits_for_replicas else missed
+        waits = self._shard is not None or self._shards_coming
+        self._shard_missed = missed & self._shard_missed if waits else missed
         self.computed_at(streams.here())
         contribution = self._contribution(input, tuple(self.places))
         self._shards_coming += 1

@@ -145,14 +145,11 @@ class ExecutionOrder(Generic[S]):
         if route is None:
             return []
         if position >= len(route.module_states) or route.module_states[position] is not module_state:
-            route = self._route = self._beginning_as_entered()
+            taken = (each for each in self._routes if each.module_states[: position + 1] == self._entered)
+            route = self._route = next(taken, None)
             if route is None:
                 return []
         return route.behind[position]
-
-    def _beginning_as_entered(self) -> _Order[S] | None:
-        count = len(self._entered)
-        return next((route for route in self._routes if route.module_states[:count] == self._entered), None)
 
     @property
     def turning(self) -> S | None:

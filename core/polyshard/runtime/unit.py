@@ -520,7 +520,9 @@ class Unit(UnitMaster):
         self.ahead = False
         if self.permanent:
             self.places.clear()
-        self.gradients.drop_unreduced()
+        gradients = self.gradients
+        if gradients.places or gradients.input.claimed:
+            gradients.drop_unreduced()
 
     def releases(self, turns: bool) -> bool:
         """Whether the unit is released after a forward; ``turns``: its backward is expected to follow at once."""
