@@ -492,14 +492,6 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-class Times(NamedTuple):
-    """The measured time, in seconds."""
-
-    wall_s: float
-    own_s: float
-    """Without the time spent waiting for other ranks; at least 0."""
-
-
 class Stalls(ABC):
     """Measures how long compute waits for other ranks, from its construction to ``stop``."""
 
@@ -524,8 +516,11 @@ class Stalls(ABC):
         """End the measurement."""
 
     @abstractmethod
-    def read(self) -> Times:
-        """The measured time. Blocks until the device has reached ``stop``."""
+    def read(self) -> tuple[float, float]:
+        """Seconds that were not spent waiting for other ranks, at least 0, and seconds altogether.
+
+        Blocks until the device has reached ``stop``.
+        """
 
 
 class HostStalls(Stalls):
@@ -547,8 +542,8 @@ class HostStalls(Stalls):
     def stop(self) -> None:
         self._wall = time.monotonic() - self._begun
 
-    def read(self) -> Times:
-        return Times(self._wall, max(0.0, self._wall - self._stalled))
+    def read(self) -> tuple[float, float]:
+        return max(0.0, self._wall - self._stalled), self._wall
 
 
 class StreamStalls(Stalls):
@@ -574,13 +569,13 @@ class StreamStalls(Stalls):
     def stop(self) -> None:
         self._last = _mark()
 
-    def read(self) -> Times:
+    def read(self) -> tuple[float, float]:
         self._last.synchronize()
         wall = self._first.elapsed_time(self._last)
         pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
         # Two streams that waited at once are counted twice.
         stalled = sum(before.elapsed_time(behind) for before, behind in pairs)
-        return Times(wall / 1000, max(0.0, wall - stalled) / 1000)
+        return max(0.0, wall - stalled) / 1000, wall / 1000
 
 
 def _mark() -> torch.cuda.Event:
