@@ -207,8 +207,7 @@ class GradientUtilities:
 
         So do they for an optimizer that has parameters of a sharded model outside of units alone.
 
-        Raises:
-            ConfigError: gradients are fp16, which torch does not unscale.
+        Raises ConfigError: gradients are fp16, which torch does not unscale.
         """
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         found = sorted(
