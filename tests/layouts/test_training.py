@@ -35,9 +35,9 @@ from wires import Int8Wire
 UNITS = units_of(Block, Frozen)
 EVERY = {**LAYOUTS, "halves": Halves()}
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
-#: Every layout under every strategy, and every pair of either with a number of ranks.
+#: Every layout under every strategy, and every pair of either with a number of ranks; each second one at night.
 CASES = [
-    (layout, strategy, 2 + (row + column) % 3)
+    pytest.param(layout, strategy, 2 + (row + column) % 3, marks=[pytest.mark.nightly] * ((row + column) % 2))
     for row, layout in enumerate(LAYOUTS)
     for column, strategy in enumerate(STRATEGIES)
 ]
@@ -76,9 +76,9 @@ def test_training_equals_the_unsharded_models(layout: str, strategy: str, ranks:
     assert_parity(mixed(), step, ranks, optimizer=optimizer, settings=settings_of(layout, strategy, ranks))
 
 
-#: Layouts and settings, and a number of ranks for each.
+#: Layouts and settings, and a number of ranks for each; each second one at night.
 OTHERS = [
-    (layout, extra, 2 + (row + column) % 3)
+    pytest.param(layout, extra, 2 + (row + column) % 3, marks=[pytest.mark.nightly] * ((row + column) % 2))
     for row, layout in enumerate([*LAYOUTS, "halves"])
     for column, extra in enumerate(
         [
