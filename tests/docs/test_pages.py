@@ -262,6 +262,7 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
             assert anchor in _anchors(file), f"{_identify(page)} links to {target}, which has no such heading"
 
 
+@pytest.mark.slow
 def test_pages_and_headings_that_the_source_names_exist() -> None:
     named = 0
     for file in (file for folder in (*_ROOMS, "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")):

@@ -457,6 +457,7 @@ class Older(Sound):
         return dataclasses.replace(super().capabilities, exchanges=False)
 
 
+@pytest.mark.slow
 def test_a_backend_without_exchanges_is_not_asked_for_them() -> None:
     assert failing(Fault(Older, ())) == set()
 
