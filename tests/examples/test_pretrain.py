@@ -343,6 +343,7 @@ def test_checkpointing_keeps_less_the_more_it_computes_again_and_changes_no_grad
             assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_a_rank_of_many_needs_and_what_does_not_fit(
     texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
