@@ -91,7 +91,8 @@ def load(
                 restore = OptimizerRestore(
                     source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None
                 )
-        with together(collectives, f"Reading the checkpoint {directory}"), readable(directory, collectives):
+        # What its manifest does not say is in blocks with digests: other errors are not the checkpoint's.
+        with together(collectives, f"Reading the checkpoint {directory}"):
             # At once: a file's blocks have something of both.
             both = targets if restore is None else {**targets, **restore.targets}
             with sharded.telling(model, f"Loading {directory}"):
