@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
+from weakref import ref
 
 import polyshard
 import torch
@@ -19,6 +20,7 @@ from polyshard.errors import (
 from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ._parameters import Placed
 from ._settings import config_for, dims_of, mesh_for
@@ -30,6 +32,8 @@ from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 #: A module, or a list of modules.
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
+#: Parameters that calls put others in the place of, with the module that each call was given.
+_replaced = WeakIdKeyDictionary()
 _WHOLE = MixedPrecisionPolicy()
 _HERE = OffloadPolicy()
 
@@ -105,6 +109,7 @@ def _shard(
     dims = dims_of(named.items(), shard_placement_fn, over.size(over.ndim - 1))
     state = State(tuple(modules), Asked(settings(dims), ignored, Placed(over, dims, mp_policy)))
     state.cut()
+    _replaced.update(dict.fromkeys(named.values(), ref(modules[0])))
     for each in modules:
         each.__dict__[STATE_ATTRIBUTE] = state
         note_composed(each, state)
@@ -180,13 +185,18 @@ def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -
 
 
 def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
-    for name, found in zip(named, live_roots.find(list(named.values())), strict=True):
+    for (name, parameter), found in zip(named.items(), live_roots.find(list(named.values())), strict=True):
         if found is not None:
-            raise AlreadyShardedError(
-                f"Parameter '{name}' of this {type(module).__name__} is shared with a module that is sharded already: "
-                f"it is that of unit '{found.unit.name}' (rank {found.root.rank}). Give both modules to fully_shard as "
-                "one list."
-            )
+            where = f"it is that of unit '{found.unit.name}' (rank {found.root.rank})"
+        elif parameter in _replaced and (earlier := _replaced[parameter]()) is not None:
+            # Under its other name, where a new one stands.
+            where = f"an earlier call replaced it in a {type(earlier).__name__}"
+        else:
+            continue
+        raise AlreadyShardedError(
+            f"Parameter '{name}' of this {type(module).__name__} is shared with a module that is sharded already: "
+            f"{where}. Give both modules to fully_shard as one list."
+        )
 
 
 def _refuse_unplaced(named: dict[str, nn.Parameter]) -> None:

@@ -28,6 +28,7 @@ from fsdp2_models import (
     train,
     wholes,
 )
+from polyshard.errors import AlreadyShardedError
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -385,6 +386,14 @@ def a_head_that_is_called_in_chunks(rank: int) -> None:
     as_unsharded(*models, chunked)
 
 
+def a_parameter_that_calls_would_part(rank: int) -> None:
+    model, mesh = Words(tied=True).double(), cpu_mesh()
+    OURS.fully_shard(model.embedding, mesh=mesh)
+    for module, name in ((model.head, "weight"), (model, "head.weight")):
+        with pytest.raises(AlreadyShardedError, match=f"'{name}' of .* in a FSDPEmbedding.*one list"):
+            OURS.fully_shard(module, mesh=mesh)
+
+
 #: Bodies over both faces, and on how many ranks each runs.
 BESIDE: dict[Callable[[ModuleType], object], int] = {
     modules_that_do_not_run: 2,
@@ -412,6 +421,7 @@ BODIES: dict[Callable[[int], object], int] = {
     a_head_that_is_called_in_chunks: 2,
     backwards_between_two_of_a_group: 2,
     ranks_that_use_other_modules_of_a_group: 2,
+    a_parameter_that_calls_would_part: 2,
 }
 
 

@@ -53,6 +53,27 @@ def sharded(*listeners: Any, rank: int = 0) -> nn.Module:
     return polyshard.shard(model, config)
 
 
+def test_a_listener_that_fails_says_nothing_of_the_checkpoint(tmp_path: Path) -> None:
+    class Fails:
+        fails = False
+
+        @hookimpl
+        def on_progress(self, done: int) -> None:
+            if self.fails:
+                raise ValueError(f"behind {done} bytes")
+
+    listener = Fails()
+    model = sharded(listener)
+    directory = checkpoint.save(tmp_path, 3, model)
+    listener.fails = True
+    # As it raised it, and not as damage for which an older checkpoint would be loaded.
+    with pytest.raises(ValueError, match=r"behind .* bytes") as caught:
+        checkpoint.load(directory, model)
+    assert caught.type is ValueError
+    listener.fails = False
+    checkpoint.load(directory, model)
+
+
 @pytest.mark.slow
 def test_listeners_hear_of_each_block_until_all_bytes_are_there(tmp_path: Path) -> None:
     heard = Heard()

@@ -131,7 +131,8 @@ def load_parts(
             for each, part in zip(sources, parts, strict=True)
         ]
     matched(source, parts)
-    with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
+    # What its manifest does not say is in blocks with digests: other errors are not the checkpoint's.
+    with together(everyone, f"Reading the checkpoint {directory}"):
         for part, each, restore in zip(parts, sources, restores, strict=True):
             with part.sharded.reporting_progress(part.module, f"Loading {directory}"):
                 # Model and optimizer at once: a file's blocks have something of both.

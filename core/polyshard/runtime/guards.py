@@ -41,7 +41,13 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch_private
-from ..errors import ParameterChangedError, ParameterMovedError, StateError, UnshardedUseError
+from ..errors import (
+    AlreadyShardedError,
+    ParameterChangedError,
+    ParameterMovedError,
+    StateError,
+    UnshardedUseError,
+)
 from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter
 from .bindings import Shown
@@ -214,6 +220,17 @@ class RegistrationGuard:
         if step is not None:
             step.registered = True
 
+    def refuse_ddp(self) -> None:
+        """Raise AlreadyShardedError where ranks share the model: ``DistributedDataParallel`` compares and broadcasts
+        whole parameters, and would wait for ranks whose pieces have other sizes.
+        """
+        if not self._alone:
+            raise AlreadyShardedError(
+                f"DistributedDataParallel got a module that is sharded (a {type(self._outermost).__name__}, rank "
+                f"{self._rank}), whose gradients are averaged over ranks already. Leave it out; strategy='no_shard' "
+                "does what it does."
+            )
+
     def refuse_ties(self) -> None:
         """Raise for sharded parameters that were tied to others. Called before changed values are taken over.
 
@@ -330,6 +347,11 @@ def _install() -> None:
 
 def _registered(module: nn.Module, name: str, value: object) -> None:
     if torch.compiler.is_compiling():
+        return
+    if isinstance(module, nn.parallel.DistributedDataParallel) and isinstance(value, nn.Module):
+        for each in value.modules():
+            if each in _guards and (inside := _guards[each]()) is not None:
+                inside.refuse_ddp()
         return
     found = _guards.get(module)
     guard = None if found is None else found()
