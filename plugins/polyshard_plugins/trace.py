@@ -179,7 +179,7 @@ def _marks(kind: Kind) -> Callable[..., None]:
     return mark
 
 
-class _UnitObserver:
+class _UnitObserver(Observer):
     """Marks the operations of units while a step is recorded."""
 
     __slots__ = ("recording",)
