@@ -141,7 +141,8 @@ def rnn_weights(module: nn.RNNBase, tensors: Mapping[str, Any]) -> dict[str, Any
     It computes from a list beside ``_parameters``. Where that list's weak references are not those of its parameters,
     it takes them for changed and, on CUDA, moves them into memory of its own, from where no gather reaches them.
     """
-    weights = [tensors.get(name, old) for name, old in zip(_rnn_names(module), module._flat_weights, strict=True)]
+    names = [name for layer in module._all_weights for name in layer]
+    weights = [tensors.get(name, old) for name, old in zip(names, module._flat_weights, strict=True)]
     references = [None if weight is None else weakref.ref(weight) for weight in weights]
     return {"_flat_weights": weights, "_flat_weight_refs": references}
 
@@ -154,10 +155,6 @@ def rnn_references(module: nn.RNNBase, parameter: torch.Tensor) -> int:
 def drop_rnn_references(module: nn.RNNBase) -> None:
     """Let an RNN module hold no weak references: a meta parameter that has some cannot be materialised in place."""
     module._flat_weight_refs = [None] * len(module._flat_weights)
-
-
-def _rnn_names(module: nn.RNNBase) -> list[str]:
-    return [name for layer in module._all_weights for name in layer]
 
 
 def forward_pre_hooks(module: nn.Module) -> dict[Any, Callable[..., Any]]:

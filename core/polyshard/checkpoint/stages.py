@@ -225,16 +225,16 @@ def _taken(
 
     def document() -> Document:
         assert whole is not None
-        shown = dict(content)
+        complete = dict(content)
         if whole.groups is not None:
             named = zip(groups, whole.groups, strict=True)
             joined = [
                 {**group, **{key: list(names) for key in ("params", "param_names") if key in group}}
                 for group, names in named
             ]
-            shown[OPTIMIZER] = {"state": state, "param_groups": joined}
+            complete[OPTIMIZER] = {"state": state, "param_groups": joined}
         kind = None if parts[0].joint is None else parts[0].joint.kind
-        return Document.of(shown, whole.aliases, kind, whole.precision, beside)
+        return Document.of(complete, whole.aliases, kind, whole.precision, beside)
 
     return Taken(content, broken, called, document)
 
