@@ -100,7 +100,6 @@ class Step:
 
     @property
     def rank(self) -> int:
-        """This process's rank among all that share the model."""
         return self.collectives.rank
 
     @property
