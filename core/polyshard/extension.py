@@ -18,11 +18,12 @@ from .functions.torch_functions import follow
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from .planning.answers import dtypes_of
-from .planning.extensions import ExtensionArguments, gathers_itself
+from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors
 from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
 from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter
+from .planning.values import send_from_first
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
 from .runtime.boundary import pass_through_in
 from .runtime.extended import ExtendedUnit, cut
