@@ -102,7 +102,6 @@ class Checkpointed:
         return unknown
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
         around = running.call
         self._inner = 0
         self.entered.clear()

@@ -70,7 +70,6 @@ class ShardedParameter(torch.Tensor):
 
     @classmethod
     def of(cls, parameter: ManagedParameter) -> ShardedParameter:
-        """The stand-in of ``parameter``."""
         original = parameter.original
         with _torch_private.without_torch_function():
             shown = original.detach()
@@ -167,7 +166,6 @@ class Bindings:
             self.shown = shown
 
     def follow_requires_grad(self) -> None:
-        """Follow a ``requires_grad`` that changed on a view."""
         for lazy in self._lazy:
             lazy.follow_requires_grad()
 
@@ -221,7 +219,6 @@ class LazyParameter(torch.Tensor):
         return lazy
 
     def follow_requires_grad(self) -> None:
-        """Follow a ``requires_grad`` that changed on the leaf."""
         self.requires_grad_(self._leaf.requires_grad)
         if self.requires_grad and not self._passes_on:
             self._passes_on = True
@@ -238,8 +235,6 @@ class LazyParameter(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute with the parameters themselves."""
-
         args, kwargs = map_tensors(_whole_if_lazy, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 

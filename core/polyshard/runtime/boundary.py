@@ -38,7 +38,6 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Call back, then pass every gradient on."""
         ctx.callback()
         return (None, *gradients)
 
@@ -75,7 +74,6 @@ class _Adopt(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        """The gradient is that of ``changed``."""
         return None, gradient
 
 

@@ -119,7 +119,6 @@ class DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of ``x``, ``weight`` and ``bias``, where they need one."""
         x, weight, key = ctx.saved_tensors
         of_x = of_weight = of_bias = None
         rows = gradient.reshape(-1, gradient.shape[-1])

@@ -27,13 +27,13 @@ from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Shown, Swap
 from .direct import Direct
-from .gather import BehindGather, EncodedBuffer, slices_of
+from .gather import BehindGather, FlatBuffer, slices_of
 
 #: Attribute of a linear layer under which its ``FormedWeight`` stands while it computes, and None otherwise.
 _FORMED = "_polyshard_formed"
 
 
-class FormBuffer(EncodedBuffer):
+class FormBuffer(FlatBuffer):
     """The lanes of one unit, and the tensors that forms made over them. ``views`` are leaves."""
 
     def __init__(
@@ -94,7 +94,6 @@ class FormBuffer(EncodedBuffer):
                 form.encode(part, [lane[self._rank] for lane in lanes], self._rank)
 
     def form_of(self, index: int) -> LinearForm:
-        """The form of weight ``index``."""
         return self._forms[self.layout.slots[index].segment if self.layout.segments else 0]
 
     def _arrive(self) -> None:

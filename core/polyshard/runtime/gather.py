@@ -131,21 +131,20 @@ def _start_many(group: Collectives | None, records: Sequence[GatherRecord]) -> W
         for observer in record.observers:
             observer.unshard(record.spec)
     plain = [record for record in records if record.wire is None]
-    formed = [record for record in plain if isinstance(record.buffer, EncodedBuffer)]
     here = [record for record in plain if record.offload is None]
     stages = [stage for record in plain for stage in record.buffer.stages]
     for stage in stages:
         stage.attach()
-    for record in formed:
-        assert isinstance(record.buffer, EncodedBuffer)
-        record.buffer.encode(_on_device(record))
+    for record in plain:
+        if record.buffer.encode is not None:
+            record.buffer.encode(_on_device(record))
     owns = [own for record in here for own in record.owns]
     if owns:
         # The cast is the copy-in, as for one, in one launch.
         _torch_private.foreach_copy_(owns, [each for record in here for each in record.slices])
     if len(here) < len(plain):
         for record in plain:
-            if record.offload is not None and record not in formed:
+            if record.offload is not None and record.buffer.encode is None:
                 _fetch(record, record.offload)
     pairs = [pair for record in plain for pair in record.pairs]
     if group is None:
@@ -247,6 +246,9 @@ class FlatBuffer:
 
     Reading a released view is a crash, not an exception: callers hide views before they release the buffer.
     """
+
+    #: Writes what a shard (``[shard_numel]``, master dtype) travels as into this rank's part; None for a cast.
+    encode: Callable[[torch.Tensor], None] | None = None
 
     def __init__(
         self,
@@ -379,7 +381,6 @@ class FlatBuffer:
         return self._pinned
 
     def unpin(self) -> None:
-        """Undo ``pin``."""
         if self._pinned:
             self._resizable, self._pinned = True, False
             if not self.attached:
@@ -391,14 +392,6 @@ class FlatBuffer:
             # Meta tensors have no addresses.
             return self.attached and tensor.untyped_storage() is self._storage
         return self.attached and 0 <= tensor.data_ptr() - self.address < self.nbytes
-
-
-class EncodedBuffer(FlatBuffer):
-    """A buffer whose own part is made of the shard by other means than a cast."""
-
-    def encode(self, shard: torch.Tensor) -> None:
-        """Write what ``shard`` (``[shard_numel]``, master dtype) travels as into this rank's part."""
-        raise NotImplementedError
 
 
 class Stage:

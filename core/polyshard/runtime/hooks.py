@@ -63,7 +63,6 @@ class ForwardHooks:
         self._inputs: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], int]] = {}
 
     def attach(self) -> None:
-        """Put the hooks on the module."""
         # First and last in line: the user's own hooks, but for forward hooks added later, see whole parameters. The
         # last one is called on errors too, so that nothing stays gathered.
         module = self.module
@@ -76,14 +75,15 @@ class ForwardHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the parameters, and let the module see them whole."""
         if torch.compiler.is_dynamo_compiling():
-            return _hidden_pre_forward(self, args, kwargs)
+            args, kwargs = _hidden(self, "_pre_forward", args, kwargs)
+            return args, kwargs
         return self._pre_forward(args, kwargs)
 
     @_torch_private.uncompiled
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Release the parameters, and watch for a backward where there can be one."""
         if torch.compiler.is_dynamo_compiling():
-            return _hidden_post_forward(self, output)
+            return _hidden(self, "_post_forward", output)
         return self._post_forward(output)
 
     def _pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -363,17 +363,10 @@ class ForwardHooks:
         return found
 
 
-# torch.compile does not look inside these. Eager steps go around them, and so never import the compiler.
+# torch.compile does not look inside. Eager steps go around it, and so never import the compiler.
 @_torch_private.hidden_from_compile
-def _hidden_pre_forward(
-    forward: ForwardHooks, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return forward._pre_forward(args, kwargs)
-
-
-@_torch_private.hidden_from_compile
-def _hidden_post_forward(forward: ForwardHooks, output: Any) -> Any:
-    return forward._post_forward(output)
+def _hidden(forward: ForwardHooks, method: str, *args: Any) -> Any:
+    return getattr(forward, method)(*args)
 
 
 class Recomputation:

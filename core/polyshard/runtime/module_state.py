@@ -177,7 +177,6 @@ class ModuleState:
 
     @property
     def rank(self) -> int:
-        """This process's rank among all that share the model."""
         assert self.step is not None
         return self.step.rank
 

@@ -40,7 +40,6 @@ class GradientTarget:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return product(self.shape)
 
 

@@ -190,7 +190,6 @@ class Issued:
     """``time.monotonic`` when the wait for it ended; None where the host does not wait, or where that failed."""
 
     def as_table(self) -> dict[str, Any]:
-        """For a report."""
         return {
             "number": self.number,
             "operation": self.operation,

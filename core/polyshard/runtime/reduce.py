@@ -439,7 +439,6 @@ class Copies(NamedTuple):
 
 
 def joined(copies: Sequence[Copies]) -> Copies:
-    """All of ``copies`` as one."""
     if len(copies) == 1:
         return copies[0]
     return Copies(*(list(chain.from_iterable(kind)) for kind in zip(*copies, strict=True)))

@@ -72,7 +72,7 @@ class Step:
         self._thread = 0
         #: Which module states that forward, or the last one, entered and left with gradients on.
         self.forward_record: ForwardRecord[Any] = ForwardRecord(None)
-        #: Whether parameters may have come into the model that nobody reduces gradients of (``registrations.py``).
+        #: Whether parameters may have come into the model that nobody reduces gradients of (``guards.py``).
         self.registered = False
         #: The units of which ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
         self.unsharded: Collection[object] = ()
@@ -100,7 +100,6 @@ class Step:
 
     @property
     def rank(self) -> int:
-        """This process's rank among all that share the model."""
         return self.collectives.rank
 
     @property

@@ -337,7 +337,8 @@ class CudaStreams(CommStreams):
             torch.cuda.set_stream(before)
         arrival = _Arrival(event, len(records))
         for record in records:
-            self._expect_no_more(record)
+            if record.buffer in self._arriving:
+                self._expect_no_more(record)
             self._arriving[record.buffer] = arrival
 
     def arrive(self, record: GatherRecord) -> None:
@@ -362,15 +363,15 @@ class CudaStreams(CommStreams):
             self._current().wait_stream(self._gather_stream)
 
     def _expect_no_more(self, record: GatherRecord) -> None:
-        arrival = self._arriving.pop(record.buffer, None)
-        if arrival is not None:
-            arrival.missing -= 1
-            if not arrival.missing:
-                # Recorded again only now: a wait is for the latest recording at the time it is issued.
-                self._spare.append(arrival.event)
+        arrival = self._arriving.pop(record.buffer)
+        arrival.missing -= 1
+        if not arrival.missing:
+            # Recorded again only now: a wait is for the latest recording at the time it is issued.
+            self._spare.append(arrival.event)
 
     def release(self, record: GatherRecord) -> None:
-        self._expect_no_more(record)
+        if record.buffer in self._arriving:
+            self._expect_no_more(record)
         current = self._current()
         event = self._used.get(record.buffer)
         if event is None:
@@ -382,7 +383,8 @@ class CudaStreams(CommStreams):
         record.buffer.release()
 
     def keep(self, record: GatherRecord, part: PostForwardShard) -> None:
-        self._expect_no_more(record)
+        if record.buffer in self._arriving:
+            self._expect_no_more(record)
         # Beside compute, and both memories are of one stream's pool: the next gather reads the one and may take the
         # other, without a word to compute.
         stream, current = self._gather_stream, self._current()
