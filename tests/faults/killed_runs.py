@@ -1,19 +1,12 @@
-"""Runs the example under ``torchrun --max-restarts 3``, kills a rank three times, and compares it with one left alone.
-
-As a program it repeats that::
-
-    PYTHONPATH=tests/support python tests/faults/killed_runs.py --ranks 3 --repetitions 10
-"""
+"""Runs the example under ``torchrun --max-restarts 3``, kills a rank three times, and compares it with one left be."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -55,11 +48,6 @@ class Outcome:
     """What the model wrote, which depends on every parameter."""
     kills: tuple[str, ...]
     """Which rank was killed, and when."""
-
-    @property
-    def loss(self) -> float:
-        """Of the last step, in nats a byte."""
-        return float(self.history["train"][-1])
 
 
 class Run:
@@ -200,31 +188,3 @@ def _kill(started: Run, chance: random.Random, step: int) -> str:
     assert victim.is_running(), f"the run was over before it could be killed {when}:\n{started.text}"
     victim.kill()
     return f"rank {rank} {when} + {delay:.2f} s"
-
-
-def main() -> int:
-    """Repeat, and say how many were equal."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    equal = 0
-    with tempfile.TemporaryDirectory() as folder:
-        expected = run_alone(given.ranks, Path(folder, "whole"))
-        print(f"{given.ranks} ranks, left alone: final loss {expected.loss!r}", flush=True)
-        for repetition in range(given.repetitions):
-            chance = random.Random(f"{given.seed} {given.ranks} {repetition}")
-            found = run(given.ranks, Path(folder, str(repetition)), chance)
-            same = found.history == expected.history and found.written == expected.written
-            equal += same
-            print(
-                f"{repetition}: final loss {found.loss!r}, {'equal' if same else 'DIFFERENT'}; {found.kills}",
-                flush=True,
-            )
-    print(f"{equal} of {given.repetitions} equal", flush=True)
-    return 0 if equal == given.repetitions else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

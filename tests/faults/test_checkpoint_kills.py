@@ -18,7 +18,7 @@ KILLS = 100
 
 def saving(folder: Path, turn: int) -> Job:
     """Saves at every step, in the background at every other."""
-    return Job(folder / str(turn), steps=8, save_every=1, keep=2 if turn % 2 else None)
+    return Job(folder / str(turn), steps=5, save_every=1, keep=2 if turn % 2 else None)
 
 
 def references(folder: Path) -> dict[str, str]:
@@ -29,7 +29,7 @@ def references(folder: Path) -> dict[str, str]:
         if directory.name.startswith("step-"):
             checkpoint.verify(directory)
             found[directory.name] = digest(checkpoint.read(directory)["model"])
-    assert len(set(found.values())) == 8
+    assert len(set(found.values())) == 5
     return found
 
 

@@ -15,7 +15,6 @@ from program import BROKE, FAILED, At, Job, Kind, Mistake
 #: Seconds that the others have.
 LIMIT_S = 5.0
 RANKS = 3
-FLIPS = 20
 #: How often each is made, and what the others raise.
 PLANS: list[tuple[Kind, tuple[At, ...], int, str]] = [
     (Kind.RAISE, (At.FORWARD, At.BACKWARD, At.OPTIMIZER, At.BETWEEN), 12, "PeerFailedError"),

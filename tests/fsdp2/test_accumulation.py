@@ -98,11 +98,8 @@ def test_without_reductions(ranks: KeptRanks, chosen: str, releases: bool) -> No
     ("setter", "chosen"),
     [
         ("set_requires_all_reduce", "one_block"),
-        *(
-            pytest.param(setter, chosen, marks=pytest.mark.nightly)
-            for setter in ("set_requires_all_reduce", "set_requires_gradient_sync")
-            for chosen in ("all", "outermost", "embedding")
-        ),
+        pytest.param("set_requires_all_reduce", "outermost", marks=pytest.mark.nightly),
+        pytest.param("set_requires_gradient_sync", "embedding", marks=pytest.mark.nightly),
     ],
 )
 def test_over_replicas(ranks: KeptRanks, setter: str, chosen: str) -> None:

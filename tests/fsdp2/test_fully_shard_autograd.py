@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from fsdp2_models import both, cpu_mesh, make, shard_all, wholes
 from processes import KeptRanks
@@ -67,16 +68,9 @@ def _outputs(rank: int, uses: str) -> None:
     both(run)
 
 
-def test_outputs_in_containers(ranks: KeptRanks) -> None:
-    ranks.run(2, _outputs, "all")
-
-
-def test_outputs_that_are_not_used(ranks: KeptRanks) -> None:
-    ranks.run(2, _outputs, "the first")
-
-
-def test_modules_whose_output_is_not_used(ranks: KeptRanks) -> None:
-    ranks.run(2, _outputs, "not the last")
+@pytest.mark.parametrize("uses", ["all", "the first", "not the last"])
+def test_outputs_in_containers_used_or_not(ranks: KeptRanks, uses: str) -> None:
+    ranks.run(2, _outputs, uses)
 
 
 def _hooked(rank: int) -> None:

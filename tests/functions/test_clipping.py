@@ -395,7 +395,7 @@ def _clip_compiled(rank: int) -> tuple[float, int]:
 
 
 @pytest.mark.slow
-def test_on_processes() -> None:
+def test_on_processes_and_inside_a_compiled_function() -> None:
     norm = norm_of(p.grad for p in averaged(2).parameters()).item()
     with RankPool(2) as ranks:
         assert ranks.run(_clip) == pytest.approx([norm, norm], rel=1e-12)
@@ -406,12 +406,6 @@ def test_on_processes() -> None:
             # The largest of two values, one of them not a number, depends on the backend and on their order.
             for norms in ranks.run(_clip_nothing, bad_rank):
                 assert all(map(math.isnan, norms))
-
-
-@pytest.mark.slow
-def test_inside_a_compiled_function() -> None:
-    norm = norm_of(p.grad for p in averaged(2).parameters()).item()
-    with RankPool(2) as ranks:
         for got, refusals in ranks.run(_clip_compiled, timeout=120.0):
             assert got == pytest.approx(norm, rel=1e-12)
             assert refusals == 2

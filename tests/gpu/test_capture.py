@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -12,15 +11,15 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
+from cuda_models import Net, sharded
 from polyshard import CapturedStep, CaptureMode
 from polyshard.errors import CaptureError
 from polyshard.runtime.root import Root
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_fsdp2 import fully_shard
-from processes import KeptRanks, device_of, gpu_ranks
+from processes import KeptRanks, gpu_ranks, settle_on_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -32,52 +31,6 @@ run = partial(RANKS.run, WORLD_SIZE)
 
 #: Gathers, and reductions of 16 bits, that are copies out of memory which outlives the graph.
 SYMMETRIC = {"name": "symmetric", "smallest_mib": 0}
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, recomputes: bool, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width + 1)
-        self.down = nn.Linear(3 * width + 1, width)
-        self.dropout = nn.Dropout(dropout)
-        self.recomputes = recomputes
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.recomputes:
-            return checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False)
-        return self.body(x)
-
-
-class Net(nn.Module):
-    def __init__(self, recomputes: bool = False, dropout: float = 0.0, width: int = 24) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(31, width)
-        self.blocks = nn.ModuleList(Block(width, recomputes, dropout) for _ in range(4))
-        self.head = nn.Linear(width, 31)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-def on_device(rank: int) -> torch.device:
-    device = device_of(rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def sharded(model: nn.Module, **settings: Any) -> nn.Module:
-    with warnings.catch_warnings():
-        # One GPU is a world of one.
-        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-        config = polyshard.ShardConfig(policy={"name": "module_class", "classes": [Block]}, **settings)
-        return polyshard.shard(model, config)
 
 
 def placed(model: nn.Module) -> nn.Module:
@@ -136,7 +89,7 @@ class Pair:
         **options: Any,
     ) -> None:
         self.rank = rank
-        self.device = on_device(rank)
+        self.device = settle_on_device(rank)
         torch.manual_seed(0)
         self.plain = Net(**(kind or {})).to(self.device, dtype)
         whole = copy.deepcopy(self.plain)
@@ -268,7 +221,7 @@ def bf16_against_eager(rank: int, collectives: Any, batch_nbytes: int) -> tuple[
 
     ``batch_nbytes`` is the captured one's; the eager one sends each unit by itself.
     """
-    device = on_device(rank)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
     start = Net().to(device)
 
@@ -301,7 +254,7 @@ def test_bf16_captured_equals_bf16_eager(collectives: Any, batch_nbytes: int) ->
 
 def captured_without_nccl(rank: int) -> str:
     """How a bf16 step runs that was captured while NCCL gathered and exchanged nothing."""
-    device = on_device(rank)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
     model = sharded(Net().to(device), precision="bf16", collectives=SYMMETRIC, batch_nbytes=0)
     optimizer = adamw(model.parameters(), device)
@@ -369,7 +322,7 @@ def test_a_learning_rate_tensor_takes_effect_in_the_next_replay() -> None:
 
 
 def dropouts(rank: int) -> list[float]:
-    device = on_device(rank)
+    device = settle_on_device(rank)
     model = sharded(Net(dropout=0.5).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     step = CapturedStep(model, optimizer, stepping(model, optimizer))
@@ -452,7 +405,7 @@ def test_reading_from_the_device_in_the_step_is_refused_on_all_ranks_and_leaves_
 
 
 def memory(rank: int) -> dict[str, int]:
-    device = on_device(rank)
+    device = settle_on_device(rank)
     model = sharded(Net(width=512).to(device), precision="bf16")
     optimizer = adamw(model.parameters(), device, fused=True)
     step = CapturedStep(model, optimizer, stepping(model, optimizer))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,11 +10,11 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
+from cuda_models import Block, Net, sharded
 from polyshard.planning import thresholds
 from polyshard.runtime.root import Root
-from processes import KeptRanks, device_of, gpu_ranks
+from processes import KeptRanks, device_of, gpu_ranks, settle_on_device
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -25,46 +24,6 @@ RANKS = KeptRanks("nccl")
 run = partial(RANKS.run, WORLD_SIZE)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, recomputes: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width + 1)
-        self.down = nn.Linear(3 * width + 1, width)
-        self.recomputes = recomputes
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
-
-
-class Net(nn.Module):
-    def __init__(self, recurrent: bool = False, recomputes: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(31, 24)
-        self.blocks = nn.ModuleList(Block(24, recomputes) for _ in range(4))
-        self.recurrent = nn.LSTM(24, 24, batch_first=True) if recurrent else None
-        self.head = nn.Linear(24, 31)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        if self.recurrent is not None:
-            x = self.recurrent(x)[0]
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-def sharded(model: nn.Module, **settings: Any) -> nn.Module:
-    with warnings.catch_warnings():
-        # One GPU is a world of one.
-        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-        config = polyshard.ShardConfig(policy={"name": "module_class", "classes": [Block, nn.LSTM]}, **settings)
-        return polyshard.shard(model, config)
-
-
 def batches(device: torch.device, steps: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(0, 31, (4 * WORLD_SIZE, 12), generator=generator).to(device) for _ in range(steps)]
@@ -72,8 +31,7 @@ def batches(device: torch.device, steps: int) -> list[torch.Tensor]:
 
 def train(rank: int, dtype: torch.dtype, kind: dict[str, bool], settings: dict[str, Any], side: bool) -> list[float]:
     """Largest differences in loss and norm (relative) and in parameters; number of units left gathered."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
     reference = Net(**kind).to(device, dtype)
     model = sharded(copy.deepcopy(reference), **settings)
@@ -167,8 +125,7 @@ def test_bf16_follows_the_fp32_loss(offload: str) -> None:
 
 
 def wrap_from_meta(rank: int) -> tuple[int, int]:
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     with torch.device("meta"):
         model = nn.Sequential(*(Block(512, False) for _ in range(12)))
     torch.cuda.empty_cache()
@@ -188,8 +145,7 @@ def test_wrapping_from_meta_takes_the_shards_and_one_unit() -> None:
 
 
 def steady_memory(rank: int) -> tuple[int, int, int]:
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
     model = sharded(nn.Sequential(*(Block(512, False) for _ in range(12))).to(device), precision="bf16")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -14,10 +14,11 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
+from cuda_models import sharded
 from polyshard.interfaces import Observer, UnitSpec
 from polyshard.planning import thresholds
 from polyshard.runtime.root import Root
-from processes import KeptRanks, device_of, gpu_ranks
+from processes import KeptRanks, gpu_ranks, settle_on_device
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -103,15 +104,10 @@ class LateReductions(Observer):
 
 def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple[float, float, int]:
     """Largest differences in loss and, after some steps, in parameters; number of units left gathered."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
     reference = TwoBranches().to(device, torch.float64)
-    with warnings.catch_warnings():
-        # One GPU is a world of one.
-        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-        policy = {"name": "module_class", "classes": [Block]}
-        model = polyshard.shard(copy.deepcopy(reference), polyshard.ShardConfig(policy=policy, **settings))
+    model = sharded(copy.deepcopy(reference), Block, **settings)
     assert isinstance(model, TwoBranches)
     model.side, model.late = torch.cuda.Stream(), late
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

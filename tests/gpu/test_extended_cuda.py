@@ -12,7 +12,7 @@ import pytest
 import torch
 from extended_models import IN, Layer, Net, Reference
 from parity import seed_all, units_of
-from processes import KeptRanks, device_of, gpu_ranks
+from processes import KeptRanks, device_of, gpu_ranks, settle_on_device
 from qlora import Block, adapted, base_bytes, loss_of, train
 from torchao_tensors import trains_and_is_saved
 
@@ -63,8 +63,7 @@ def test_trains_as_the_unsharded_model() -> None:
 
 
 def of_torchao(rank: int, kind: str, folder: str) -> tuple[list[float], list[float]]:
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     return trains_and_is_saved(rank, kind, WORLD_SIZE, device, folder)[:2]
 
 

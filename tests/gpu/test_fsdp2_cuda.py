@@ -9,7 +9,7 @@ import pytest
 import torch
 from polyshard.errors import DeviceError
 from polyshard_fsdp2 import CPUOffloadPolicy, fully_shard
-from processes import KeptRanks, device_of, gpu_ranks
+from processes import KeptRanks, device_of, gpu_ranks, settle_on_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,8 +22,7 @@ run = partial(RANKS.run, WORLD_SIZE)
 
 def of_the_host(rank: int) -> float:
     """How far the outputs of inputs in host memory are off."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     mesh = init_device_mesh("cuda", (WORLD_SIZE,))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).double().to(device)
@@ -82,8 +81,7 @@ def test_modules_without_parameters_move_inputs_where_they_are_outermost() -> No
 
 def loaded_elsewhere(rank: int) -> str:
     """The refusal of parameters that were loaded onto the device where the policy wants them in host memory."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     mesh = init_device_mesh("cuda", (WORLD_SIZE,))
     model = nn.Sequential(nn.Linear(6, 8))
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
 import polyshard
 import pytest
 import torch
+from cuda_models import sharded
 from processes import KeptRanks, gpu_ranks
 from torch import nn
 
@@ -37,10 +37,7 @@ def freed_by_zero_grad(rank: int, settings: dict[str, Any], flat: bool) -> list[
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(device)
-    policy = {"name": "module_class", "classes": [nn.Linear]}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-        model = polyshard.shard(model, polyshard.ShardConfig(policy=policy, **settings))
+    model = sharded(model, nn.Linear, **settings)
     parameters = list(polyshard.flat_parameters(model)) if flat else list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     seen = []

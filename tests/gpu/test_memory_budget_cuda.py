@@ -12,7 +12,7 @@ import torch
 from polyshard.interfaces import PluginContext
 from polyshard.runtime.root import Root
 from polyshard_backends.fake import FakeCollectives
-from processes import RankPool, device_of
+from processes import RankPool, settle_on_device
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -119,8 +119,7 @@ def test_nothing_is_decided_inside_a_capture() -> None:
 
 def agree(rank: int, budgets: list[int | str]) -> tuple[int, float]:
     """How many units are kept, and the largest difference in parameters."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
     reference = nn.Sequential(*(Block(256) for _ in range(4))).to(device, torch.float64)
     model = polyshard.shard(

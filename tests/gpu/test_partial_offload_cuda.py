@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from typing import Any
 
 import polyshard
 import pytest
 import torch
+from cuda_models import sharded
 from polyshard.interfaces import UnitSpec
 from polyshard_plugins.offload import PartialOffload
 from polyshard_testing import plugin_context
-from processes import KeptRanks, device_of, gpu_ranks
+from processes import KeptRanks, gpu_ranks, settle_on_device
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -58,25 +58,14 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def sharded(model: nn.Module, device: torch.device, options: dict[str, Any], **settings: Any) -> nn.Module:
-    with warnings.catch_warnings():
-        # One GPU is a world of one.
-        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-        policy = {"name": "module_class", "classes": [Block]}
-        return polyshard.shard(
-            model, polyshard.ShardConfig(policy=policy, offload=partial(device, **options), **settings)
-        )
-
-
 def train(
     rank: int, options: dict[str, Any], fused: bool, settings: dict[str, Any]
 ) -> tuple[list[float], set[str], tuple[str, ...]]:
     """Largest differences in loss and norm (relative) and in parameters; devices of state; what was parked."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
     reference = Net().to(device, torch.float64)
-    model = sharded(copy.deepcopy(reference), device, options, **settings)
+    model = sharded(copy.deepcopy(reference), Block, offload=partial(device, **options), **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     off = [0.0, 0.0]
@@ -130,9 +119,8 @@ def test_training_equals_the_unsharded_model(options: dict[str, Any], strategy: 
 
 
 def placed(rank: int) -> list[tuple[str, str, bool]]:
-    device = device_of(rank)
-    torch.cuda.set_device(device)
-    model = sharded(Net().to(device), device, {"units": "blocks.1"}, precision="bf16")
+    device = settle_on_device(rank)
+    model = sharded(Net().to(device), Block, offload=partial(device, units="blocks.1"), precision="bf16")
     model(torch.randn(4, 7, device=device)).backward()
     found = []
     for name, parameter in model.named_parameters():
@@ -152,10 +140,9 @@ def test_only_parked_units_leave_the_device() -> None:
 
 def scaled(rank: int, fused: bool) -> tuple[list[bool], float, float]:
     """Which of ten steps were skipped, what the others err by, and the scale behind them; the device is busy."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
-    model = sharded(Net().to(device), device, {"units": "blocks.1"})
+    model = sharded(Net().to(device), Block, offload=partial(device, units="blocks.1"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     busy = torch.randn(4096, 4096, device=device)

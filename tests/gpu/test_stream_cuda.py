@@ -11,7 +11,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from processes import KeptRanks, device_of, gpu_ranks, run_script, share_device
+from processes import KeptRanks, gpu_ranks, run_script, settle_on_device, share_device
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -27,8 +27,7 @@ UNIT = 4 * WIDTH * WIDTH
 
 def handed_out(rank: int, settings: dict[str, Any], only: int | None) -> tuple[int, int, int]:
     """Tensors that were not the present weights, how many there were, and the most bytes that a stream of fp32 took."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(device)
     with warnings.catch_warnings():

@@ -16,7 +16,7 @@ import pytest
 import torch
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.trace import Lane, StepTrace, Trace, read_trace
-from processes import RankPool, device_of, gpu_ranks
+from processes import RankPool, device_of, gpu_ranks, settle_on_device
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -231,8 +231,7 @@ def pool() -> Iterator[RankPool]:
 
 def train_on_nccl(rank: int, folder: str, precision: str) -> float:
     """The largest difference between a traced training and one without."""
-    device = device_of(rank)
-    torch.cuda.set_device(device)
+    device = settle_on_device(rank)
     torch.manual_seed(0)
     reference = Net().to(device)
     results = []

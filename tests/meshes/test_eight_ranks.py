@@ -1,6 +1,6 @@
 """Replicas, shards, tensor parallel parts and experts at once, on eight ranks: as the whole model, to 1e-12 in fp64.
 
-Two of the three are beside each other on four ranks in test_drawn_meshes.py and test_experts.py.
+Others are drawn in test_drawn_meshes.py.
 """
 
 from __future__ import annotations
@@ -13,31 +13,6 @@ from meshes import Plan, Polyshard, assert_trains, coordinate_of, expected, make
 
 pytestmark = pytest.mark.slow
 
-REPLICAS = ("dp_replicate", "dp_shard", "tp")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan((2, 2, 2), REPLICAS, Shape(sequence=True), ("dp_shard",), ("dp_replicate",)),
-        Plan(
-            (2, 2, 2),
-            REPLICAS,
-            Shape(tied=True),
-            ("dp_shard",),
-            ("dp_replicate",),
-            settings=(("strategy", "hybrid_shard_zero2"), ("layout", "rows")),
-            optimizer="muon",
-            microbatches=2,
-        ),
-    ],
-    ids=str,
-)
-def test_replicas_and_shards_beside_tensor_parallelism(plan: Plan) -> None:
-    assert_trains(plan)
-
-
 EXPERTS = ("dp_replicate", "edp", "ep")
 
 
@@ -45,7 +20,6 @@ EXPERTS = ("dp_replicate", "edp", "ep")
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan((2, 2, 2), EXPERTS, Shape(experts=4), ("edp", "ep"), ("dp_replicate",), experts=("edp",)),
         Plan(
             (2, 2, 2),
             EXPERTS,

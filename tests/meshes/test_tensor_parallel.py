@@ -22,10 +22,6 @@ AUTO = (("reshard_after_forward", "auto"), ("memory_budget", "1 GiB"))
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(Plan(**TP, shape=Shape()), marks=pytest.mark.nightly),
-        pytest.param(
-            Plan(**TP, shape=Shape(sequence=True), settings=(ZERO_2, ROWS), optimizer="muon"), marks=pytest.mark.nightly
-        ),
         Plan(**TP, shape=Shape(tied=True, recomputed=True), settings=(ROWS, OFFLOAD, *AUTO), microbatches=2),
         Plan(**TP, shape=Shape(sequence=True, tied=True), settings=(ZERO_2, OFFLOAD), optimizer="muon", microbatches=2),
     ],
@@ -36,25 +32,9 @@ def test_shards_over_two_ranks_beside_two_parts(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [
-        # Parts of 3, 3, 3 and 1 hidden columns, and nobody to share a gradient with.
-        Plan((1, 4), ("dp", "tp"), Shape(sequence=True), ("dp",), optimizer="muon"),
-        pytest.param(
-            Plan((1, 4), ("dp", "tp"), Shape(), ("dp",), settings=(OFFLOAD,), microbatches=2), marks=pytest.mark.nightly
-        ),
-        pytest.param(
-            Plan(
-                (4, 1), ("dp", "tp"), Shape(sequence=True, recomputed=True), ("dp",), settings=(ROWS,), optimizer="flat"
-            ),
-            marks=pytest.mark.nightly,
-        ),
-    ],
-    ids=str,
-)
-def test_groups_of_one_rank(plan: Plan) -> None:
-    assert_trains(plan)
+def test_groups_of_one_rank() -> None:
+    """Parts of 3, 3, 3 and 1 hidden columns, and nobody to share a gradient with."""
+    assert_trains(Plan((1, 4), ("dp", "tp"), Shape(sequence=True), ("dp",), optimizer="muon"))
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 TURNS = 3
 ROWS = ("layout", "rows")
-OFFLOAD = ("offload", "cpu")
 TP: dict[str, Any] = {"names": ("dp", "tp"), "shard": ("dp",)}
 EP: dict[str, Any] = {"names": ("edp", "ep"), "shard": ("edp", "ep"), "experts": ("edp",)}
 EP_TP: dict[str, Any] = {**EP, "names": ("edp", "ep", "tp")}
@@ -141,7 +140,6 @@ def assert_as_whole(plan: Plan, made: Make, decay: float | None = None) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(Plan((2, 2), **TP, shape=Shape(tied=True), settings=(ROWS, OFFLOAD)), marks=pytest.mark.nightly),
         # Parts of 3, 3, 3 and 1 hidden columns.
         Plan((1, 4), **TP, shape=Shape()),
         pytest.param(

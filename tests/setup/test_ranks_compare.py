@@ -335,25 +335,3 @@ def test_a_rank_that_pretends_beside_one_that_communicates() -> None:
 @pytest.mark.slow
 def test_ranks_that_all_pretend_go_on() -> None:
     assert run_processes(2, all_pretend) == [True, True]
-
-
-def come_late(rank: int) -> tuple[str, list[float]]:
-    """Rank 0 comes when the others have given up; then all come, twice, and train."""
-    if rank == 0:
-        time.sleep(2.5)
-    with pytest.raises(errors.RankMismatchError) as late:
-        polyshard.shard(seeded(Net), ShardConfig(timeout_s=1.0, sync_module_states=True))
-    found = []
-    for _ in range(2):
-        model = polyshard.shard(seeded(Net), ShardConfig(timeout_s=20.0, sync_module_states=True))
-        found.append(square_step(model, 0, 0)[0].item())
-    return str(late.value), found
-
-
-@pytest.mark.slow
-def test_ranks_that_missed_each_other_may_all_call_again() -> None:
-    expected = square_step(seeded(Net), 0, 0)[0].item()
-    for text, found in run_processes(3, come_late):
-        assert found == [pytest.approx(expected, rel=1e-6)] * 2
-        # On the late one, too.
-        assert "Ranks [0] did not come to shard their model within 1 s" in text
