@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -67,30 +67,12 @@ def collectives_of(group: Any, device: torch.device) -> Collectives:
     """
     if isinstance(group, Collectives):
         return group
-    if isinstance(group, dist.ProcessGroup):
+    if isinstance(group, dist.ProcessGroup | GroupLike):
         return GroupCollectives(group, device)
-    if isinstance(group, GroupLike):
-        return SilentCollectives(group, device)
     raise WorldSizeError(
         f"{group!r} is not a process group that this process is in; give a torch.distributed.ProcessGroup that "
         f"contains this rank"
     )
-
-
-def _operation(name: str) -> tuple[Callable[..., Any], bool]:
-    """The function that ``torch.distributed`` now has under ``name``, and whether it is torch's own.
-
-    The older names of two operations warn in versions that have a newer one, so an older name is called only where
-    somebody has replaced it.
-    """
-    function: Callable[..., Any] = getattr(dist, name)
-    if function is not getattr(distributed_c10d, name):
-        return function, False
-    newer = _NEWER_NAMES.get(name)
-    if newer is not None and hasattr(distributed_c10d, newer):
-        function = getattr(dist, newer)
-        return function, function is getattr(distributed_c10d, newer)
-    return function, True
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,12 +113,18 @@ class _HostWork:
             finish()
 
 
-class SilentCollectives(Collectives):
-    """A group whose rank and size are known and no more: a model can be wrapped with it, and not run.
+class GroupCollectives(Collectives):
+    """A ``torch.distributed.ProcessGroup``, which FSDP uses alone: gathers and reductions share its communicator.
+
+    Sums and means are taken in the dtype of the tensors, and ``MEAN`` as FSDP takes it: a sum whose addends were
+    divided by ``predivide_factor`` and which is divided by the rest. Errors are ``torch.distributed``'s own, which
+    scripts written for FSDP expect, with a note that says which operation and rank.
 
     Args:
-        group: anything with ``rank()`` and ``size()``, in any relation to the processes that there are.
-        device: where the tensors are.
+        group: a group that contains this process, of any backend; or anything with ``rank()`` and ``size()``, in any
+            relation to the processes that there are: a model can be wrapped with it, and every operation raises
+            ``StateError``.
+        device: where the tensors are. On CUDA, operations run on the stream that is current when they are issued.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -160,20 +148,20 @@ class SilentCollectives(Collectives):
     def process_group(self) -> Any:
         return self._group
 
-    @property
+    @cached_property
     def capabilities(self) -> CollectivesCapabilities:
-        return self._capabilities(on_streams=False, can_communicate=False)
-
-    def _capabilities(self, *, on_streams: bool, can_communicate: bool) -> CollectivesCapabilities:
+        group, device = self._group, self._device.type
+        transport = group_backend(group, device) if isinstance(group, dist.ProcessGroup) else "fake"
+        on_streams = device == "cuda" and transport not in _HOST_TRANSPORTS
         return CollectivesCapabilities(
-            devices=frozenset({self._device.type}),
+            devices=frozenset({device}),
             dtypes=GROUP_DTYPES,
             reduce_ops=frozenset(ReduceOp),
             widening=False,
             stream_ordered=on_streams,
             capturable=on_streams,
             fixed_addresses=False,
-            can_communicate=can_communicate,
+            can_communicate=transport != "fake",
             exchanges=True,
         )
 
@@ -182,56 +170,6 @@ class SilentCollectives(Collectives):
             f"FSDP shards over the group that it was given, and cannot divide it (on rank {self._rank}); pass a "
             f"(shard, replicate) pair of process groups, or a two-dimensional device_mesh"
         )
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        self._refuse("all_gather")
-
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
-    ) -> Work:
-        self._refuse("reduce_scatter")
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        self._refuse("all_reduce")
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        self._refuse("broadcast")
-
-    def all_to_all(
-        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
-    ) -> Work:
-        self._refuse("all_to_all")
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        self._refuse("all_gather_object")
-
-    def barrier(self) -> None:
-        self._refuse("barrier")
-
-    def _refuse(self, operation: str) -> NoReturn:
-        raise StateError(
-            f"{operation} on rank {self._rank} of {self._world_size}: {self._group!r} is a dummy group, which knows "
-            f"its rank and size and cannot communicate; give a torch.distributed.ProcessGroup to run the model"
-        )
-
-
-class GroupCollectives(SilentCollectives):
-    """A ``torch.distributed.ProcessGroup``, which FSDP uses alone: gathers and reductions share its communicator.
-
-    Sums and means are taken in the dtype of the tensors, and ``MEAN`` as FSDP takes it: a sum whose addends were
-    divided by ``predivide_factor`` and which is divided by the rest. Errors are ``torch.distributed``'s own, which
-    scripts written for FSDP expect, with a note that says which operation and rank.
-
-    Args:
-        group: a group that contains this process, of any backend.
-        device: where the tensors are. On CUDA, operations run on the stream that is current when they are issued.
-    """
-
-    @cached_property
-    def capabilities(self) -> CollectivesCapabilities:
-        transport = group_backend(self._group, self._device.type)
-        on_streams = self._device.type == "cuda" and transport not in _HOST_TRANSPORTS
-        return self._capabilities(on_streams=on_streams, can_communicate=transport != "fake")
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         if out.numel() == 0:
@@ -264,7 +202,7 @@ class GroupCollectives(SilentCollectives):
         check_source(src, self._rank, self._world_size)
         if tensor.numel() == 0:
             return COMPLETED
-        return self._issue("broadcast", _as_bytes(tensor), src=dist.get_global_rank(self._group, src))
+        return self._issue("broadcast", _as_bytes(tensor), group_src=src)
 
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
@@ -284,14 +222,14 @@ class GroupCollectives(SilentCollectives):
         answers: list[Any] = [None] * self._world_size
         # Objects travel through the current device, which need not be this group's.
         with self._current_device():
-            _operation("all_gather_object")[0](answers, obj, group=self._group)
+            self._operation("all_gather_object")[0](answers, obj, group=self._group)
         return answers
 
     def barrier(self) -> None:
         options: dict[str, Any] = {}
         if self._device.type != "cpu" and self._device.index is not None:
             options["device_ids"] = [self._device.index]
-        _operation("barrier")[0](group=self._group, **options)
+        self._operation("barrier")[0](group=self._group, **options)
 
     def _divisors(self, addends: torch.Tensor, op: ReduceOp) -> tuple[float, float]:
         if op is not ReduceOp.MEAN:
@@ -305,10 +243,30 @@ class GroupCollectives(SilentCollectives):
             return torch.cuda.device(self._device)
         return nullcontext()
 
+    def _operation(self, name: str) -> tuple[Callable[..., Any], bool]:
+        """The function that ``torch.distributed`` now has under ``name``, and whether it is torch's own.
+
+        The older names of two operations warn in versions that have a newer one, so an older name is called only where
+        somebody has replaced it.
+        """
+        if not isinstance(self._group, dist.ProcessGroup):
+            raise StateError(
+                f"{name} on rank {self._rank} of {self._world_size}: {self._group!r} is a dummy group, which knows its "
+                "rank and size and cannot communicate; give a torch.distributed.ProcessGroup to run the model"
+            )
+        function: Callable[..., Any] = getattr(dist, name)
+        if function is not getattr(distributed_c10d, name):
+            return function, False
+        newer = _NEWER_NAMES.get(name)
+        if newer is not None and hasattr(distributed_c10d, newer):
+            function = getattr(dist, newer)
+            return function, function is getattr(distributed_c10d, newer)
+        return function, True
+
     def _issue(
         self, name: str, *tensors: torch.Tensor, finish: Callable[[], None] | None = None, **options: Any
     ) -> Work:
-        function, is_torchs = _operation(name)
+        function, is_torchs = self._operation(name)
         on_streams = self.capabilities.stream_ordered
         # A replacement is called as FSDP calls it, and need not know of asynchronous operations.
         if is_torchs and not on_streams:

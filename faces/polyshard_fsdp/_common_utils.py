@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
 
 import torch
-from polyshard.errors import TrainingStateError, warn_once
+from polyshard.errors import warn_once
 from polyshard.extension import MODULE_STATE_ATTRIBUTE
 from torch import nn
 
@@ -47,22 +47,6 @@ class HandleTrainingState(Enum):
 def clean_tensor_name(tensor_name: str) -> str:
     """The name of a parameter or buffer without the prefixes of FSDP and activation checkpoint wrappers."""
     return tensor_name.replace(FSDP_PREFIX, "").replace(CHECKPOINT_PREFIX, "")
-
-
-def _assert_in_training_states(state: Any, training_states: Collection[TrainingState]) -> None:
-    """Raises ``TrainingStateError`` (a ``ValueError``) unless the instance ``state`` is in one of the states.
-
-    Rank 0 prints it as well: raised inside a backward hook, the exception may reach nobody.
-    """
-    if state.training_state in training_states:
-        return
-    message = (
-        f"expected to be in states {list(training_states)} but current state is {state.training_state}, on rank "
-        f"{state.rank}. Finish what the current state stands for (a backward, or summon_full_params) before this call."
-    )
-    if state.rank == 0:
-        print(f"Asserting FSDP instance is: {state}\nERROR: {message}")
-    raise TrainingStateError(message)
 
 
 def _get_module_fsdp_state(module: nn.Module) -> Any | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,6 +25,10 @@ from torch import nn
 
 from ._collectives import rank_and_size
 from ._common_utils import FLAT_PARAM, FSDP_FLATTENED, HandleTrainingState
+from .api import ShardingStrategy
+
+#: The strategy of one flat parameter.
+HandleShardingStrategy = ShardingStrategy
 
 #: Names of environment variables; each is read when an instance is constructed.
 _FSDP_USE_UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
@@ -34,16 +37,6 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 #: The descriptor behind ``Tensor.grad``.
 _tensor_grad: Any = torch.Tensor.grad
-
-
-class HandleShardingStrategy(enum.Enum):
-    """The strategy of one flat parameter, under the names of ``ShardingStrategy``."""
-
-    FULL_SHARD = enum.auto()
-    SHARD_GRAD_OP = enum.auto()
-    NO_SHARD = enum.auto()
-    HYBRID_SHARD = enum.auto()
-    _HYBRID_SHARD_ZERO2 = enum.auto()
 
 
 class ParamInfo(NamedTuple):
@@ -123,7 +116,7 @@ class FlatParamHandle:
         params: Sequence[nn.Parameter],
         module: nn.Module,
         device: torch.device,
-        sharding_strategy: HandleShardingStrategy,
+        sharding_strategy: ShardingStrategy,
         offload_params: bool,
         mp_param_dtype: torch.dtype | None,
         mp_reduce_dtype: torch.dtype | None,
@@ -133,21 +126,14 @@ class FlatParamHandle:
         *,
         fsdp_extension: Any | None = None,
     ) -> None:
-        """Flatten in place.
+        """Flatten in place, and leave this rank's part of a ``DTensor`` in its place; the signature is torch's.
 
         Args:
-            params: Parameters of ``module``, of one dtype and on one device; each at most once. Of a ``DTensor``, this
-                rank's part is flattened, and a plain parameter takes its place.
-            module: The module that holds them, at any depth.
+            params: Parameters of ``module``, of one dtype and on one device; each at most once.
             device: Where the flat parameter computes.
-            sharding_strategy: Whether it will be cut, over the ranks of ``process_group``.
-            offload_params: Whether its shard will live in host memory.
-            mp_param_dtype: Compute dtype; None for the parameters' own. Alignment follows from it.
-            mp_reduce_dtype: In which gradients are reduced; None for the compute dtype.
-            keep_low_precision_grads: Leave reduced gradients in that dtype.
+            mp_param_dtype: Compute dtype, from which alignment follows; None for the parameters' own.
             process_group: A ``Collectives``, or anything with ``rank()`` and ``size()``.
             use_orig_params: Keep the parameters themselves, as views; else modules hold plain tensors.
-            fsdp_extension: Not served.
 
         Raises:
             ParameterError: ``params`` cannot be flattened together.
@@ -192,7 +178,7 @@ class FlatParamHandle:
     @property
     def uses_sharded_strategy(self) -> bool:
         """Whether each rank keeps a part only."""
-        return self.sharding_strategy is not HandleShardingStrategy.NO_SHARD
+        return self.sharding_strategy is not ShardingStrategy.NO_SHARD
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -225,7 +211,7 @@ class FlatParamHandle:
     @property
     def sharded_grad(self) -> torch.Tensor | None:
         """This rank's reduced gradient of the flat parameter (``[shard_numel]``); None where nothing has one."""
-        return None if self.unit is None else self.unit.reduced_gradient()
+        return None if self.unit is None else self.unit.flat_gradients.reduced_shard()
 
     @property
     def unsharded_numel(self) -> int:
@@ -279,15 +265,11 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             flat = self._whole
             del self._whole
-            start = self.rank_of_shard * layout.shard_numel
+            start = (self.rank if self.uses_sharded_strategy else 0) * layout.shard_numel
             own = flat if layout.world_size == 1 else flat.narrow(0, start, layout.shard_numel).clone()
         self.flat_param._shard_param_infos = self._get_shard_metadata(start, start + layout.shard_numel - 1)
         self.flat_param._sharded_size = own.size()
         return own
-
-    @property
-    def rank_of_shard(self) -> int:
-        return self.rank if self.uses_sharded_strategy else 0
 
     def _flatten(self, found: Sequence[ManagedParameter]) -> tuple[FlatParameter, tuple[ManagedParameter, ...]]:
         layout = self.layout

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError
+from polyshard.extension import inner_tensors, send_from_first
 from polyshard.interfaces import Collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,24 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _torch_private
 from ._collectives import GroupLike, collectives_of, rank_and_size
 from ._common_utils import _get_module_fsdp_state, _is_fsdp_flattened, clean_tensor_name, warn
-from ._flat_param import HandleShardingStrategy
 from .api import ShardingStrategy
 
-#: Bytes that ``sync_module_states`` broadcasts at a time.
-PARAM_BROADCAST_BUCKET_SIZE = 250 * 1024 * 1024
-
-SHARDING_STRATEGY_MAP = {each: HandleShardingStrategy[each.name] for each in ShardingStrategy}
 HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 #: From a warning to the line that constructs FSDP: a helper, its caller here, the constructor, its caller.
 STACKLEVEL = 4
-
-
-def warn_about_container(module: nn.Module) -> None:
-    """Warn where ``module`` has no forward in which its parameters could be gathered."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        warn(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
 
 
 @dataclass(frozen=True)
@@ -443,11 +433,12 @@ def _reset(modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter], devic
                     if tensor not in new:
                         new[tensor] = _empty(tensor, device)
                     replaced.append((module, name, tensor))
-                    _put(module, name, new[tensor])
+                    # An RNN keeps a second list of its weights, which follows assignments.
+                    setattr(module, name, new[tensor])
                 cast("Callable[[], None]", module.reset_parameters)()
     except BaseException as error:
         for changed, name, tensor in replaced:
-            _put(changed, name, tensor)
+            setattr(changed, name, tensor)
         warnings.warn(
             f"Unable to call `reset_parameters()` for module on meta device with error {error}. Please ensure that "
             f"your module oftype {type(module)} implements a `reset_parameters()` method.",
@@ -475,11 +466,6 @@ def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     parameter.__dict__.update(tensor.__dict__)
     return parameter
-
-
-def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    # Through the module's own ``__setattr__``: an RNN keeps a second list of its weights, which follows assignments.
-    setattr(module, name, tensor)
 
 
 def move_to(managed: Managed, device: torch.device | None, device_type: str) -> None:
@@ -535,46 +521,13 @@ def sync_module_states(managed: Managed, groups: Groups, device: torch.device) -
         ConfigError: tensors are on the CPU, and the instance computes on another ``device``.
         StateError: the group is a dummy.
     """
-    states = [
-        tensor
-        for state in itertools.chain(managed.module.buffers(), managed.parameters)
-        for tensor in _torch_private.plain_tensors(state.detach())
-    ]
+    named = itertools.chain(managed.module.buffers(), managed.parameters)
+    states = [tensor for state in named for tensor in inner_tensors(state.detach())]
     if device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in states):
         raise ConfigError(
             "The module has CPU parameters or buffers when `sync_module_states=True`, which requires them to be on "
             "GPU. Please specify the `device_id` argument or move the module to GPU before passing it to FSDP."
         )
     for group in (groups.replicate_group, groups.process_group):
-        if group is not None:
-            _broadcast(states, group, device)
-
-
-def _broadcast(tensors: Sequence[torch.Tensor], group: Any, device: torch.device) -> None:
-    collectives = collectives_of(group, device)
-    if collectives.world_size == 1:
-        return
-    with torch.no_grad():
-        for bucket in _buckets(tensors, PARAM_BROADCAST_BUCKET_SIZE):
-            if len(bucket) == 1 and bucket[0].is_contiguous():
-                collectives.broadcast(bucket[0], 0).wait()
-                continue
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            collectives.broadcast(flat, 0).wait()
-            for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-                tensor.copy_(values.view(tensor.shape))
-
-
-def _buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """``tensors`` by dtype, in order, in lists of at most ``limit`` bytes, or of one larger tensor."""
-    buckets: list[list[torch.Tensor]] = []
-    filling: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
-    for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        bucket, used = filling.get(tensor.dtype, ([], limit))
-        if used + nbytes > limit:
-            bucket, used = [], 0
-            buckets.append(bucket)
-        bucket.append(tensor)
-        filling[tensor.dtype] = (bucket, used + nbytes)
-    return buckets
+        if group is not None and rank_and_size(group)[1] > 1:
+            send_from_first(states, collectives_of(group, device), device)

@@ -302,14 +302,7 @@ def _check_alike(flattened: Flattened, state_name: str, values: Sequence[Any]) -
             f"Differing optimizer state types for state {state_name} of the parameters of one flat parameter: {kinds} "
             f"of {where}"
         )
-    if present and _is_tensor(present[0]):
-        dtypes = set(map(_dtype_of, present))
-        if len(dtypes) > 1:
-            raise ConfigError(
-                "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor "
-                f"state with the same dtype but got dtypes {dtypes} for state {state_name} of {where}"
-            )
-    elif present:
+    if present and not _is_tensor(present[0]):
         scalars = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
         if len(values) < len(flattened.names) or len(set(map(repr, scalars))) > 1:
             raise ConfigError(
@@ -320,7 +313,7 @@ def _check_alike(flattened: Flattened, state_name: str, values: Sequence[Any]) -
 
 def _kind(value: Any) -> str:
     if isinstance(value, (torch.Tensor, _Awaited)):
-        return "tensor" if _is_tensor(value) else f"scalar of {value.dtype}"
+        return f"{'tensor' if _is_tensor(value) else 'scalar'} of {_dtype_of(value)}"
     return type(value).__name__
 
 

@@ -121,7 +121,7 @@ class FSDPModuleState(ModuleState):
             if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.ranks.alone:
                 continue
             if root.synchronises:
-                root.reduce_zeros(UnusedUnit(unit))
+                root.unused.append(UnusedUnit(unit))
             else:
                 # Nothing to keep, and nobody to agree with.
                 self.joins_reduction = False
@@ -153,7 +153,8 @@ class FSDPForward(ForwardHooks):
         recomputes = in_backward()
         policy = instance.mixed_precision
         if instance._is_root and not recomputes and root_of(module_state).active is None:
-            args, kwargs = _moved_to(instance.compute_device, args, kwargs)
+            device = instance.compute_device
+            args, kwargs = map_tensors(lambda each: each if each.device == device else each.to(device), (args, kwargs))
             instance._place_buffers()
         casts = policy.cast_root_forward_inputs if instance._is_root else policy.cast_forward_inputs
         casts &= not module_state.in_full_precision and bool(instance._is_root or module_state.units)
@@ -206,11 +207,6 @@ class FSDPForward(ForwardHooks):
             module._parameters.update(parameters)
 
 
-def _moved_to(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A forward's inputs with every tensor on ``device``."""
-    return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), (args, kwargs))
-
-
 #: Where `_apply_optimizer_in_backward` leaves a parameter's optimizers.
 OPTIMIZERS = "_in_backward_optimizers"
 
@@ -231,11 +227,8 @@ class FSDPRoot(Root):
             for managed in state.instance._handle.parameters
             if hasattr(managed.original, OPTIMIZERS)
         ]
-        self._unused: list[UnusedUnit] = []
-
-    def reduce_zeros(self, unused: UnusedUnit) -> None:
-        """A unit takes part in this backward's reductions although this rank has no gradient for it."""
-        self._unused.append(unused)
+        #: Units that take part in this backward's reductions although this rank has no gradient for them.
+        self.unused: list[UnusedUnit] = []
 
     def refuse_escape(self, output: object) -> None:
         """As the engine's, but for what stays whole until backward ends, as FSDP's root does."""
@@ -249,9 +242,9 @@ class FSDPRoot(Root):
 
     def end_backward(self) -> None:
         super().end_backward()
-        for unused in self._unused:
+        for unused in self.unused:
             unused.finish()
-        self._unused.clear()
+        self.unused.clear()
         if self.synchronises and self._stepping:
             _step_in_backward(self._stepping)
         if self._order is not None:
@@ -271,7 +264,7 @@ class FSDPRoot(Root):
 
     def abandon(self) -> None:
         super().abandon()
-        self._unused.clear()
+        self.unused.clear()
         if self._order is not None:
             self._order.abandon()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,12 +26,11 @@ from ._flat_param import (
     FlatParameter,
     FlatParamHandle,
 )
-from ._init_utils import HYBRID_SHARDING_STRATEGIES, SHARDING_STRATEGY_MAP, Groups, Managed
+from ._init_utils import HYBRID_SHARDING_STRATEGIES, Groups, Managed
 from ._runtime import OPTIMIZERS, ForwardOrder, FSDPForward, FSDPModuleState, FSDPRoot, checks_order
 from ._traversal_utils import _get_fsdp_states
 from ._unit import FlatUnit, FSDPPrecision, misplaced_offload
 from .api import (
-    BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -43,28 +42,6 @@ from .api import (
 )
 
 _RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arguments:
-    """The arguments of ``FullyShardedDataParallel`` that instances inside take over as they are."""
-
-    sharding_strategy: ShardingStrategy | None
-    cpu_offload: CPUOffload | None
-    backward_prefetch: BackwardPrefetch | None
-    mixed_precision: MixedPrecision | None
-    param_init_fn: Callable[[nn.Module], None] | None
-    device_id: int | torch.device | None
-    sync_module_states: bool
-    forward_prefetch: bool
-    limit_all_gathers: bool
-    use_orig_params: bool
-    device_mesh: Any
-
-    def inside(self, groups: Groups, ignored_states: Iterable[nn.Parameter]) -> dict[str, Any]:
-        """The constructor's arguments for the modules inside that a policy wraps."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return {**own, "process_group": groups.for_children(), "ignored_states": ignored_states}
 
 
 class FSDPInstance:
@@ -88,23 +65,23 @@ class FSDPInstance:
 
     def _configure(
         self,
-        given: Arguments,
+        given: Mapping[str, Any],
         strategy: ShardingStrategy,
         groups: Groups,
         managed: Managed,
         device: torch.device,
     ) -> None:
-        """Take over what was chosen, for an instance that computes on ``device``."""
+        """Take over the constructor's arguments, and what was chosen, for an instance that computes on ``device``."""
         self.process_group = groups.process_group
         self.rank, self.world_size = groups.rank, groups.world_size
         self.sharding_strategy = strategy
-        self.cpu_offload = given.cpu_offload or CPUOffload()
-        self.backward_prefetch = given.backward_prefetch
-        self.forward_prefetch = given.forward_prefetch
-        self.limit_all_gathers = given.limit_all_gathers
-        self.mixed_precision = given.mixed_precision or MixedPrecision()
+        self.cpu_offload = given["cpu_offload"] or CPUOffload()
+        self.backward_prefetch = given["backward_prefetch"]
+        self.forward_prefetch = given["forward_prefetch"]
+        self.limit_all_gathers = given["limit_all_gathers"]
+        self.mixed_precision = given["mixed_precision"] or MixedPrecision()
         self.compute_device = device
-        self._use_orig_params = given.use_orig_params
+        self._use_orig_params = given["use_orig_params"]
         self._use_full_prec_in_eval = os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL, "") == "1"
         self._device_mesh = groups.device_mesh
         self._groups = groups
@@ -157,7 +134,7 @@ class FSDPInstance:
             params,
             module,
             device,
-            SHARDING_STRATEGY_MAP[self.sharding_strategy],
+            self.sharding_strategy,
             self.cpu_offload.offload_params,
             policy.param_dtype,
             policy.reduce_dtype,
@@ -236,7 +213,7 @@ class FSDPInstance:
     @property
     def _where(self) -> str:
         """Its name and rank, for messages."""
-        return f"'{self._module_state.name or '(root)'}' (rank {self.rank})"
+        return f"'{self._module_state.name or type(self._module_state.inner).__name__}' (rank {self.rank})"
 
     @property
     def training_state(self) -> TrainingState:

@@ -71,26 +71,21 @@ def _set_state_dict_type(
         )
     model_class, optim_class = _CONFIGS[state_dict_type]
     where = f"in {type(module).__name__}, for {state_dict_type}"
-    if state_dict_config is not None and type(state_dict_config) is not model_class:
-        raise StateError(
-            f"Expected state_dict_config of type {model_class} but got {type(state_dict_config)} {where}. Pass a "
-            f"{model_class.__name__}, or none."
-        )
-    if optim_state_dict_config is not None and type(optim_state_dict_config) is not optim_class:
-        raise StateError(
-            f"Expected optim_state_dict_config of type {optim_class} but got {type(optim_state_dict_config)} {where}. "
-            f"Pass a {optim_class.__name__}, or none."
-        )
+    given = (("", state_dict_config, model_class), ("optim_", optim_state_dict_config, optim_class))
+    for prefix, config, wanted in given:
+        if config is not None and type(config) is not wanted:
+            raise StateError(
+                f"Expected {prefix}state_dict_config of type {wanted} but got {type(config)} {where}. Pass a "
+                f"{wanted.__name__}, or none."
+            )
     instances: list[FSDPInstance] = _get_fsdp_states(module)
     before = _settings_of(instances)
     for each in instances:
-        theirs = _settings_of([each])
-        differs = f"{_where(each)} is the first that differs. Set it on the outermost module."
-        if theirs.state_dict_type is not before.state_dict_type:
-            raise ConfigAssertionError(f"All FSDP modules should have the same state_dict_type. {differs}")
-        for name in ("state_dict_config", "optim_state_dict_config"):
-            if type(getattr(theirs, name)) is not type(getattr(before, name)):
-                raise ConfigAssertionError(f"All FSDP modules must have the same type of {name}. {differs}")
+        if each._state_dict_type is not before.state_dict_type:
+            raise ConfigAssertionError(
+                f"All FSDP modules should have the same state_dict_type. {each._where} is the first that differs. Set "
+                "it on the outermost module."
+            )
     _assign(
         instances,
         StateDictSettings(
@@ -100,15 +95,6 @@ def _set_state_dict_type(
         ),
     )
     return before
-
-
-@contextmanager
-def _restoring_type(module: nn.Module, before: StateDictSettings) -> Iterator[None]:
-    """A context at whose end every instance in ``module`` has the settings ``before``."""
-    try:
-        yield
-    finally:
-        _assign(_get_fsdp_states(module), before)
 
 
 def _get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -127,14 +113,10 @@ def _get_state_dict_type(module: nn.Module) -> StateDictSettings:
         theirs = _settings_of([each])
         if theirs != settings:
             raise ConfigAssertionError(
-                f"All FSDP modules must have the same state dict settings.Got {theirs} and {settings}. {_where(each)} "
+                f"All FSDP modules must have the same state dict settings.Got {theirs} and {settings}. {each._where} "
                 "is the first that differs. Set them on the outermost module."
             )
     return settings
-
-
-def _where(instance: FSDPInstance) -> str:
-    return f"'{type(instance._module_state.inner).__name__}' (rank {instance.rank})"
 
 
 def _choose_kind_of_tensor(instance: FSDPInstance) -> None:
@@ -383,21 +365,17 @@ class FullForm(_Form):
         originals: dict[tuple[nn.Module, str], torch.dtype] = {}
         if instance.mixed_precision.buffer_dtype is not None:
             originals = {(holder, key): dtype for holder, key, dtype in instance._buffer_dtypes}
-        for name, holder, attribute in self._buffers():
-            key = prefix + name
-            buffer = values.get(key)
-            if not isinstance(buffer, torch.Tensor):
-                continue
-            if self._returns:
-                dtype = originals.get((holder, attribute), buffer.dtype)
-                values[key] = buffer.detach().to(dtype=dtype, device="cpu" if self._offloads else buffer.device)
-            else:
-                del values[key]
-
-    def _buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for module_name, holder in self.instance._module_state.inner.named_modules(remove_duplicate=False):
+        for module_name, holder in instance._module_state.inner.named_modules(remove_duplicate=False):
             for attribute in holder._buffers:
-                yield clean_tensor_name(f"{module_name}.{attribute}" if module_name else attribute), holder, attribute
+                key = prefix + clean_tensor_name(f"{module_name}.{attribute}" if module_name else attribute)
+                buffer = values.get(key)
+                if not isinstance(buffer, torch.Tensor):
+                    continue
+                if self._returns:
+                    dtype = originals.get((holder, attribute), buffer.dtype)
+                    values[key] = buffer.detach().to(dtype=dtype, device="cpu" if self._offloads else buffer.device)
+                else:
+                    del values[key]
 
 
 class ShardedForm(FullForm):
@@ -442,7 +420,7 @@ class ShardedForm(FullForm):
                     "be.",
                     clean_tensor_name(prefix + names[0]),
                 )
-        fitting: list[tuple[int, list[str], Any]] = []
+        fitting: list[tuple[list[str], Any]] = []
         for index, keys, value in found:
             placement = self._placements.get(index)
             self._refuse_other(value, unit, keys[0], placement)
@@ -450,20 +428,17 @@ class ShardedForm(FullForm):
             if placement is not None and shape == placement.part.shape:
                 values.update(dict.fromkeys(keys, placement.own_part(value, unit.master.dtype)))
             elif shape == unit.layout.slots[index].shape:
-                fitting.append((index, keys, value))
+                fitting.append((keys, value))
             else:
                 # Torch's walk compares shapes first, and reports this one among all that do not fit.
                 values.update(dict.fromkeys(keys, torch.empty(shape, device="meta")))
-        wholes = self._gather(unit, [value for _, _, value in fitting])
-        for (_, keys, _), whole in zip(fitting, wholes, strict=True):
-            values.update(dict.fromkeys(keys, whole))
-
-    def _gather(self, unit: FlatUnit, values: Sequence[Any]) -> list[torch.Tensor]:
-        """Whole tensors, in the master's dtype, of which each rank has the rows that are its own."""
         shard = unit.ranks.owner
-        if shard is None or not values:
-            return []
-        return gather_rows(values, shard, unit.master.dtype, self.instance.compute_device)
+        if shard is None or not fitting:
+            return
+        pieces = [value for _, value in fitting]
+        wholes = gather_rows(pieces, shard, unit.master.dtype, self.instance.compute_device)
+        for (keys, _), whole in zip(fitting, wholes, strict=True):
+            values.update(dict.fromkeys(keys, whole))
 
     def _refuse_other(self, value: Any, unit: FlatUnit, key: str, placement: PartPlacement | None) -> None:
         """Refuse a value of another type, or that other ranks cut."""

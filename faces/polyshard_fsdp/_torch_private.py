@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import _or_policy as _or_policy
 from torch.distributed.fsdp.wrap import _Policy as _Policy
 from torch.distributed.fsdp.wrap import _wrap_module_cls_individually as _wrap_module_cls_individually
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # The functions of this module call ``_fqn_modifiers`` of every module: the first thing of a foreign module that they
 # run, in torch 2.11 and 2.13. No public name makes a module known to them.
@@ -47,18 +46,6 @@ def is_replicated_in_place(module: nn.Module) -> bool:
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that ``mesh`` was cut out of, or itself: FSDP's state dicts place values on it. No public name tells."""
     return mesh._get_root_mesh()
-
-
-def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that ``tensor`` is made of: itself, or what a wrapper such as a ``DTensor`` holds inside.
-
-    A collective takes the former alone, and no public call opens the latter.
-    """
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    inner = (getattr(tensor, name) for name in names)
-    return [plain for held in inner if isinstance(held, torch.Tensor) for plain in plain_tensors(held)]
 
 
 def make_sharded_tensor(

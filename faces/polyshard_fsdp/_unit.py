@@ -34,11 +34,10 @@ from torch import nn
 
 from . import _runtime_utils
 from ._common_utils import HandleTrainingState
-from ._flat_param import FlatParameter, FlatParamHandle, HandleShardingStrategy
+from ._flat_param import FlatParameter, FlatParamHandle
 from ._gradients import FlatGradients
+from ._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from .api import MixedPrecision
-
-_KEPT_AFTER_FORWARD = (HandleShardingStrategy.SHARD_GRAD_OP, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class FlatUnit(Unit):
@@ -140,10 +139,6 @@ class FlatUnit(Unit):
         assert isinstance(self.gradients, FlatGradients)
         return self.gradients
 
-    def reduced_gradient(self) -> torch.Tensor | None:
-        """This rank's reduced gradient (``[shard_numel]``); None where no parameter has one."""
-        return self.flat_gradients.reduced_shard()
-
     def _bind(self, buffer: FlatBuffer) -> None:
         super()._bind(buffer)
         self.flat_param._full_param_padded = buffer.flat
@@ -151,7 +146,7 @@ class FlatUnit(Unit):
 
     def choose_buffer(self, training: bool) -> None:
         super().choose_buffer(training)
-        if self._full_precision_in_eval or self.caster.full_precision_in_eval(self.spec):
+        if self.follows_mode:
             self.flat_gradients.choose(full_precision=not training)
 
     def show(self) -> None:
@@ -189,7 +184,7 @@ class FlatUnit(Unit):
             and self.bindings.shown is Shown.VIEWS
             and self.state is UnitState.UNSHARDED
             and not self.permanent
-            and self.handle.sharding_strategy in _KEPT_AFTER_FORWARD
+            and self.handle.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
             and torch.is_grad_enabled()
         )
 
@@ -226,7 +221,7 @@ class FlatUnit(Unit):
             and step.phase is Phase.BACKWARD
             and not step.synchronises
             and self.state is UnitState.UNSHARDED
-            and self.handle.sharding_strategy in _KEPT_AFTER_FORWARD
+            and self.handle.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
         )
 
     def release(self) -> None:

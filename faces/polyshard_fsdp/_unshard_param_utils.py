@@ -13,10 +13,10 @@ from torch import nn
 
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._common_utils import warn
-from ._flat_param import HandleShardingStrategy
 from ._state import FSDPInstance
 from ._traversal_utils import _get_fsdp_states
 from ._unit import FlatUnit
+from .api import ShardingStrategy
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def _refuse_arguments(
             "offload_to_cpu out."
         )
     handle = instance._handle
-    if offload_to_cpu and handle is not None and handle.sharding_strategy is HandleShardingStrategy.NO_SHARD:
+    if offload_to_cpu and handle is not None and handle.sharding_strategy is ShardingStrategy.NO_SHARD:
         raise UnsupportedError(
             f"offload_to_cpu=True and NO_SHARD is not supported yet (rank {instance.rank}). Copy the parameters, which "
             "are whole already."

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from polyshard.errors import AlreadyShardedError, ConfigError
 from polyshard.extension import iter_tensors
+from polyshard.interfaces import PolicyContext
 from polyshard_plugins.precision import make_input_cast, make_output_cast
+from polyshard_policies.functions import RecursivePolicy
 from torch import nn
 
 from ._common_utils import _get_module_fsdp_state, warn
@@ -19,7 +21,7 @@ from .wrap import (
     _or_policy,
     _Policy,
     _post_order_apply,
-    _recursive_wrap,
+    _wrap,
     _wrap_module_cls_individually,
 )
 
@@ -51,32 +53,30 @@ def _auto_wrap(
             )
     mixed_precision = root_kwargs["mixed_precision"]
     apart = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
-    if not isinstance(policy, _Policy):
-        if mixed_precision is not None:
-            also = partial(_wrap_module_cls_individually, module_classes=apart)
-            policy = partial(_or_policy, policies=[policy, also])
-            _compute_in_float32(root_module, apart)
-        _recursive_wrap(root_module, policy, fsdp_fn, ignored_modules, ignored_params, **root_kwargs)
-        return
-    plan = policy._run_policy(root_module, ignored_modules, root_kwargs)
-    if mixed_precision is not None:
+    if isinstance(policy, _Policy):
+        plan = policy._run_policy(root_module, ignored_modules, root_kwargs)
         for module in root_module.modules():
             if module not in ignored_modules and isinstance(module, apart):
-                plan[module] = {**plan.get(module, root_kwargs), "mixed_precision": None}
-    _validate_frozen_params(root_module, set(plan), ignored_params, root_kwargs.get("use_orig_params", False))
-    if mixed_precision is not None:
-        _compute_in_float32(root_module, apart)
+                plan.setdefault(module, root_kwargs)
+        _validate_frozen_params(root_module, set(plan), ignored_params, root_kwargs.get("use_orig_params", False))
+    else:
+        if apart:
+            also = partial(_wrap_module_cls_individually, module_classes=apart)
+            policy = partial(_or_policy, policies=[policy, also])
+        chosen = RecursivePolicy(policy).plan(root_module, PolicyContext(ignored_modules, ignored_params))
+        plan = dict.fromkeys(chosen, root_kwargs)
+    _compute_in_float32(root_module, apart)
     plan.pop(root_module, None)
-    _post_order_apply(root_module, lambda module: fsdp_fn(module, **plan[module]) if module in plan else None)
+    _post_order_apply(root_module, lambda module: _wrap(module, fsdp_fn, **plan[module]) if module in plan else None)
 
 
-def _compute_in_float32(root: nn.Module, classes: Iterable[type[nn.Module]]) -> None:
+def _compute_in_float32(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
     """Make every module in ``root`` of these classes compute in float32, wrapped without mixed precision.
 
     Floating-point inputs of their forwards are cast to float32 and outputs back, so that the modules after them see the
     precision that they expect.
     """
-    chosen = [module for module in root.modules() if isinstance(module, tuple(classes))]
+    chosen = [module for module in root.modules() if isinstance(module, classes)]
     for module in chosen:
         setattr(module, WRAP_OVERRIDES, {"mixed_precision": None})
         casts = _Float32Casts()
@@ -123,26 +123,19 @@ def _validate_frozen_params(
     ``use_orig_params=False``: its one flat parameter needs one ``requires_grad``. Otherwise each is a ``UserWarning``:
     its gradient buffer has room for the frozen parameters as well.
     """
-    seen = {root_module}
+    seen, taken = {root_module}, set(ignored_params)
 
-    def held_by_outer(name: str, module: nn.Module) -> dict[nn.Parameter, str]:
-        """Parameters in ``module`` that are left to a wrapper outside it, each with its name from the root."""
-        prefix = f"{name}." if name else ""
-        left = {
-            parameter: prefix + own_name
-            for own_name, parameter in module.named_parameters(recurse=False)
-            if parameter not in ignored_params
-        }
-        for child_name, child in module.named_children():
+    def visit(prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
             if child not in seen:
                 seen.add(child)
-                left.update(held_by_outer(prefix + child_name, child))
-        if module not in modules_to_wrap:
-            return left
-        _check_uniformly_frozen(name, left, use_orig_params)
-        return {}
+                visit(f"{prefix}{name}.", child)
+        if module in modules_to_wrap:
+            held = {each: prefix + name for name, each in module.named_parameters() if each not in taken}
+            taken.update(held)
+            _check_uniformly_frozen(prefix.removesuffix("."), held, use_orig_params)
 
-    held_by_outer("", root_module)
+    visit("", root_module)
 
 
 def _check_uniformly_frozen(module_name: str, names: dict[nn.Parameter, str], use_orig_params: bool) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
-from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError
+from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError, TrainingStateError
 from polyshard.extension import clip_grad_norm, uncompiled_alone
+from polyshard.interfaces import COMPLETED, Work
 from torch import nn
 
 from . import _init_utils, _optim_load, _optim_utils, _state_dict_utils, _unshard_param_utils, api
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
-from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states, warn
+from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, warn
 from ._gradients import HookedRanks
 from ._optim_utils import Form, OptimInput
-from ._state import Arguments, FSDPInstance, refuse_parts_elsewhere
+from ._runtime import FSDPRoot
+from ._state import FSDPInstance, refuse_parts_elsewhere
 from ._traversal_utils import _get_fsdp_states
 from ._wrap_utils import _auto_wrap
 from .api import *  # noqa: F403
@@ -37,18 +39,7 @@ from .api import (
 __all__ = ["FullyShardedDataParallel"]
 __all__ += api.__all__
 
-
-class _UnshardHandle:
-    """A gather that was issued ahead of its forward."""
-
-    def __init__(self, instance: FSDPInstance) -> None:
-        self._instance = instance
-
-    def wait(self) -> None:
-        """Order compute after it; nothing to do the second time."""
-        unit = self._instance._flat_unit
-        if unit is not None:
-            unit.wait()
+T = TypeVar("T")
 
 
 def _require(value: object, kind: type, argument: str) -> None:
@@ -104,29 +95,32 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         _require(cpu_offload, CPUOffload, "cpu_offload")
         _require(backward_prefetch, BackwardPrefetch, "backward_prefetch")
         _require(mixed_precision, MixedPrecision, "mixed_precision")
-        given = Arguments(
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            device_mesh=device_mesh,
-        )
+        # What instances inside take over as it is.
+        given: dict[str, Any] = {
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+        }
         init = _init_utils
-        init.warn_about_container(module)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            # It has no forward in which its parameters could be gathered.
+            warn(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
         managed = init.find_managed(module, ignored_modules, ignored_states)
         device_type = init.device_type_of(managed, device_id)
         groups = init.resolve_groups(sharding_strategy, process_group, device_mesh, auto_wrap_policy, device_type)
         device = init.explicit_device(device_id, groups.rank)
         init.check_parameters(managed, device, groups.rank, param_init_fn)
         if auto_wrap_policy is not None:
-            inside = given.inside(groups, managed.ignored_parameters)
             ignored = set(managed.ignored_modules), set(managed.ignored_parameters)
+            inside = {**given, "process_group": groups.for_children(), "ignored_states": managed.ignored_parameters}
             _auto_wrap(module, auto_wrap_policy, *ignored, inside, FullyShardedDataParallel)
         strategy = init.effective_strategy(sharding_strategy, groups.world_size)
         init.check_devices(managed, device, groups.rank)
@@ -205,14 +199,9 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         Raises:
             RuntimeError: this is not the outermost instance.
         """
-        self._become_root()
-        if not self._is_root or self._root is None:
-            raise StateError(
-                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module. "
-                f"This one is '{self._module_state.name}' (rank {self.rank})."
-            )
-        self._assert_state(TrainingState.IDLE)
-        root = self._root
+        root = self._require_root(
+            "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module."
+        )
         before, root.synchronises = root.synchronises, False
         try:
             yield
@@ -229,16 +218,10 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         Raises:
             RuntimeError: this is not the outermost instance.
         """
-        self._become_root()
-        if not self._is_root or self._root is None:
-            raise StateError(
-                "`clip_grad_norm_()` should only be called on the root FSDP instance, and this one is "
-                f"'{self._module_state.name}' (rank {self.rank})."
-            )
-        self._assert_state(TrainingState.IDLE)
-        refuse_parts_elsewhere(self._root.units)
-        total = clip_grad_norm(self._root, self, float(max_norm), float(norm_type))
-        parameters = {each for unit in self._root.units for each in unit.originals.tensors} | set(self.parameters())
+        root = self._require_root("`clip_grad_norm_()` should only be called on the root FSDP instance.")
+        refuse_parts_elsewhere(root.units)
+        total = clip_grad_norm(root, self, float(max_norm), float(norm_type))
+        parameters = {each for unit in root.units for each in unit.originals.tensors} | set(self.parameters())
         dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
         if not dtypes:
             warnings.warn(
@@ -306,12 +289,15 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         state_dict_type: StateDictType,
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Any]:
         """``set_state_dict_type`` for the time of a context."""
         before = _state_dict_utils._set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
-        return _state_dict_utils._restoring_type(module, before)
+        # Not by a generator: the warning of deprecation points at this call.
+        leaving = ExitStack()
+        leaving.callback(lambda: _state_dict_utils._assign(_get_fsdp_states(module), before))
+        return leaving
 
     @staticmethod
     def optim_state_dict(
@@ -421,25 +407,26 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; inside ``summon_full_params`` the names are the module's own."""
-        clean = self.training_state is TrainingState.SUMMON_FULL_PARAMS
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield (name.replace(FSDP_PREFIX, "") if clean else name), parameter
+        yield from self._under_own_names(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As of any module; inside ``summon_full_params`` the names are the module's own."""
-        clean = self.training_state is TrainingState.SUMMON_FULL_PARAMS
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (name.replace(FSDP_PREFIX, "") if clean else name), buffer
+        yield from self._under_own_names(super().named_buffers(*args, **kwargs))
 
-    def _unshard(self, async_op: bool = False) -> _UnshardHandle | None:
+    def _under_own_names(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        clean = self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        return ((name.replace(FSDP_PREFIX, "") if clean else name, each) for name, each in named)
+
+    def _unshard(self, async_op: bool = False) -> Work | None:
         """Gather the parameters ahead of the forward; returns what waits for them, unless it has waited already."""
         self._become_root()
-        if self._flat_unit is not None:
-            self._flat_unit.gather_ahead()
-        handle = _UnshardHandle(self)
+        unit = self._flat_unit
+        if unit is not None:
+            unit.gather_ahead()
+        work: Work = COMPLETED if unit is None else unit
         if async_op:
-            return handle
-        handle.wait()
+            return work
+        work.wait()
         return None
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
@@ -448,9 +435,29 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         assert self._root is not None
         self._root.streams.follow()
 
+    def _require_root(self, message: str) -> FSDPRoot:
+        """The root of the model. Raises ``StateError`` with ``message`` where this is not the outermost instance."""
+        self._become_root()
+        if not self._is_root or self._root is None:
+            raise StateError(f"{message} This one is '{self._module_state.name}' (rank {self.rank}).")
+        self._assert_state(TrainingState.IDLE)
+        return self._root
+
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Raises ``ValueError`` unless this instance is in that state, or in one of those."""
-        _assert_in_training_states(self, [state] if isinstance(state, TrainingState) else state)
+        """Raises ``TrainingStateError`` (a ``ValueError``) unless this instance is in that state, or in one of those.
+
+        Rank 0 prints it as well: raised inside a backward hook, the exception may reach nobody.
+        """
+        wanted = [state] if isinstance(state, TrainingState) else state
+        if self.training_state in wanted:
+            return
+        message = (
+            f"expected to be in states {wanted} but current state is {self.training_state}, on rank {self.rank}. "
+            "Finish what the current state stands for (a backward, or summon_full_params) before this call."
+        )
+        if self.rank == 0:
+            print(f"Asserting FSDP instance is: {self}\nERROR: {message}")
+        raise TrainingStateError(message)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
         instances: list[FSDPInstance] = _get_fsdp_states(self)

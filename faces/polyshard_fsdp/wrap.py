@@ -8,8 +8,6 @@ from contextvars import ContextVar
 from typing import Any
 
 from polyshard.errors import ConfigAssertionError, UnsupportedError
-from polyshard.interfaces import PolicyContext
-from polyshard_policies.functions import RecursivePolicy
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
@@ -35,7 +33,7 @@ __all__ = [
     "wrap",
 ]
 
-#: Attribute with arguments that win over all others when a function policy wraps the module.
+#: Attribute with arguments that win over all others when the module is wrapped.
 WRAP_OVERRIDES = "_wrap_overrides"
 #: Called as ``policy(module=..., recurse=..., nonwrapped_numel=...)``: with ``recurse=True`` on the way down, whether
 #: to look at the module's children; with ``recurse=False`` on the way up, whether to wrap the module.
@@ -72,19 +70,6 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
     """``wrapper_cls(module, **kwargs)``, where the module's own ``_wrap_overrides`` win."""
     return wrapper_cls(module, **{**kwargs, **getattr(module, WRAP_OVERRIDES, {})})
-
-
-def _recursive_wrap(
-    module: nn.Module,
-    policy: FunctionPolicy,
-    wrapper_cls: Callable[..., nn.Module],
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    **kwargs: Any,
-) -> None:
-    """Wrap the modules inside ``module`` that a function policy chooses, but not ``module`` itself."""
-    chosen = RecursivePolicy(policy).plan(module, PolicyContext(ignored_modules, ignored_params))
-    _post_order_apply(module, lambda found: _wrap(found, wrapper_cls, **kwargs) if found in chosen else None)
 
 
 def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:

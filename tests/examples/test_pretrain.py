@@ -142,7 +142,7 @@ def test_what_a_pipeline_cannot_be_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"16 is 1 microbatch.* on each of 4 rank.* for parallel.pp 2"):
             wrong.microbatches(ranks)
     for words, changes in (
-        ("model.num_local_experts 4", {"model": settings.Model(num_local_experts=4)}),
+        ("router_aux_loss_coef 0.01", {"model": settings.Model(num_local_experts=4)}),
         ("output.export true", {"output": settings.Output()}),
     ):
         with pytest.raises(ConfigError, match=words):

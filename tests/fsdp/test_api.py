@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from datetime import timedelta
@@ -20,11 +19,10 @@ from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp import _common_utils, wrap
-from polyshard_fsdp._common_utils import TrainingState, clean_tensor_name
+from polyshard_fsdp import wrap
+from polyshard_fsdp._common_utils import TrainingState
 from polyshard_fsdp.wrap import enable_wrap
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import wrap as torch_wrap
 
 CONTEXT = PluginContext("test", torch.device("cpu"), timeout=timedelta(seconds=10))
@@ -66,16 +64,6 @@ class TestBesideTorch:
             if callable(getattr(other, name)):
                 assert _arguments(getattr(ours, name)) == _arguments(getattr(other, name)), name
 
-    @pytest.mark.parametrize("strategy", list(theirs.ShardingStrategy))
-    @pytest.mark.parametrize("use_orig_params", [False, True])
-    @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
-    def test_every_strategy_trains(self, strategy: theirs.ShardingStrategy, use_orig_params: bool) -> None:
-        groups: Any = (group(), group(size=1)) if "HYBRID" in strategy.name else group()
-        model = FSDP(seeded(Net), groups, strategy, use_orig_params=use_orig_params)
-        assert model.sharding_strategy is strategy
-        square_step(model, 0, 0)
-        assert all(p.grad is not None for p in model.parameters() if p.numel())
-
     @pytest.mark.parametrize(
         ("argument", "value", "kind"),
         [
@@ -111,29 +99,7 @@ class TestBesideTorch:
         square_step(model, 0, 0)
 
 
-class TestNames:
-    """Names without what wrappers add, and states of the step."""
-
-    @pytest.mark.parametrize(
-        ("name", "clean"),
-        [
-            ("layers.0.weight", "layers.0.weight"),
-            ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight", "layers.0.weight"),
-            ("a._checkpoint_wrapped_module._fsdp_wrapped_module.b", "a.b"),
-            ("module.weight", "module.weight"),
-        ],
-    )
-    def test_clean_tensor_name(self, name: str, clean: str) -> None:
-        assert clean_tensor_name(name) == clean
-
-    @pytest.mark.parametrize(("once", "of_first"), [(True, ["0.weight"]), (False, ["0.weight", "1.weight"])])
-    def test_every_parameter_has_its_clean_names(self, once: bool, of_first: list[str]) -> None:
-        model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.Linear(2, 2, bias=False))
-        first = model[0].weight
-        model[1].weight = first
-        names = _common_utils._get_param_to_fqns(model, dedup_shared_params=once)
-        assert names == {first: of_first, model[0].bias: ["0.bias"]}
-
+class TestStates:
     def test_a_call_in_another_state_of_the_step_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         for rank in (0, 1):
             model = FSDP(seeded(Net), group(rank))
@@ -145,29 +111,6 @@ class TestNames:
 
 class TestPolicies:
     """Policies of torch, and wrapping by hand."""
-
-    @pytest.mark.parametrize(
-        "policy",
-        [
-            torch_wrap.ModuleWrapPolicy({Block}),
-            torch_wrap.CustomPolicy(lambda module: isinstance(module, Block)),
-            torch_wrap.CustomPolicy(
-                lambda module: (
-                    isinstance(module, Block) and {"sharding_strategy": theirs.ShardingStrategy.SHARD_GRAD_OP}
-                )
-            ),
-            functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-            functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=77),
-            functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
-            functools.partial(torch_wrap._or_policy, policies=[torch_wrap.ModuleWrapPolicy({Block})]),
-        ],
-    )
-    def test_policies_wrap_what_they_choose(self, policy: Any) -> None:
-        model = FSDP(seeded(Net), group(), auto_wrap_policy=policy)
-        inside = FSDP.fsdp_modules(model)[1:]
-        assert [type(each.module) for each in inside] == [Block] * 3
-        overrides = isinstance(policy, torch_wrap.CustomPolicy) and isinstance(policy._lambda_fn(Block()), dict)
-        assert {each.sharding_strategy.name for each in inside} == {"SHARD_GRAD_OP" if overrides else "FULL_SHARD"}
 
     @pytest.mark.parametrize("wrapping", [torch_wrap, wrap])
     def test_enable_wrap_gives_its_arguments_and_those_of_wrap_win(self, wrapping: Any) -> None:
@@ -197,28 +140,6 @@ class TestPolicies:
             thread.start()
             thread.join()
         assert found == [linear]
-
-    def test_function_policy_counts_what_is_left(self) -> None:
-        asked: list[tuple[str, bool, int]] = []
-
-        def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-            asked.append((type(module).__name__, recurse, nonwrapped_numel))
-            return recurse or nonwrapped_numel >= 12
-
-        model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(1, 1), nn.Linear(2, 2)), nn.Linear(4, 4))
-        FSDP(model, group(), auto_wrap_policy=policy, ignored_modules=[model[1][1]])
-        assert asked[:9] == [
-            ("Sequential", True, 34),
-            ("Linear", True, 12),
-            ("Linear", False, 12),
-            ("Sequential", True, 2),
-            ("Linear", True, 2),
-            ("Linear", False, 2),
-            ("Sequential", False, 2),
-            ("Linear", True, 20),
-            ("Linear", False, 20),
-        ]
-        assert [type(child) for child in model] == [FSDP, nn.Sequential, FSDP]
 
 
 class TestWhatTrainersRead:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from fsdp_parity.mixed_models import CastReference, assert_near, whole_parameters
 from fsdp_parity.models import (
-    AlwaysWrapNestedWrappedModule,
     CUDAInitMode,
     DummyDDP,
     FSDPInitMode,
@@ -123,10 +122,6 @@ def nested_wrapped_model_single_iteration_mixed_precision(
     _parity(ranks, NestedWrappedModule, cpu_offload, strategy, num_iters=1, mixed_precision=FP16)
 
 
-def nested_always_wrap_model(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
-    _parity(ranks, AlwaysWrapNestedWrappedModule, cpu_offload, strategy)
-
-
 def transformer(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
     _parity(ranks, TransformerWithSharedParams, cpu_offload, strategy)
 
@@ -167,22 +162,11 @@ def _own_group(ranks: Ranks) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group(own)
 
 
-def mixture_of_experts(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
-    """An expert with a process group of its own. The plain model averages its gradients itself, so DDP must not."""
-    with _own_group(ranks) as own:
-        _parity(
-            ranks,
-            MixtureOfExperts,
-            cpu_offload,
-            strategy,
-            ref_init_fn=DummyDDP,
-            init_kwargs={"expert_group": own},
-        )
-
-
 def mixture_of_experts_with_delay_before_free(
     ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None
 ) -> None:
+    """An expert with a process group of its own. The plain model averages its gradients itself, so DDP must not."""
+
     def check(model: MixtureOfExperts) -> None:
         if strategy is None:
             assert model.delayed_frees >= 2, "no reshard of the shared layer was held up in the two forwards"
@@ -231,11 +215,6 @@ def param_change_after_init(ranks: Ranks, mixed_precision: bool) -> None:
     torch.testing.assert_close(plain(*model_input), output)
 
 
-def pre_backward_hook_registration(ranks: Ranks, cuda_first: bool) -> None:
-    mode = CUDAInitMode.CUDA_BEFORE if cuda_first else CUDAInitMode.CUDA_AFTER
-    _assert_one_hook(ranks, _transformer(ranks, mode, {}))
-
-
 @across(2)
 def test_pre_backward_hook_registration_after_state_dict(ranks: Ranks) -> None:
     model = _transformer(ranks, CUDAInitMode.CUDA_AFTER, {})
@@ -263,14 +242,10 @@ def _assert_one_hook(ranks: Ranks, model: Any) -> None:
     assert not same, f"backward and the step left {same} as they were"
 
 
-@pytest.mark.parametrize("cuda_first", [False, True])
-@pytest.mark.parametrize("mixed_precision", [True, False])
 @across(2)
-def test_register_functions_called(ranks: Ranks, cuda_first: bool, mixed_precision: bool) -> None:
+def test_register_functions_called(ranks: Ranks) -> None:
     """Forward registers its hooks through functions found at call time; training then goes on as DDP's."""
-    settings = {"mixed_precision": MixedPrecision()} if mixed_precision else {}
-    mode = CUDAInitMode.CUDA_BEFORE if cuda_first else CUDAInitMode.CUDA_AFTER
-    model = _transformer(ranks, mode, settings, deterministic=True)
+    model = _transformer(ranks, CUDAInitMode.CUDA_AFTER, {}, deterministic=True)
     model_input = model.module.get_input(ranks.device)
     original: Callable[..., Any] = _runtime_utils._register_pre_backward_hooks
     calls = 0
@@ -374,11 +349,9 @@ def test_unshard_params_as_tensors(ranks: Ranks, **settings: Any) -> None:
 PARITY = (
     nested_wrapped_model,
     nested_wrapped_model_single_iteration_mixed_precision,
-    nested_always_wrap_model,
     transformer,
     delayed_optim_step,
     delayed_reduce_scatter,
-    mixture_of_experts,
     mixture_of_experts_with_delay_before_free,
 )
 #: Each body with each offload, and with each strategy, of which one is left to `make test-nightly`.
@@ -408,12 +381,8 @@ def test_parity_with_ddp(ranks: Pools, body: Callable[..., Any], cpu_offload: An
     ranks.run(2, body, cpu_offload, strategy)
 
 
-@pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize(
-    "body",
-    [param_change_after_init, pre_backward_hook_registration, transformer_no_grad],
-    ids=lambda body: body.__name__,
+    ("body", "mixed_precision"), [(param_change_after_init, True), *((transformer_no_grad, on) for on in (False, True))]
 )
-def test_parameters_hooks_and_no_grad(ranks: Pools, body: Callable[..., Any], on: bool) -> None:
-    """``on``: mixed precision; for hooks, whether the model is on the device before it is wrapped."""
-    ranks.run(2, body, on)
+def test_parameters_and_no_grad(ranks: Pools, body: Callable[..., Any], mixed_precision: bool) -> None:
+    ranks.run(2, body, mixed_precision)

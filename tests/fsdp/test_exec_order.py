@@ -91,40 +91,34 @@ def messages(ranks: Ranks, model: FSDP, step: int) -> list[str]:
 
 
 @strategies
+@pytest.mark.parametrize(
+    ("right", "words"),
+    [
+        (
+            wide,
+            r"rank 0 is all-gathering parameters for \['left.weight'\] while rank 1 is all-gathering parameters for "
+            r"\['right.weight'\]",
+        ),
+        (narrow, "rank 0 is all-gathering 1 parameters while rank 1 is all-gathering 2 parameters"),
+    ],
+)
 @across(2)
-def test_invalid_first_iter_order(ranks: Ranks, strategy: ShardingStrategy) -> None:
+def test_invalid_first_iter_order(
+    ranks: Ranks, strategy: ShardingStrategy, right: Callable[[], nn.Module], words: str
+) -> None:
     """All ranks raise, before anything is gathered wrongly, and train rightly once they agree."""
     with detailed():
-        model = fork(ranks, strategy, wide())
+        model = fork(ranks, strategy, right())
         model.module.goes_right = ranks.rank != 0
-        words = (
-            r"^Forward order differs across ranks: rank 0 is all-gathering parameters for \['left.weight'\] while rank "
-            r"1 is all-gathering parameters for \['right.weight'\]"
-        )
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises(RuntimeError, match=f"^Forward order differs across ranks: {words}"):
             train(ranks, model, 0)
         model.module.goes_right = False
         loss = train(ranks, model, 0)
-    right = wide()
+    other = right()
     torch.manual_seed(0)
-    plain = Fork(right).to(ranks.device)
+    plain = Fork(other).to(ranks.device)
     torch.manual_seed(0)
     torch.testing.assert_close(loss, plain(torch.randn(8, 5, device=ranks.device)).sum().detach())
-
-
-@strategies
-@across(2)
-def test_number_of_parameters_differs(ranks: Ranks, strategy: ShardingStrategy) -> None:
-    """The message says how many parameters each gathers where that differs."""
-    with detailed():
-        model = fork(ranks, strategy, narrow())
-        model.module.goes_right = ranks.rank != 0
-        words = (
-            "^Forward order differs across ranks: rank 0 is all-gathering 1 parameters while rank 1 is all-gathering 2 "
-            "parameters"
-        )
-        with pytest.raises(RuntimeError, match=words):
-            train(ranks, model, 0)
 
 
 @strategies

@@ -165,11 +165,6 @@ def test_other_groups_are_refused(ranks: Ranks) -> None:
         outer = wrap(model, process_group=(shard, replicate))
         with pytest.raises(ValueError, match=words):
             outer(batch(ranks, 0))
-    for strategy in HYBRID:
-        with pytest.raises(ValueError, match="requires explicit specification of process group or device_mesh"):
-            FSDP(net(ranks), sharding_strategy=strategy)
-        with pytest.raises(ValueError, match="Expected process_group to be passed in"):
-            hybrid(ranks, net(ranks), strategy, "world", True, process_group=shard)
 
 
 @across(4)
@@ -220,13 +215,3 @@ def test_a_mixture_over_fewer_ranks_is_refused(ranks: Ranks) -> None:
         with pytest.raises(UnsupportedError, match=words):
             wrapped(batch(ranks, 0))
     torch.testing.assert_close([parameter.detach() for parameter in wrapped.parameters()], before, rtol=0, atol=0)
-
-
-@across(4)
-def test_sync_module_states(ranks: Ranks) -> None:
-    """``sync_module_states`` reaches every shard of every replica."""
-    model = net(ranks)
-    for parameter in model.parameters():
-        parameter.data.fill_(ranks.rank + 1)
-    wrapped = hybrid(ranks, model, ShardingStrategy.HYBRID_SHARD, "mesh", True, sync_module_states=True)
-    assert all(bool((parameter == 1).all()) for parameter in full_parameters(wrapped).values())

@@ -19,7 +19,7 @@ from fsdp_parity.ranks import Pools, Ranks, across
 from polyshard.errors import PolyshardError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
-from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, _init_utils, _state
+from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, _state
 from polyshard_fsdp import _init_utils as init
 from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp._init_utils import materialize
@@ -191,24 +191,6 @@ def test_rank_0s_values_reach_all_ranks_of_two_groups(ranks: Ranks) -> None:
     expected = {name: tensor.flatten().tolist() for name, tensor in Mixed(0).state_dict().items()}
     assert values_of(wrapped) == expected
     _destroy(half, across)
-
-
-def broadcast_sizes(ranks: Ranks, limit: int) -> list[int]:
-    """Bytes of each broadcast with which a module's states are synchronised, with buckets of ``limit`` bytes."""
-    sizes = []
-
-    def broadcast(tensor: torch.Tensor, **options: Any) -> Any:
-        sizes.append(tensor.numel() * tensor.element_size())
-        return torchs(tensor, **options)
-
-    torchs = dist.broadcast
-    model = Mixed(ranks.rank).to(ranks.device)
-    with (
-        mock.patch.object(dist, "broadcast", broadcast),
-        mock.patch.object(_init_utils, "PARAM_BROADCAST_BUCKET_SIZE", limit),
-    ):
-        FullyShardedDataParallel(model, sync_module_states=True)
-    return sizes
 
 
 @pytest.mark.parametrize("with_function", [False, True])
@@ -591,12 +573,6 @@ def test_a_function_that_initialises_nothing_is_refused() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rank_0s_values_reach_all_ranks(ranks: Pools, world_size: int, use_orig_params: bool) -> None:
     ranks.run(world_size, synchronised, use_orig_params)
-
-
-# 4 int64 (32 bytes), 4 fp32 (16), then parameters of 24, 8, 16 and 8 bytes; buckets hold one dtype.
-@pytest.mark.parametrize(("limit", "sizes"), [(250 << 20, [32, 72]), (40, [32, 40, 32]), (8, [32, 16, 24, 8, 16, 8])])
-def test_states_are_broadcast_in_buckets(ranks: Pools, limit: int, sizes: list[int]) -> None:
-    assert ranks.run(2, broadcast_sizes, limit) == [sizes, sizes]
 
 
 def test_wrapping_uses_the_given_group_in_every_instance() -> None:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp_parity.models import expected_warnings
 from fsdp_parity.ranks import Pools, Ranks, across
 from fsdp_parity.subtests import run_subtests, subtests
@@ -424,32 +423,6 @@ def test_after_exceptions(ranks: Ranks, where: Any, strategy: ShardingStrategy, 
         with pytest.raises(ArithmeticError, match="in "):
             _mean(model(batch(ranks, ranks.rank, 9))).backward()
         model.module.run = _call
-    comparison.check()
-
-
-@across(2)
-def test_cpu_is_a_device(ranks: Ranks) -> None:
-    """A model on the CPU trains there, whatever other devices there are, over a group that moves host memory."""
-    group = dist.new_group(backend="gloo")
-    run_subtests({"strategy": [FS, SGO, NS], "use_orig_params": BOTH}, _on_cpu, ranks, group)
-
-
-def _on_cpu(ranks: Ranks, group: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    here = Ranks(ranks.rank, ranks.world_size, torch.device("cpu"))
-    plain = build(here, Stack)
-    with expected_warnings():
-        model = FSDP(
-            build(here, Stack),
-            process_group=group,
-            sharding_strategy=strategy,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            device_id=torch.device("cpu"),
-            use_orig_params=use_orig_params,
-        )
-    assert model.compute_device == torch.device("cpu")
-    comparison = Comparison(here, plain, model)
-    for step in range(4):
-        comparison.step(step)
     comparison.check()
 
 

@@ -283,50 +283,43 @@ def _check_two_modules(
         assert_near(gradients[f"c2.l.{key}"], value, second, f"gradient of c2's {key}")
 
 
-@across(2)
-def test_half_in_one_submodule(ranks: Ranks) -> None:
-    """A unit in fp16 that casts its inputs, under a root in fp32."""
-    half = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=True)
-    model = _two_modules(ranks, cast_themselves=False, c2=half)
-    _check_two_modules(ranks, *model, [torch.float32, torch.float32, torch.float16], torch.float16)
+SINGLE = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True)
+HALF = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=True)
+HALF_AS_GIVEN = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=False)
 
 
 @across(2)
-def test_half_in_one_submodule_that_casts_itself(ranks: Ranks) -> None:
-    """A unit in fp16 that is asked not to cast its inputs sees them as they are."""
-    half = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=False)
-    model = _two_modules(ranks, cast_themselves=True, c2=half)
-    _check_two_modules(ranks, *model, [torch.float32, torch.float32, torch.float32], torch.float16)
+@subtests(
+    case=(
+        # A unit in fp16 that casts its inputs, under a root in fp32 that casts them too, or does not.
+        ({"c2": HALF}, False, torch.float16),
+        ({"c2": HALF, "root": SINGLE}, False, torch.float16),
+        # One that is asked not to cast its inputs sees them as they are.
+        ({"c2": HALF_AS_GIVEN}, True, torch.float32),
+    )
+)
+def test_half_in_one_submodule(ranks: Ranks, case: tuple[dict[str, MixedPrecision], bool, torch.dtype]) -> None:
+    """Inputs of a unit in fp16 are cast where it casts them, and the rest stays in fp32."""
+    precisions, cast_themselves, second = case
+    model = _two_modules(ranks, cast_themselves=cast_themselves, **precisions)
+    _check_two_modules(ranks, *model, [torch.float32, torch.float32, second], torch.float16)
 
 
 @across(2)
-def test_half_in_one_submodule_without_casts(ranks: Ranks) -> None:
+@subtests(
+    case=(
+        ({"c2": HALF_AS_GIVEN}, [torch.float32, torch.float32, torch.float32]),
+        # A root in fp32 casts what it is given, and not what a child in fp16 hands to the root's own layer.
+        ({"c1": HALF, "root": SINGLE}, [torch.float32, torch.float16, torch.float16]),
+    )
+)
+def test_precisions_that_do_not_fit(ranks: Ranks, case: tuple[dict[str, MixedPrecision], list[torch.dtype]]) -> None:
     """Where nobody casts, the layer refuses its input."""
-    half = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=False)
-    sharded, dtypes, _ = _two_modules(ranks, cast_themselves=False, c2=half)
+    precisions, expected = case
+    sharded, dtypes, _ = _two_modules(ranks, cast_themselves=False, **precisions)
     with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype"):
         sharded(torch.zeros(2, 100, device=ranks.device)).sum().backward()
-    assert dtypes() == [torch.float32, torch.float32, torch.float32]
-
-
-@across(2)
-def test_precisions_that_do_not_fit(ranks: Ranks) -> None:
-    """A root in fp32 casts what it is given, and not what a child in fp16 hands to the root's own layer."""
-    half = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=True)
-    single = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True)
-    sharded, dtypes, _ = _two_modules(ranks, cast_themselves=False, c1=half, root=single)
-    with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype"):
-        sharded(torch.zeros(2, 100, device=ranks.device)).sum().backward()
-    assert dtypes() == [torch.float32, torch.float16, torch.float16]
-
-
-@across(2)
-def test_different_precisions(ranks: Ranks) -> None:
-    """A unit in fp16 under a root in fp32, both of which cast their inputs."""
-    half = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=True)
-    single = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True)
-    model = _two_modules(ranks, cast_themselves=False, c2=half, root=single)
-    _check_two_modules(ranks, *model, [torch.float32, torch.float32, torch.float16], torch.float16)
+    assert dtypes() == expected
 
 
 @across(2)

@@ -24,7 +24,7 @@ from fsdp_parity.optim_models import (
     quiet,
     strategies,
 )
-from fsdp_parity.ranks import Ranks, across, world_sizes
+from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import named, run_subtests
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext
@@ -40,8 +40,7 @@ from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from torch import nn
 
 
-@world_sizes
-@across()
+@across(2)
 def test_older_functions(ranks: Ranks) -> None:
     """The older functions: the same values, and a warning that names what has replaced each."""
 
@@ -115,8 +114,7 @@ def warned(current: str, replacement: str, further: str | None, call: Callable[[
     return result
 
 
-@world_sizes
-@across()
+@across(2)
 def test_state_without_groups_user_state_and_reordered_groups(ranks: Ranks) -> None:
     """State without groups, state of a user's own, groups in another order, and loading at once."""
     with quiet():
@@ -185,8 +183,7 @@ class NamedAdam(torch.optim.Adam):
         super().load_state_dict({"state": state, "param_groups": groups})
 
 
-@world_sizes
-@across()
+@across(2)
 def test_optimizer_keyed_by_names(ranks: Ranks) -> None:
     """An optimizer whose state dict has the model's own names for keys, prefixes included."""
     for use_orig_params in (False, True):

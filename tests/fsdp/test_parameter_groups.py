@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp_parity.models import CUDAInitMode, wrap_fsdp
 from fsdp_parity.ranks import Pools, Ranks, across
 from fsdp_parity.subtests import run_subtests, subtests
@@ -29,9 +28,7 @@ from fsdp_parity.training import (
 )
 from polyshard_fsdp import BackwardPrefetch, CPUOffload
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp._flat_param import _FSDP_SKIP_WRITEBACK_CHECK
-from polyshard_fsdp._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer
@@ -239,84 +236,6 @@ def test_diff_trainability(ranks: Ranks, multi_tensor: bool, strategy: str) -> N
     _assert_ddp_parity(ranks, model, optimizer, False, reference)
     for name, value in full_parameters(model).items():
         assert (FROZEN in name) == torch.equal(value, before[name]), name
-
-
-@across(2)
-@subtests(strategy=["full_shard", "shard_grad_op"])
-def test_multiple_optimizers(ranks: Ranks, strategy: str) -> None:
-    """Two optimizers, of which one alone sets its gradients to None: no gradient is not a gradient of zeros."""
-    plain = plain_transformer(ranks)
-    reference = ddp(ranks, plain)
-    model = wrap_fsdp(
-        plain_transformer(ranks),
-        ranks.group,
-        **_settings(sharding_strategy=STRATEGIES[strategy], backward_prefetch=BackwardPrefetch.BACKWARD_PRE),
-    )
-    _assert_weight_beside_bias(model)
-    both: list[tuple[Any, list[torch.optim.Optimizer]]] = []
-    for each in (reference, model):
-        weights, biases, others = (group["params"] for group in param_groups(each))
-        assert not others
-        # Both correct their averages by a count of steps, which a gradient of zeros advances and None does not.
-        both.append((each, [torch.optim.Adam(weights, lr=5e-3), torch.optim.AdamW(biases, lr=1e-2)]))
-
-    def iterate(between: Callable[[], None] = lambda: None) -> None:
-        # The same tokens on every rank: where gradients accumulate, DDP adds before it averages and FSDP after, and
-        # equal summands round alike. Adam makes a whole step of the rounding in a key's bias, whose gradient is zero.
-        torch.manual_seed(1)
-        model_input = tuple(torch.randint(0, 23, shape).to(ranks.device) for shape in ((6, 2), (4, 2)))
-        losses = []
-        for each, _ in both:
-            losses.append(each.module.get_loss(model_input, each(*model_input)))
-        torch.testing.assert_close(losses[0], losses[1])
-        between()
-        for (each, optimizers), loss in zip(both, losses, strict=True):
-            each.module.run_backward(loss)
-            for optimizer in optimizers:
-                optimizer.step()
-        assert_same_parameters(full_parameters(model), dict(plain.named_parameters()))
-
-    def gradients_between() -> None:
-        if STRATEGIES[strategy] not in NO_RESHARD_AFTER_FORWARD_STRATEGIES:
-            _assert_same_gradients(ranks, model, plain)
-
-    iterate()
-    for _, optimizers in both:
-        optimizers[0].zero_grad(set_to_none=True)
-    assert any(parameter.grad is None for parameter in plain.parameters())
-    _assert_same_gradients(ranks, model, plain)
-    iterate(gradients_between)
-    _assert_same_gradients(ranks, model, plain)
-    iterate()
-    _assert_same_gradients(ranks, model, plain)
-
-
-def _assert_weight_beside_bias(model: FSDP) -> None:
-    """Some unit has both a weight and a bias on this rank, or nothing would tell their gradients apart."""
-    for unit in FSDP.fsdp_modules(model):
-        here = [
-            name
-            for name, parameter in unit.module.named_parameters()
-            if parameter.numel() > 0 and "_fsdp_wrapped_module" not in name
-        ]
-        if any("weight" in name for name in here) and any("bias" in name for name in here):
-            return
-    raise AssertionError("no unit has a weight and a bias on this rank")
-
-
-def _assert_same_gradients(ranks: Ranks, model: FSDP, plain: nn.Module) -> None:
-    """Shards of gradients, put together in rank order, are the whole gradients; without one, no rank has any."""
-    for (name, parameter), (plain_name, whole) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert clean_tensor_name(name) == plain_name
-        mine = None if parameter.grad is None else parameter.grad.detach().cpu()
-        everyone: list[torch.Tensor | None] = [None] * ranks.world_size
-        dist.all_gather_object(everyone, mine)
-        shards = [shard for shard in everyone if shard is not None]
-        if whole.grad is None:
-            assert not shards, f"{plain_name} has a gradient"
-        else:
-            assert (mine is not None) == (parameter.numel() > 0), plain_name
-            torch.testing.assert_close(torch.cat(shards), whole.grad.flatten().cpu())
 
 
 def compile_around(ranks: Ranks, backend: str, strategy: str, skip_fsdp_guards: bool) -> None:

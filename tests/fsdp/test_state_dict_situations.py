@@ -356,18 +356,10 @@ def test_kinds(ranks: Ranks) -> None:
     with other, pytest.raises(AssertionError, match=expected):
         FSDP.get_state_dict_type(model)
     with kind(inner, FULL):
-        _refused(model, r"All FSDP modules should have the same state_dict_type\.")
+        expected = r"All FSDP modules should have the same state_dict_type\."
+        with pytest.raises(AssertionError, match=expected), kind(model, FULL):
+            pass
         assert inner._state_dict_type is FULL
-    inner._state_dict_config = FullStateDictConfig()
-    _refused(model, r"All FSDP modules must have the same type of state_dict_config\.")
-    inner._state_dict_config = ShardedStateDictConfig()
-    inner._optim_state_dict_config = FullOptimStateDictConfig()
-    _refused(model, r"All FSDP modules must have the same type of optim_state_dict_config\.")
-
-
-def _refused(model: nn.Module, expected: str) -> None:
-    with pytest.raises(AssertionError, match=expected), kind(model, FULL):
-        pass
 
 
 @orig

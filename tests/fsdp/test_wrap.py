@@ -43,10 +43,6 @@ from torch import nn
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer
 from torch.nn.modules.batchnorm import _BatchNorm
 
-OFFLOADS = [
-    pytest.param(CPUOffload(False), id="on_device"),
-    pytest.param(CPUOffload(offload_params=True), id="offload"),
-]
 NORMS = ("bn1", "bn2", "bn3", "sync_bn")
 
 
@@ -148,19 +144,6 @@ def test_error_already_wrapped(ranks: Ranks, nested: bool) -> None:
             assert list(model.named_modules()) == before
 
 
-@pytest.mark.parametrize("use_or_policy", [True, False])
-@across(2)
-def test_wrap_batchnorm_individually(ranks: Ranks, use_or_policy: bool) -> None:
-    """A policy of batch norms wraps these, alone and together with one that wraps nothing."""
-    policy: Callable[..., bool] = _batchnorm_policy()
-    if use_or_policy:
-        policy = partial(_or_policy, policies=[_never, policy])
-    model = wrap_fsdp(BatchNormNet().to(ranks.device), auto_wrap_policy=policy)
-    assert _wrapped_children(model.module) == {*NORMS}
-    assert all(isinstance(getattr(model, name), FSDP) for name in NORMS), "not found through the wrapper"
-    assert type(model.lin) is nn.Linear
-
-
 @across(2)
 def test_bn_always_wrapped_individually(ranks: Ranks) -> None:
     """Batch norms are wrapped in a container that is wrapped itself, and only where the policy says so."""
@@ -219,38 +202,6 @@ def test_main_wrap_api(
             with FSDP.summon_full_params(model):
                 for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
                     torch.testing.assert_close(mine.view_as(plain).to(plain.device), plain)
-
-
-@pytest.mark.parametrize("cpu_offload", OFFLOADS)
-@pytest.mark.parametrize("use_device_id", [True, False])
-@across(1)
-def test_auto_wrap_smoke_test(ranks: Ranks, cpu_offload: CPUOffload, use_device_id: bool) -> None:
-    """A policy, offloading and a device id go together in a group of one rank; gradients are the plain model's."""
-    for mode in init_modes(ranks, offload=cpu_offload.offload_params):
-        with named({"mode": mode}):
-            torch.manual_seed(0)
-            reference = nested_sequential().to(ranks.device)
-            moved = ranks.device if mode is CUDAInitMode.CUDA_BEFORE else "cpu"
-            model: Any = wrap_fsdp(
-                copy.deepcopy(reference).to(moved),
-                cpu_offload=cpu_offload,
-                auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=40),
-                device_id=ranks.device if use_device_id else None,
-            )
-            assert [type(each) for each in model.module] == [nn.Linear, nn.Linear, FSDP]
-            if mode is CUDAInitMode.CUDA_AFTER:
-                model = model.to(ranks.device)
-            x = torch.rand((1, 5)).to(ranks.device)
-            loss = nn.functional.mse_loss(x, model(x))
-            loss.backward()
-            plain_loss = nn.functional.mse_loss(x, reference(x))
-            plain_loss.backward()
-            torch.testing.assert_close(loss, plain_loss)
-            # One rank holds everything, the root's layers and then the pair: the order of the plain model.
-            gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-            plain = torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None])
-            assert gradients.device.type == ("cpu" if cpu_offload.offload_params else ranks.device.type)
-            torch.testing.assert_close(gradients.to(plain.device), plain)
 
 
 @pytest.mark.parametrize("as_function", [True, False])
@@ -333,10 +284,6 @@ class _OneElementUnits(nn.Module):
         return output
 
 
-def _never(*args: Any, **kwargs: Any) -> bool:
-    return False
-
-
 def _wrap_container(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
     return recurse or isinstance(module, BatchNormNet)
 
@@ -404,22 +351,6 @@ def group() -> DummyProcessGroup:
 
 class TestAutoWrap:
     """In one process, with a group through which nothing can be sent."""
-
-    @pytest.mark.parametrize("by_hand", [False, True])
-    def test_wrap(self, device: torch.device, group: DummyProcessGroup, by_hand: bool) -> None:
-        linear = nn.Linear(5, 5).to(device)
-        if by_hand:
-            with expected_warnings(), enable_wrap(wrapper_cls=FSDP, process_group=group):
-                layer: Any = wrap(linear)
-                other: Any = wrap(nn.Linear(5, 5), process_group=DummyProcessGroup(rank=0, size=2))
-            assert (other.rank, other.world_size) == (0, 2)
-        else:
-            policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)
-            layer = wrap_fsdp(linear, process_group=group, auto_wrap_policy=policy)
-        assert isinstance(layer, FSDP)
-        assert layer.module is linear
-        assert (layer.rank, layer.world_size) == (0, 1)
-        assert wrap(linear) is linear
 
     @pytest.mark.parametrize(("make", "policy", "wrapped"), CHOICES)
     @pytest.mark.parametrize("by_hand", [False, True])
@@ -561,13 +492,6 @@ class TestWrapUtils:
 
         ignored = {p for module in lora_a for p in module.parameters()}
         _validate_frozen_params(model, chosen, ignored, use_orig_params)
-
-    def test_the_first_module_in_order_is_named(self) -> None:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)))
-        for pair in model:
-            pair[0].requires_grad_(False)
-        with pytest.raises(ValueError, match=r"^0 has both parameters with requires_grad=True and False\."):
-            _validate_frozen_params(model, {model, *model}, set(), use_orig_params=False)
 
 
 def _mixed(rest: str) -> str:

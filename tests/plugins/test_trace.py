@@ -23,7 +23,7 @@ from polyshard.interfaces import Observer, PluginContext, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins import trace_step
 from polyshard_plugins.trace import (
-    Clock,
+    HostClock,
     Kind,
     Lane,
     Memory,
@@ -484,7 +484,7 @@ def call_all(watches: Observer, unit: UnitSpec) -> None:
     watches.reduced(unit)
 
 
-class LateClock(Clock):
+class LateClock(HostClock):
     """Stamps are numbers of marks, and the device has got to those below ``reached``; ten microseconds apart."""
 
     orders_lanes = False

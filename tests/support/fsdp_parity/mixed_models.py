@@ -134,37 +134,6 @@ class BatchNormNet(nn.Module):
         return functional.softmax(self.fc3(x), dim=1)
 
 
-class ResidualBlock(nn.Module):
-    """Two convolutions beside a shortcut, each followed by a batch norm."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = functional.relu(self.bn1(self.conv1(x)))
-        return functional.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
-
-
-class ResidualNet(nn.Module):
-    """An image classifier in the shape of a ResNet, with seven batch norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-        self.blocks = nn.Sequential(ResidualBlock(8, 16, 1), ResidualBlock(16, 32, 2))
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(32, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.fc(self.pool(self.blocks(self.stem(x))).flatten(1))
-        return output
-
-
 class IgnoredModule(nn.Module):
     """A Linear(100, 100) that FSDP is told to leave alone; ``casts`` makes it convert for itself."""
 

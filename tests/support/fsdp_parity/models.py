@@ -16,7 +16,7 @@ import torch.distributed as dist
 from parity import seed_all
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import _runtime_utils
-from polyshard_fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer, functional
 
@@ -294,25 +294,6 @@ class NestedWrappedModule(ParityModel):
     ) -> Any:
         """Wrapped as the class says, without a root FSDP."""
         return cls(group, fsdp_kwargs is not None, device, deterministic, fsdp_kwargs)
-
-
-class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
-    """The same layers, each of them and the root wrapped by ``always_wrap_policy``."""
-
-    @classmethod
-    def make(
-        cls,
-        group: Any,
-        fsdp_kwargs: Mapping[str, Any] | None,
-        device: torch.device | None,
-        deterministic: bool,
-        **options: Any,
-    ) -> Any:
-        """A root FSDP, if wrapped."""
-        model = super().make(group, None, device, deterministic)
-        if fsdp_kwargs is None:
-            return model
-        return wrap_fsdp(model, group, auto_wrap_policy=always_wrap_policy, **fsdp_kwargs)
 
 
 class NestedWrappedModuleWithDelay(ParityModel):
