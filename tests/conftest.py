@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import Distribution, MetadataPathFinder
@@ -23,6 +24,15 @@ settings.load_profile("no clock")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["watchdog"]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which every test has a mark that ``-m`` excludes are not imported: some import trainers, for seconds."""
+    excluded = re.findall(r"not (\w+)", config.getoption("markexpr"))
+    if not excluded or collection_path.suffix != ".py":
+        return None
+    whole = re.search(r"^pytestmark = pytest\.mark\.(\w+)$", collection_path.read_text(encoding="utf-8"), re.MULTILINE)
+    return True if whole and whole[1] in excluded else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,7 +21,7 @@ def padding(benchmarks: Path) -> ModuleType:
     return padding
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_has_the_table_of_this_code(padding: ModuleType) -> None:
     page = (ROOT / "docs" / "figures-parts.md").read_text(encoding="utf-8")
     assert f"{padding.BEGIN}\n\n{padding.table()}\n\n{padding.END}" in page

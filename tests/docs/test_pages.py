@@ -120,11 +120,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_plugins: No
             del sys.modules[name]
 
 
-#: They take longest; tests/examples/test_acme.py, tests/tools (plans), tests/meshes, tests/pipelining and
-#: tests/integrations try the same.
+#: They take longest; tests/examples/test_acme.py, tests/tools (plans), tests/meshes, tests/pipelining,
+#: tests/huggingface and tests/integrations try the same.
 _RARE = {
     *("plugins.md", "plan.md", "parallel.md", "pipelines.md", "preemption.md"),
-    *("accelerate.md", "lightning.md", "transformers.md"),
+    *("accelerate.md", "huggingface.md", "lightning.md", "transformers.md"),
 }
 
 #: More than half a second, without programs.

@@ -176,6 +176,7 @@ def test_what_is_exported_is_the_last_checkpoint_to_transformers(whole: Run) -> 
     assert tokenizer.decode(inputs[0]) == "Gradients are averaged over ranks"
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_started_again_is_the_run_that_never_stopped(whole: Run) -> None:
     folder = stopped(whole, "again")
     ended = start(2, arguments(folder))

@@ -38,7 +38,6 @@ pytestmark = pytest.mark.slow
 def scripts_on_path() -> Iterator[None]:
     with importing_from(EXAMPLE):
         yield
-    RANKS.close()
 
 
 def part(name: str) -> ModuleType:

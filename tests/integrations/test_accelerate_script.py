@@ -8,7 +8,6 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,7 @@ PLAIN, SHARDED = "paraphrase", "paraphrase_sharded"
 #: 20 steps in two epochs.
 SHORT = ["--cpu", "--examples", "160", "--epochs", "2"]
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
-    kept = KeptRanks()
-    yield kept
-    kept.close()
+RANKS = KeptRanks()
 
 
 def test_the_scripts_differ_in_three_lines() -> None:
@@ -90,11 +84,9 @@ def join(rank: int, size: int, folder: Path) -> None:
     ],
     ids=["accumulation", "bf16"],
 )
-def test_twenty_losses_are_those_of_the_plain_script(
-    ranks: KeptRanks, tmp_path: Path, arguments: list[str], within: float
-) -> None:
-    expected = ranks.run(2, train_unsharded, arguments, tmp_path / "plain")[0]
-    found, _ = ranks.run(2, train_sharded, arguments, tmp_path / "sharded")
+def test_twenty_losses_are_those_of_the_plain_script(tmp_path: Path, arguments: list[str], within: float) -> None:
+    expected = RANKS.run(2, train_unsharded, arguments, tmp_path / "plain")[0]
+    found, _ = RANKS.run(2, train_sharded, arguments, tmp_path / "sharded")
     assert expected is not None
     assert len(found) == len(expected) == 20
     assert found == pytest.approx(expected, rel=within)
@@ -102,11 +94,11 @@ def test_twenty_losses_are_those_of_the_plain_script(
     torch.testing.assert_close(sharded, plain, rtol=0.0, atol=1e-3 if "bf16" not in arguments else 5e-2)
 
 
-@pytest.mark.slow
-def test_a_run_that_resumes_in_the_middle_of_an_epoch_loses_the_same(ranks: KeptRanks, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_a_run_that_resumes_in_the_middle_of_an_epoch_loses_the_same(tmp_path: Path) -> None:
     options = ["--dropout", "0.1", "--gradient_accumulation_steps", "2"]
-    straight, _ = ranks.run(2, train_sharded, [*options, "--save_at", "14"], tmp_path / "straight")
+    straight, _ = RANKS.run(2, train_sharded, [*options, "--save_at", "14"], tmp_path / "straight")
     resume = ["--resume_from", str(tmp_path / "straight" / "step_14")]
-    resumed, _ = ranks.run(2, train_sharded, [*options, *resume], tmp_path / "resumed")
+    resumed, _ = RANKS.run(2, train_sharded, [*options, *resume], tmp_path / "resumed")
     assert len(straight) == 20
     assert resumed == straight[14:]

@@ -24,6 +24,9 @@ from polyshard_lightning import PolyshardFabricStrategy
 from torch import nn
 from torch.nn.functional import mse_loss
 
+#: All of them import Lightning, for seconds.
+pytestmark = pytest.mark.slow
+
 
 def fabric(form: str = "sharded", config: ShardConfig = CONFIG, **settings: Any) -> lightning.Fabric:
     strategy = PolyshardFabricStrategy(config, state_dict_type=form)
@@ -80,7 +83,6 @@ def train(
     return losses, whole(model), norms
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["jointly", "model first", "optimizer first"])
 def test_steps_equal_those_of_the_unsharded_model(order: str) -> None:
     losses, parameters = reference(STEPS)
@@ -90,7 +92,6 @@ def test_steps_equal_those_of_the_unsharded_model(order: str) -> None:
         torch.testing.assert_close(found, parameters, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("clips", "named"), [({"max_norm": 0.1}, "clip_norm"), ({"clip_val": 0.1}, "clip_value")])
 def test_accumulated_and_clipped_steps_equal_those_of_the_unsharded_model(clips: dict[str, float], named: str) -> None:
     losses, parameters = reference(STEPS, accumulates=4, **{named: 0.1})
@@ -102,7 +103,6 @@ def test_accumulated_and_clipped_steps_equal_those_of_the_unsharded_model(clips:
     assert len(ranks[0][2]) == (STEPS // 4 if "max_norm" in clips else 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_steps_equal_within_the_dtypes_rounding(precision: str) -> None:
     mixed = precision == "bf16-mixed"
@@ -132,7 +132,6 @@ def overflow(rank: int) -> tuple[list[bool], float, float]:
     return changed, scaler.get_scale(), norm
 
 
-@pytest.mark.slow
 def test_ranks_scale_alike_and_skip_a_step_that_overflowed_on_one() -> None:
     one, other = on_ranks(overflow)
     assert one == other
@@ -171,7 +170,6 @@ def marked(rank: int) -> tuple[float, list[str]]:
     return found, refusals
 
 
-@pytest.mark.slow
 def test_marked_methods_see_whole_parameters_and_others_are_refused() -> None:
     plain = built().double()
     x = plain.blocks(plain.first(torch.ones(1, 3, dtype=torch.float64))).sum().item()
@@ -199,7 +197,6 @@ def on_meta(rank: int) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 def test_models_on_the_meta_device_are_made_where_they_are_sharded() -> None:
     for losses in on_ranks(on_meta):
         assert all(0 < loss < 100 for loss in losses)
@@ -258,7 +255,6 @@ def checkpoints(rank: int, folder: str, form: str) -> tuple[list[float], list[fl
     return steps(*straight), steps(*resumed), {"rest": rest, "step": state["step"], "same": same}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_a_run_that_resumes_is_the_run_that_did_not_stop(tmp_path: Path, form: str) -> None:
     for straight, resumed, found in on_ranks(checkpoints, str(tmp_path), form):
@@ -308,7 +304,6 @@ def raw(rank: int, folder: str) -> list[bool]:
     return [*same, *moments, all("bias" in name for name in names)]
 
 
-@pytest.mark.slow
 def test_raw_files_are_loaded_and_filters_are_kept_to(tmp_path: Path) -> None:
     for found in on_ranks(raw, str(tmp_path)):
         assert len(found) == 21
@@ -382,7 +377,6 @@ def whole_file(rank: int, folder: str, settings: dict[str, Any]) -> None:
         assert torch.equal(each, whole(model)[name]), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"layout": "rows"}, {"strategy": "no_shard"}], ids=str)
 def test_a_full_checkpoint_is_the_file_of_the_unsharded_model(tmp_path: Path, settings: dict[str, Any]) -> None:
     on_ranks(whole_file, str(tmp_path), settings)
@@ -451,7 +445,6 @@ def wrong(rank: int, folder: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.slow
 def test_wrong_use_is_refused_by_name(tmp_path: Path) -> None:
     expected = [
         (ConfigError, "Parameter 0 of group 0 of SGD"),
@@ -499,7 +492,6 @@ def tell_before_training(rank: int, folder: str, form: str) -> None:
         runs.save(f"{folder}/model", {"model": model})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_optimizers_that_cannot_be_saved_are_told_of_before_training(tmp_path: Path, form: str) -> None:
     on_ranks(tell_before_training, str(tmp_path), form)

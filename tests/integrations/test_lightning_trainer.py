@@ -32,6 +32,9 @@ from polyshard_lightning import PolyshardStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
+#: All of them import Lightning, for seconds.
+pytestmark = pytest.mark.slow
+
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
@@ -57,7 +60,6 @@ def fit(rank: int, folder: str, dtype: torch.dtype, config: ShardConfig, setting
 # Steps.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "settings", "as_plain"),
     [
@@ -88,7 +90,6 @@ def fit_flat(rank: int, folder: str) -> dict[str, torch.Tensor]:
     return whole(module)
 
 
-@pytest.mark.slow
 def test_an_optimizer_of_flat_parameters_trains_alike(tmp_path: Path) -> None:
     model = built().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,7 +105,6 @@ def test_an_optimizer_of_flat_parameters_trains_alike(tmp_path: Path) -> None:
 # Precision.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("config", "precision"), [(CONFIG, "bf16-mixed"), (ShardConfig(), "bf16-mixed")])
 def test_mixed_steps_equal_within_bf16s_rounding(tmp_path: Path, config: ShardConfig, precision: str) -> None:
     ranks = on_ranks(fit, str(tmp_path), torch.float32, config, {"precision": precision})
@@ -151,7 +151,6 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.equal(one, other)
 
 
-@pytest.mark.slow
 def test_ranks_scale_alike_and_skip_a_step_that_overflowed_on_one(tmp_path: Path) -> None:
     # The second batch changed nothing, on either rank.
     assert on_ranks(overflow, str(tmp_path)) == [([True, False, True], 4.0)] * 2
@@ -216,7 +215,6 @@ def adversaries() -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", [ShardConfig(), CONFIG])
 def test_two_optimizers_in_turns_equal_the_unsharded_models(tmp_path: Path, config: ShardConfig) -> None:
     assert mean_losses(on_ranks(fit_adversaries, str(tmp_path), config)) == pytest.approx(adversaries(), rel=1e-10)
@@ -250,7 +248,6 @@ def loops(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 def test_a_trainer_is_used_again_and_ranks_know_the_same(tmp_path: Path) -> None:
     one, other = on_ranks(loops, str(tmp_path))
     for name in ("epochs", "validated", "tested"):
@@ -287,7 +284,6 @@ def fail(rank: int, folder: str) -> tuple[list[float], list[float]]:
     return other.losses, module.losses
 
 
-@pytest.mark.slow
 def test_after_an_exception_other_trainers_work_and_the_module_does(tmp_path: Path) -> None:
     ranks = on_ranks(fail, str(tmp_path))
     assert mean_losses([others for others, _ in ranks]) == pytest.approx(reference(STEPS)[0], rel=1e-10)
@@ -324,7 +320,6 @@ def late(rank: int, folder: str) -> tuple[bool, float, list[float]]:
     return any(parameter.is_meta for parameter in module.parameters()), held, module.losses
 
 
-@pytest.mark.slow
 def test_layers_on_the_meta_device_are_made_where_they_are_sharded(tmp_path: Path) -> None:
     model = Net().double()
     for inner in model.modules():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,7 @@ with warnings.catch_warnings(action="ignore"):
 PACKED = 4 * 64 * 192 // 2
 CLOSE = {"rel": 1e-5, "abs": 1e-5}
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
-    kept = KeptRanks()
-    yield kept
-    kept.close()
+RANKS = KeptRanks()
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -275,8 +269,8 @@ def of_trainer(rank: int, folder: str, storage: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["uint8", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_polyshard_trainer_trains_and_saves_adapters(ranks: KeptRanks, tmp_path: Path, storage: str) -> None:
-    results = ranks.run(2, of_trainer, str(tmp_path), storage)
+def test_polyshard_trainer_trains_and_saves_adapters(tmp_path: Path, storage: str) -> None:
+    results = RANKS.run(2, of_trainer, str(tmp_path), storage)
     plain, base_of = results[0]["plain"], results[0]["base"]
     # Of each of three layers: attention over grouped heads, and the perceptron.
     packed = 3 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48) // 2

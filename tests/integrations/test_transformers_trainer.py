@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,7 @@ pytestmark = pytest.mark.slow
 #: Of losses and norms in fp32 over six steps.
 CLOSE = {"rel": 2e-5, "abs": 2e-5}
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
-    kept = KeptRanks()
-    yield kept
-    kept.close()
+RANKS = KeptRanks()
 
 
 # Training
@@ -100,10 +95,8 @@ def require_alike(
     ],
     ids=lambda given: given if isinstance(given, str) else "-".join(given),
 )
-def test_trains_as_the_plain_trainer_does(
-    ranks: KeptRanks, tmp_path: Path, family: str, settings: dict[str, Any]
-) -> None:
-    require_alike(ranks.run(2, train_both, str(tmp_path), family, settings))
+def test_trains_as_the_plain_trainer_does(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+    require_alike(RANKS.run(2, train_both, str(tmp_path), family, settings))
 
 
 # Checkpoints
@@ -146,8 +139,8 @@ def stop_and_resume(rank: int, folder: str) -> dict[str, Any]:
         }
 
 
-def test_a_resumed_run_is_the_one_that_never_stopped(ranks: KeptRanks, tmp_path: Path) -> None:
-    for found in ranks.run(2, stop_and_resume, str(tmp_path / "run")):
+def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path: Path) -> None:
+    for found in RANKS.run(2, stop_and_resume, str(tmp_path / "run")):
         assert found["kept"] == ["checkpoint-4", "checkpoint-6"]
         assert len(found["straight"]) == 6
         assert found["again"] == found["straight"]
@@ -245,10 +238,10 @@ def preempt_and_resume(rank: int, folder: str, told: int, settings: dict[str, An
     ids=["steps", "epoch", "end of epoch", "best of epochs", "best"],
 )
 def test_a_signal_of_one_rank_ends_all_with_a_checkpoint_to_go_on_from_and_evaluates_what_was_due(
-    ranks: KeptRanks, tmp_path: Path, told: int, settings: dict[str, Any], ends: int, evaluated: list[int]
+    tmp_path: Path, told: int, settings: dict[str, Any], ends: int, evaluated: list[int]
 ) -> None:
     settings = {**_FIRST_IS_BEST, **settings}
-    for found in ranks.run(2, preempt_and_resume, str(tmp_path / "run"), told, settings):
+    for found in RANKS.run(2, preempt_and_resume, str(tmp_path / "run"), told, settings):
         straight, stopped, again = found["straight"], found["stopped"], found["again"]
         assert found["preempted"] == (True, 75)
         assert not found["preempted again"]
@@ -289,8 +282,8 @@ def train_mixed(rank: int, folder: str, dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_trains_in_the_dtype_of_the_arguments(ranks: KeptRanks, tmp_path: Path, dtype: str) -> None:
-    results = ranks.run(2, train_mixed, str(tmp_path), dtype)
+def test_trains_in_the_dtype_of_the_arguments(tmp_path: Path, dtype: str) -> None:
+    results = RANKS.run(2, train_mixed, str(tmp_path), dtype)
     for found in results:
         assert found["dtypes"] == {torch.float32}
         assert found["scaled"] is (dtype == "fp16")
@@ -346,8 +339,8 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_adapters_train_and_come_back_bit_equal(ranks: KeptRanks, tmp_path: Path) -> None:
-    results = ranks.run(2, train_adapters, str(tmp_path))
+def test_adapters_train_and_come_back_bit_equal(tmp_path: Path) -> None:
+    results = RANKS.run(2, train_adapters, str(tmp_path))
     for found in results:
         for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
             assert mine == pytest.approx(plain, **CLOSE)
@@ -408,10 +401,8 @@ def save_adapters(rank: int, folder: str, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "kind", ["tokens", "prompt", *(pytest.param(each, marks=pytest.mark.nightly) for each in RARE_ADAPTERS)]
 )
-def test_adapters_of_every_kind_are_written_as_the_plain_trainer_does(
-    ranks: KeptRanks, tmp_path: Path, kind: str
-) -> None:
-    results = ranks.run(2, save_adapters, str(tmp_path), kind)
+def test_adapters_of_every_kind_are_written_as_the_plain_trainer_does(tmp_path: Path, kind: str) -> None:
+    results = RANKS.run(2, save_adapters, str(tmp_path), kind)
     plain, expected = results[0]["plain"], results[0]["expected"]
     for found in results:
         for mine, theirs in zip(found["ours"], plain, strict=True):
@@ -435,8 +426,8 @@ def fail_to_write(rank: int, folder: str) -> str:
         return str(caught.value)
 
 
-def test_a_rank_that_cannot_write_adapters_ends_all(ranks: KeptRanks, tmp_path: Path) -> None:
-    _, told = ranks.run(2, fail_to_write, str(tmp_path))
+def test_a_rank_that_cannot_write_adapters_ends_all(tmp_path: Path) -> None:
+    _, told = RANKS.run(2, fail_to_write, str(tmp_path))
     assert re.match(r"Writing PeftModelForCausalLM to .*checkpoint-1 failed on other ranks.*rank 1", told)
 
 
@@ -479,8 +470,8 @@ def train_on_lists(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_batches_that_are_lists_are_trained_on(ranks: KeptRanks, tmp_path: Path) -> None:
-    results = ranks.run(2, train_on_lists, str(tmp_path))
+def test_batches_that_are_lists_are_trained_on(tmp_path: Path) -> None:
+    results = RANKS.run(2, train_on_lists, str(tmp_path))
     for found in results:
         for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
             assert mine == pytest.approx(plain, **CLOSE)
@@ -531,8 +522,8 @@ class _Counting:
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_generate_gathers_each_unit_once_whatever_the_lengths(ranks: KeptRanks, family: str) -> None:
-    for found in ranks.run(2, generate, family):
+def test_generate_gathers_each_unit_once_whatever_the_lengths(family: str) -> None:
+    for found in RANKS.run(2, generate, family):
         assert torch.equal(found["got"], found["wanted"])
         assert found["gathers"] == found["units"]
 
@@ -559,8 +550,8 @@ def begin_from_meta(rank: int, folder: str) -> dict[str, Any]:
         return {"plain": parameters(plain), "made": parameters(made.model), "sent": parameters(sent.model)}
 
 
-def test_models_on_meta_begin_as_their_class_says(ranks: KeptRanks, tmp_path: Path) -> None:
-    first, second = ranks.run(2, begin_from_meta, str(tmp_path))
+def test_models_on_meta_begin_as_their_class_says(tmp_path: Path) -> None:
+    first, second = RANKS.run(2, begin_from_meta, str(tmp_path))
     assert_equal(first["made"], second["made"])
     for name, value in first["plain"].items():
         assert first["made"][name].std().item() == pytest.approx(value.std().item(), rel=0.2, abs=1e-6), name
@@ -699,8 +690,8 @@ REFUSED = {
 }
 
 
-def test_wrong_uses_are_refused_by_name(ranks: KeptRanks, tmp_path: Path) -> None:
-    for told in ranks.run(2, misuse, str(tmp_path)):
+def test_wrong_uses_are_refused_by_name(tmp_path: Path) -> None:
+    for told in RANKS.run(2, misuse, str(tmp_path)):
         assert told.keys() == REFUSED.keys()
         for name, words in REFUSED.items():
             assert re.match(words, told[name]), f"{name}: {told[name]}"

@@ -23,12 +23,7 @@ CLOSE = {"rel": 2e-5, "abs": 2e-5}
 #: Of each trainer: steps, and samples a rank and step. GRPO's are generated, four of each prompt.
 SIZES = {"sft": (4, 2), "dpo": (3, 2), "grpo": (6, 4)}
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
-    kept = KeptRanks()
-    yield kept
-    kept.close()
+RANKS = KeptRanks()
 
 
 def tokenizer() -> Any:
@@ -206,8 +201,8 @@ def train_both(rank: int, folder: str, kind: str, settings: dict[str, Any]) -> d
     ],
     ids=lambda given: given if isinstance(given, str) else "-".join(given) or "defaults",
 )
-def test_trains_as_trl_does(ranks: KeptRanks, tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    results = ranks.run(2, train_both, str(tmp_path), kind, settings)
+def test_trains_as_trl_does(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    results = RANKS.run(2, train_both, str(tmp_path), kind, settings)
     steps, _ = SIZES[kind]
     plain = results[0]
     assert len(plain["plain"]) == steps
@@ -243,8 +238,6 @@ def refuse(rank: int, folder: str, kind: str, setting: str) -> str:
         ("dpo", "sync_ref_model"),
     ],
 )
-def test_settings_of_trl_that_pieces_cannot_serve_are_refused(
-    ranks: KeptRanks, tmp_path: Path, kind: str, setting: str
-) -> None:
-    for told in ranks.run(2, refuse, str(tmp_path), kind, setting):
+def test_settings_of_trl_that_pieces_cannot_serve_are_refused(tmp_path: Path, kind: str, setting: str) -> None:
+    for told in RANKS.run(2, refuse, str(tmp_path), kind, setting):
         assert setting in told

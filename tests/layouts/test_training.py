@@ -257,6 +257,6 @@ def trained_over_gloo(rank: int, layout: str) -> dict[str, torch.Tensor]:
 def test_on_processes() -> None:
     expected = train_reference(mixed(), accumulated, 3, optimizer=adam).parameters
     with RankPool(3) as pool:
-        for layout in EVERY:
+        for layout in ("flat", "rows", "halves"):
             for found in pool.run(trained_over_gloo, layout, timeout=60.0):
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

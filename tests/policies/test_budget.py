@@ -210,6 +210,20 @@ def test_a_module_of_two_is_at_home_in_what_contains_both() -> None:
     assert chosen(tied, unit_bytes=400) == ["layers.0", "layers.1", "layers.2"]
 
 
+def test_what_two_units_hold_inside_of_a_larger_one_is_a_unit_where_that_is_too_large() -> None:
+    class Own(Inside):
+        def __init__(self, numel: int, *inner: nn.Module) -> None:
+            super().__init__(Hidden(*inner))
+            self.own = nn.Parameter(torch.empty(numel, device="meta"))
+
+    shared = linear(100)
+    model = Inside(Own(90, Own(10, shared), Own(10, shared)))
+    first, second = "inner.inner.layer_0", "inner.inner.layer_1"
+    # Of 840 bytes, 360 are the larger one's own and 400 the shared module's.
+    assert chosen(model, unit_bytes=400) == ["inner", first, f"{first}.inner.layer_0", second]
+    assert chosen(model, unit_bytes=840) == ["inner"]
+
+
 # --- whatever the model ---
 
 

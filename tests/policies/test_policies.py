@@ -15,7 +15,7 @@ from fake_distribution import install
 from hypothesis import given
 from hypothesis import strategies as st
 from polyshard import ShardConfig, registry
-from polyshard.errors import ConfigError, PluginContractError, PluginNotFoundError, StateError
+from polyshard.errors import ConfigError, PluginContractError, PluginNotFoundError
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard_policies.combined import Or, as_policy
 from polyshard_policies.functions import Custom, Lambda, Size
@@ -318,11 +318,6 @@ def test_or_takes_a_reference_before_a_plugin_of_that_name(tmp_path: Path, monke
 def test_or_refuses_what_is_no_plugin(form: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Or(plugin_context("or"), [nn.Linear, form])
-
-
-def test_or_reaches_no_names_in_a_context_that_a_test_made() -> None:
-    with pytest.raises(StateError, match="plugin_context"):
-        Or(CONTEXT, ["size"])
 
 
 def test_or_by_name_shards_a_model_and_is_compared_with_what_it_joins() -> None:

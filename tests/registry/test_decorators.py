@@ -85,6 +85,7 @@ class TestPlain(CollectivesSuite):
         return self.decorator(dataclasses.replace(plugin_context(), timeout=timeout), rank.collectives)
 
 
+@pytest.mark.nightly
 class TestOneByOne(TestPlain):
     decorator = OneByOne
     world_sizes = (2,)

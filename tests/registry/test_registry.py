@@ -86,17 +86,6 @@ def test_a_package_installed_after_the_first_look_is_seen(site: Path) -> None:
     assert resolve(Group.POLICIES, "late").distribution == "acme-late"
 
 
-def test_resolving_imports_the_named_plugin_alone(site: Path) -> None:
-    install(
-        site,
-        "acme-two",
-        "1.0",
-        [(POLICIES, "good", "acme_alone_good:Blocks"), (POLICIES, "bomb", "acme_alone_bomb:Blocks")],
-        {"acme_alone_good": POLICY_SOURCE, "acme_alone_bomb": "raise RuntimeError('imported')"},
-    )
-    assert resolve(Group.POLICIES, "good").value == "acme_alone_good:Blocks"
-
-
 def test_a_package_is_read_once_however_many_plugins_it_offers_and_often_it_is_asked(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,13 +167,6 @@ def test_one_entry_point_listed_twice_is_one_plugin(site: Path) -> None:
     install(site, "acme-again", "1.0", [line, line], {"acme_again": POLICY_SOURCE})
     assert resolve(Group.POLICIES, "again").value == "acme_again:Blocks"
     assert [plugin.state for plugin in by_name(Group.POLICIES, "again")] == [PluginState.READY]
-
-
-def test_one_distribution_with_two_values_under_one_name(site: Path) -> None:
-    lines = [(POLICIES, "self_conflict", f"acme_self:{attribute}") for attribute in ("Blocks", "WrapPolicy")]
-    install(site, "acme-self", "1.0", lines, {"acme_self": POLICY_SOURCE})
-    with pytest.raises(PluginConflictError, match=r"offered 2 times.*Ask the author of acme-self"):
-        resolve(Group.POLICIES, "self_conflict")
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ class TestTiles(LayoutSuite):
         return Blocks(CONTEXT, size=[32, 32])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestSeveralBuffers(LayoutSuite):
     # It is given as an object.
     test_factory_takes_a_context_and_options_by_name = None

@@ -189,6 +189,7 @@ class TestAgain(CollectivesSuite):
         return context.construct(Group.COLLECTIVES, rank.collectives)
 
 
+@pytest.mark.nightly
 class TestBetweenProcesses(TestAgain):
     ranks = "processes"
 

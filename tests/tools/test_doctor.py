@@ -300,7 +300,7 @@ def test_nccl_is_tried_where_two_devices_are() -> None:
     assert [trial.backend for trial in doctor.trials_for(alone)] == ["gloo"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_real_ranks_train_as_an_unsharded_model_does() -> None:
     outcome = doctor.run_trial(PAIR_OF_RANKS, os.environ | {"OMP_NUM_THREADS": "1"}, limit_s=200.0)
     assert outcome.state is TrialState.EQUAL, outcome

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,12 +44,6 @@ SCHEDULES: dict[Order, Any] = {
 }
 #: Elements of a block.
 BLOCK = 2 * 4 * WIDTH * WIDTH
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 class Block(nn.Module):
