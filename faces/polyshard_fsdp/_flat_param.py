@@ -312,12 +312,6 @@ def _find(params: Sequence[nn.Parameter], module: nn.Module, rank: int) -> list[
             if parameter is not None and parameter in wanted:
                 sites.setdefault(parameter, {})[holder, key] = None
                 names.setdefault(parameter, []).append(f"{prefix}.{key}" if prefix else key)
-    if len(sites) < len(wanted):
-        missing = [tuple(parameter.shape) for parameter in params if parameter not in sites]
-        raise ParameterError(
-            f"`params` were not found in `module`'s tree: parameters of shapes {missing}\nmodule: {module}\n"
-            f"(rank {rank}). Pass parameters that the module holds."
-        )
     found = []
     for each, places in sites.items():
         part = TensorPart.of(each, names[each][0], rank)
@@ -330,8 +324,6 @@ def _refuse_unflattenable(found: Sequence[ManagedParameter], use_orig_params: bo
     first = found[0].original
     for each in found:
         parameter, where = each.original, f"'{each.names[0]}' (rank {rank})"
-        if isinstance(parameter, FlatParameter):
-            raise ParameterError(f"Cannot flatten a `FlatParameter`: {where}. Pass the module's own parameters.")
         if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
             raise ParameterError(
                 f"Cannot flatten integer dtype tensors: {where} has {parameter.dtype}. Register it as a buffer, or "
@@ -346,11 +338,6 @@ def _refuse_unflattenable(found: Sequence[ManagedParameter], use_orig_params: bo
             raise ParameterError(
                 f"Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: {where}. Wrap frozen "
                 "modules by themselves, or pass use_orig_params=True."
-            )
-        if parameter.device != first.device:
-            raise ParameterError(
-                f"Must flatten tensors on the same device but got both {first.device} and {parameter.device}: {where}. "
-                "Move the module to one device."
             )
 
 

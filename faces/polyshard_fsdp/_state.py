@@ -15,6 +15,7 @@ from polyshard.extension import MODULE_STATE_ATTRIBUTE, Reshard, Unit, UnitRanks
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _runtime_utils
 from ._collectives import collectives_of
@@ -47,22 +48,6 @@ _RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_
 class FSDPInstance:
     """The state of one wrapper, which ``FullyShardedDataParallel`` adds to ``nn.Module``."""
 
-    _is_root: bool | None
-    _root: FSDPRoot | None
-    _instances: tuple[FSDPInstance, ...]
-    """All under the same root; this one alone while that is not known."""
-    _handle: FlatParamHandle | None
-    _flat_unit: FlatUnit | None
-    """The engine's unit over the flat parameter."""
-    _module_state: FSDPModuleState
-    _forward: FSDPForward
-    _comm_hook: Callable[..., Any] | None
-    _comm_hook_state: object
-    _buffers_in_full_precision: bool | None
-    _state_dict_type: StateDictType
-    _state_dict_config: StateDictConfig
-    _optim_state_dict_config: OptimStateDictConfig
-
     def _configure(
         self,
         given: Mapping[str, Any],
@@ -83,20 +68,23 @@ class FSDPInstance:
         self.compute_device = device
         self._use_orig_params = given["use_orig_params"]
         self._use_full_prec_in_eval = os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL, "") == "1"
-        self._device_mesh = groups.device_mesh
+        self._device_mesh: DeviceMesh | None = given["device_mesh"]
         self._groups = groups
         self._managed = managed
         self._ignored_modules, self._ignored_params = set(managed.ignored_modules), set(managed.ignored_parameters)
         self._forget()
         self._summoned = False
-        self._comm_hook = self._comm_hook_state = None
-        self._buffers_in_full_precision = None
+        self._comm_hook: Callable[..., Any] | None = None
+        self._comm_hook_state: object = None
+        self._buffers_in_full_precision: bool | None = None
         #: This instance's part in a walk over modules that makes or loads a state dict.
         self._state_dict_walk: Any = None
         self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config = FullStateDictConfig()
-        self._optim_state_dict_config = FullOptimStateDictConfig()
-        self._handle = self._flat_unit = None
+        self._state_dict_config: StateDictConfig = FullStateDictConfig()
+        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+        self._handle: FlatParamHandle | None = None
+        #: The engine's unit over the flat parameter.
+        self._flat_unit: FlatUnit | None = None
         self._buffer_dtypes = [
             (holder, key, buffer.dtype)
             for holder in managed.modules()
@@ -237,8 +225,10 @@ class FSDPInstance:
             instance._forget()
 
     def _forget(self) -> None:
-        self._is_root = self._root = None
-        self._instances = (self,)
+        self._is_root: bool | None = None
+        self._root: FSDPRoot | None = None
+        #: All under the same root; this one alone while that is not known.
+        self._instances: tuple[FSDPInstance, ...] = (self,)
 
     def _abandon_state_dicts(self) -> None:
         """Leave every walk over modules under this instance's root that something inside it ended with an exception."""
