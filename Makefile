@@ -56,16 +56,15 @@ check: $(READY)  ## run the static checks and the quick tests, build `docs` and 
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target static docs package
 	$(MAKE) --no-print-directory quick
 
+# Programs whose files have the same names are no part of one run of mypy.
 static: $(READY)  ## run ruff, mypy and import-linter
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	MYPYPATH=benchmarks $(PY) -m mypy benchmarks/*.py
+	MYPYPATH=benchmarks:examples/rollout:examples/acme/src $(PY) -m mypy \
+	    benchmarks/*.py examples/rollout/*.py examples/acme/src/acme/*.py examples/acme/tests/*.py
+	MYPYPATH=examples/recipes:examples/pretrain $(PY) -m mypy examples/recipes/*.py examples/pretrain/*.py
 	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
-	MYPYPATH=examples/pretrain $(PY) -m mypy examples/pretrain/*.py
-	MYPYPATH=examples/recipes:examples/pretrain $(PY) -m mypy examples/recipes/*.py
-	MYPYPATH=examples/rollout $(PY) -m mypy examples/rollout/*.py
-	MYPYPATH=examples/acme/src $(PY) -m mypy examples/acme/src/acme/*.py examples/acme/tests/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 
 # None of them waits: more processes than cores would only collect once more.

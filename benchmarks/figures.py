@@ -3,8 +3,8 @@
     python benchmarks/figures.py
 
 Reads ``peers*.json`` and ``gathers.json`` in ``benchmarks/results/``. A file is one run. The chart is of the first of
-``peers*.json`` that has timed rows. The page has the runs of that run's commit; the archive has the others. The
-README's chart is FSDP2's time of a step over polyshard's, with its defaults, for models of four sizes.
+``peers*.json`` that has timed rows. The page has the runs of that run's day and later; the archive has the others. The
+README's chart is FSDP2's time of a step over polyshard's, with its defaults, for models of four sizes at one commit.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def source(report: Mapping[str, Any]) -> str:
 
 
 def newest(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of the runs that measured the commit of the chart."""
+    """The names of the runs that are not older than that of the chart."""
     drawn = _first_timed(runs)
-    commit = None if drawn is None else drawn["environment"].get("commit")
-    return [name for name, report in runs.items() if report["environment"].get("commit") == commit]
+    day = "" if drawn is None else drawn["environment"]["date"]
+    return [name for name, report in runs.items() if report["environment"]["date"] >= day]
 
 
 def markdown(runs: Mapping[str, Mapping[str, Any]], old: bool = False) -> str:
@@ -182,11 +182,13 @@ def _draw_panel(axes: Any, peers: Mapping[str, Mapping[str, Any]]) -> None:
 def draw_speedups(runs: Mapping[str, Mapping[str, Any]], chart: Path) -> None:
     """A bar for each model of the README's chart, FSDP2's speed as a line; thin lines span the rounds.
 
-    Runs of one chart are from one machine and commit. Nothing is drawn where a model was not measured.
+    Of the runs of the first one's commit. Nothing is drawn where a model was not measured.
     """
+    made = next(iter(runs.values()))["environment"]
     found = {
         workload: peers["polyshard"]["speed_to_fsdp2"]
         for report in runs.values()
+        if report["environment"].get("commit") == made.get("commit")
         for workload, peers in report["summary"].items()
         if "speed_to_fsdp2" in peers.get("polyshard", {})
     }
@@ -206,7 +208,6 @@ def draw_speedups(runs: Mapping[str, Mapping[str, Any]], chart: Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, max(speed["max"] for speed in speeds) + 0.35)
     axes.set_xlabel("steps in the time of one step of FSDP2; longer is better")
-    made = next(iter(runs.values()))["environment"]
     told = f"{made['world_size']} x {made['device']}, torch {made['torch']}, {commit_of(made)}"
     defaults = "polyshard's defaults, medians and range of 3 rounds."
     _save(figure, "Training speed beside FSDP2's", f"{defaults}\n{told}", chart)

@@ -76,8 +76,7 @@ def truths() -> list[Truth]:
     found = [
         *_peers("peers2-8b.json", ["polyshard"]),
         *_peers("peers2-small.json", ["polyshard", "polyshard-captured"], peaks=False, remark=left),
-        *_muon("muon.json"),
-        *_mechanisms("mechanisms.json"),
+        *_muon(),
         *_peers("peers4-8b.json", ["polyshard"]),
         *_peers("peers.json", ["polyshard", "polyshard-captured"], peaks=False, remark=left),
         *_peers(
@@ -121,9 +120,13 @@ def _peers(file: str, peers: list[str], *, peaks: bool = True, remark: str = "")
     return found
 
 
-def _muon(file: str) -> list[Truth]:
+def _muon() -> list[Truth]:
+    file = "muon.json"
     data, environment = _read(file)
-    rows = [row for row in data["rows"] if row["peer"] == "polyshard adamw"]
+    rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        if row["peer"] == "polyshard adamw":
+            rows.setdefault((row["workload"], row["microbatches"]), []).append(row)
     return [
         Truth(
             file,
@@ -131,36 +134,12 @@ def _muon(file: str) -> list[Truth]:
             environment["world_size"],
             workload,
             "polyshard",
-            tuple(
-                row["peak_gib"] for row in rows if (row["workload"], row["microbatches"]) == (workload, microbatches)
-            ),
-            tuple(
-                row["ms"]["median"]
-                for row in rows
-                if (row["workload"], row["microbatches"]) == (workload, microbatches)
-            ),
+            tuple(row["peak_gib"] for row in alike),
+            tuple(row["ms"]["median"] for row in alike),
             remark="AdamW for all",
             microbatches=microbatches,
         )
-        for workload in ("300m", "1b")
-        for microbatches in dict.fromkeys(row["microbatches"] for row in rows)
-    ]
-
-
-def _mechanisms(file: str) -> list[Truth]:
-    """The first model of the process: those after it were measured above what the first left."""
-    data, environment = _read(file)
-    first = data["models"][0]
-    return [
-        Truth(
-            file,
-            environment["commit"],
-            environment["world_size"],
-            first["workload"],
-            "polyshard",
-            (first["peak_gib"],),
-            remark="the first model of the process; times are of peers in turns, and not compared",
-        )
+        for (workload, microbatches), alike in rows.items()
     ]
 
 

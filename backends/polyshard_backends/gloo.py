@@ -96,14 +96,11 @@ class GlooCollectives(ProcessGroupCollectives):
     """
 
     api_version = 1
+    capabilities = _CAPABILITIES
 
     transport = "gloo"
     device_type = "cpu"
     separate_reductions = False
-
-    @property
-    def capabilities(self) -> CollectivesCapabilities:
-        return _CAPABILITIES
 
     def announce(self, what: str) -> None:
         mine = zlib.crc32(what.encode())

@@ -110,6 +110,7 @@ class NcclCollectives(ProcessGroupCollectives):
     """
 
     api_version = 1
+    capabilities = _CAPABILITIES
 
     transport = "nccl"
     device_type = "cuda"
@@ -144,10 +145,6 @@ class NcclCollectives(ProcessGroupCollectives):
         super()._enter_part(whole, shared)
         self._smallest_registered = whole._smallest_registered
         self.separate_reductions = whole.separate_reductions
-
-    @property
-    def capabilities(self) -> CollectivesCapabilities:
-        return _CAPABILITIES
 
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         smallest = self._smallest_registered

@@ -144,6 +144,7 @@ class ThreadedCollectives(Collectives):
     """
 
     api_version = 1
+    capabilities = _CAPABILITIES
 
     def __init__(self, context: PluginContext, world: ThreadedWorld, rank: int) -> None:
         if not isinstance(world, ThreadedWorld):
@@ -171,10 +172,6 @@ class ThreadedCollectives(Collectives):
         self._group = group
         self._rank = rank
         self._timeout = min(world.timeout, context.timeout.total_seconds())
-
-    @property
-    def capabilities(self) -> CollectivesCapabilities:
-        return _CAPABILITIES
 
     @property
     def rank(self) -> int:

@@ -25,18 +25,20 @@ from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
 from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter
 from .planning.values import send_from_first
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
+from .runtime.boundary import pass_through_in
 from .runtime.extended import ExtendedUnit, cut
 from .runtime.gather import FlatBuffer, view_of
 from .runtime.gradients import Gradients
-from .runtime.hooks import ForwardHooks, output_hook, pass_through_in
+from .runtime.guards import refuse_escape
+from .runtime.hooks import ForwardHooks, output_hook
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder, HintedOrder
 from .runtime.parameters import GradientTarget, MasterViews, Originals, become, part_of_master
-from .runtime.reduce import Copies, Reducer, ReductionInput
+from .runtime.reduce import Contribution, Copies, ReductionInput
 from .runtime.root import Root, root_of
 from .runtime.step import Phase
 from .runtime.streams import CommStreams, streams_for
-from .runtime.unit import Reshard, Unit, UnitState, refuse_escape, unshard_due
+from .runtime.unit import Reshard, Unit, UnitState, unshard_due
 from .setup.build import Request
 from .setup.materialize import is_meta
 from .setup.shard import shard_module

@@ -227,7 +227,7 @@ class Stragglers:
         self._waits: WaitingTimes | None = None
         self._round: Round | None = None
         self._times: dict[int, int] = {}
-        self._told_unseen = False
+        self._warned = False
 
     def __enter__(self) -> Stragglers:
         """Every rank enters it, between steps: they exchange the names of their machines.
@@ -307,9 +307,9 @@ class Stragglers:
         own, whole = times[::2], times[1::2]
         known = [seconds for seconds in own if not math.isnan(seconds)]
         if not known:
-            if not self._told_unseen and root.rank == 0:
+            if not self._warned and root.rank == 0:
                 _LOGGER.warning("Stragglers saw no step: those that a CUDA graph replays cannot be measured.")
-            self._told_unseen = True
+            self._warned = True
             return ()
         median = median_low(known)
         worth = _WORTH * median_low([seconds for seconds in whole if not math.isnan(seconds)])

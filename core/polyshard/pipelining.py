@@ -273,14 +273,14 @@ class TiedParameter:
         stages = _in_order(stages)
         self._group, self._device = stages[0].group, torch.device(stages[0].device)
         held = {stage.stage_index: stage for stage in stages if stage.stage_index in names}
-        told: Any
+        mine: Any
         try:
             self._held = {number: _location(stage, names[number]) for number, stage in held.items()}
-            told = {number: _signature(found) for number, found in self._held.items()}
+            mine = {number: _signature(found) for number, found in self._held.items()}
         except (ConfigError, UnsupportedError) as error:
-            self._held, told = {}, error
+            self._held, mine = {}, error
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, told, group=self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
         self._ranks = self._agreed(names, everyone)
         #: Of the later stage: norms count the parameter in the earlier one.
         self.uncounted = [found for number, found in self._held.items() if number == max(names)]
@@ -288,12 +288,12 @@ class TiedParameter:
     def _agreed(self, names: Mapping[int, str], everyone: Sequence[Any]) -> dict[int, int]:
         """The rank of each stage in the pipeline's group."""
         rank = dist.get_rank(self._group)
-        for place, told in enumerate(everyone):
-            if isinstance(told, Exception):
+        for place, answer in enumerate(everyone):
+            if isinstance(answer, Exception):
                 if place == rank:
-                    raise told
-                raise RankMismatchError(f"Rank {place} of the pipeline (this is {rank}): {told}")
-        ranks = {number: place for place, told in enumerate(everyone) for number in told}
+                    raise answer
+                raise RankMismatchError(f"Rank {place} of the pipeline (this is {rank}): {answer}")
+        ranks = {number: place for place, answer in enumerate(everyone) for number in answer}
         if len(names) != 2 or ranks.keys() != names.keys():
             raise ConfigError(
                 f"TiedParameter() got the stages {sorted(names)}, of which ranks of the pipeline have {sorted(ranks)} "
@@ -443,9 +443,9 @@ def _refuse_uneven(
     if is_new:
         sharing = first._root.collectives.process_group
         for group in (first.group, *([] if sharing is None else [sharing])):
-            told: list[str | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, text, group=group)
-            text = next(filter(None, told), None)
+            texts: list[str | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(texts, text, group=group)
+            text = next(filter(None, texts), None)
     if text is not None:
         raise ConfigError(text)
     _AGREED[schedule] = _Agreed(trains, wanted)

@@ -65,7 +65,7 @@ class Preemption:
         self._entered = False
         self._noted = False
         # The time of the first signal.
-        self._told_at: float | None = None
+        self._first_at: float | None = None
         self._agreed = False
         self._calls = 0
         self._round: Round | None = None
@@ -140,9 +140,9 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._told_at is None:
-            self._told_at = now
-        elif now - self._told_at > _SAME_S:
+        if self._first_at is None:
+            self._first_at = now
+        elif now - self._first_at > _SAME_S:
             former = self._former.get(signal.Signals(number))
             signal.signal(number, signal.SIG_DFL if former is None else former)
             os.kill(os.getpid(), number)

@@ -288,10 +288,10 @@ class Settings:
     def _require_pipeline(self) -> None:
         model, parallel = self.model, self.parallel
         stages = parallel.pp * parallel.pp_stages
-        if model.num_local_experts:
+        if model.num_local_experts and model.router_aux_loss_coef:
             raise ConfigError(
-                f"parallel.pp is {parallel.pp} and model.num_local_experts {model.num_local_experts}: the "
-                "load-balancing loss is one of all blocks, which no stage has. Change one of them."
+                f"parallel.pp is {parallel.pp} and model.router_aux_loss_coef {model.router_aux_loss_coef}: the "
+                "load-balancing loss is one of all blocks, which no stage has. Set it to 0, or parallel.pp to 1."
             )
         if stages > model.num_hidden_layers:
             raise ConfigError(

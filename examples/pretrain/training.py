@@ -273,7 +273,10 @@ class Training:
         # Losses are read here only: each reading waits for the device, and for the other ranks.
         totals = self._ranks.total([value for step in waiting for value in (step.loss, step.balance)])
         means = [total / self._ranks.world_size for total in totals]
-        losses, balances = means[::2], means[1::2] if self._settings.model.num_local_experts else []
+        losses, balances = (
+            means[::2],
+            means[1::2] if self._settings.model.num_local_experts and self._pipeline is None else [],
+        )
         norms = [step.norm.item() for step in waiting]
         speed = clock.read(len(waiting))
         mine = Memory.look(self._ranks.device)

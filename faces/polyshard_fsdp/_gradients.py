@@ -10,11 +10,11 @@ import torch
 from polyshard.errors import StateError
 from polyshard.extension import (
     CommStreams,
+    Contribution,
     Copies,
     FlatBuffer,
     FlatLayout,
     Gradients,
-    Reducer,
     ReductionInput,
     UnitRanks,
     view_of,
@@ -109,10 +109,10 @@ class FlatGradients(Gradients):
         self._take_back()
         super().keep(gradients, streams)
 
-    def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
+    def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
         self._take_back()
         self._restore_reduced()
-        super().reduce(gradients, reducer)
+        return super().contribute(gradients, streams)
 
     def show_unreduced(self) -> None:
         """Let ``.grad`` be what waits for a synchronising backward; called when a backward under ``no_sync`` ended."""

@@ -146,7 +146,7 @@ class FlatUnit(Unit):
 
     def choose_buffer(self, training: bool) -> None:
         super().choose_buffer(training)
-        if self._full_precision_in_eval or self.caster.full_precision_in_eval(self.spec):
+        if self.follows_mode:
             self.flat_gradients.choose(full_precision=not training)
 
     def show(self) -> None:

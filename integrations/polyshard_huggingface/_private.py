@@ -104,7 +104,7 @@ def from_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
                 continue
             waiting.setdefault(target, copy.deepcopy(by_pattern[pattern]))
             waiting[target].add_tensor(target, name, pattern, saved[name])
-        made.update(_carried_out(waiting, _WithWholeShapes(model, shapes), "load"))
+        made.update(_carried_out(waiting, _WithWholeShapes(model, shapes)))
         return made
 
     return convert
@@ -168,12 +168,7 @@ def write_config(model: Any, folder: Path, dtype: torch.dtype) -> list[str]:
     return sorted({path.name for path in folder.iterdir()} - before)
 
 
-def initialise(owner: Any, module: nn.Module) -> None:
-    """Initialise what ``module`` holds directly as ``owner``, the model of Transformers around it, says."""
-    owner._init_weights(module)
-
-
-def _carried_out(waiting: Mapping[str, Any], model: _WithWholeShapes, what: str) -> dict[str, torch.Tensor]:
+def _carried_out(waiting: Mapping[str, Any], model: _WithWholeShapes) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
     refused: dict[str, str] = {}
     for target, converter in waiting.items():
@@ -186,7 +181,7 @@ def _carried_out(waiting: Mapping[str, Any], model: _WithWholeShapes, what: str)
     if refused:
         reasons = "\n".join(f"  {reason}" for reason in dict.fromkeys(refused.values()))
         raise UnsupportedError(
-            f"What Transformers does to {what} {listed(list(refused))} cannot be done in parts:\n{reasons}\nPass a "
+            f"What Transformers does to load {listed(list(refused))} cannot be done in parts:\n{reasons}\nPass a "
             "convert function that puts them together, or convert the checkpoint once by from_pretrained and "
             "save_pretrained(save_original_format=False)."
         )

@@ -13,12 +13,12 @@ import torch
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import ShardedModel, savable_part
 from polyshard.state.contents import names_within
-from polyshard.state.streaming import Ranks, Weights, let_go
+from polyshard.state.streaming import Ranks, Weights, copy_kept
 from torch import nn
 
 from .conversion import Conversion, Part, listed, whole
 from .saving import files_of
-from .tensors import tensors_of
+from .tensors import joined, tensors_of
 
 
 def merged(
@@ -128,7 +128,7 @@ def _as_saved(
         kept = [weakref.ref(each) for each in tensors]
         yield names, tensors
         tensors.clear()
-        let_go(kept)
+        copy_kept(kept)
     if here:
         waiting = {user: lacking[user] for source in here for user in users[source] if lacking[user]}
         raise ConfigError(
@@ -210,12 +210,12 @@ class _Merge:
         found: set[str] = set()
         for path, module in base.named_modules():
             if isinstance(module, BaseTunerLayer):
-                self._places |= {_joined(path, each): None for each in module.adapter_layer_names}
-                self._places[_joined(path, "base_layer")] = path
+                self._places |= {joined(path, each): None for each in module.adapter_layer_names}
+                self._places[joined(path, "base_layer")] = path
             elif isinstance(module, ModulesToSaveWrapper):
                 active = [each for each in adapters or module.active_adapters if each in module.modules_to_save]
-                self._places |= {_joined(path, each): None for each in ("modules_to_save", "original_module")}
-                self._places[_joined(path, f"modules_to_save.{active[0]}" if active else "original_module")] = path
+                self._places |= {joined(path, each): None for each in ("modules_to_save", "original_module")}
+                self._places[joined(path, f"modules_to_save.{active[0]}" if active else "original_module")] = path
                 found.update(active)
             elif isinstance(module, AuxiliaryTrainingWrapper) and checks:
                 raise _not_merged(path, module, sharded.rank)
@@ -225,7 +225,7 @@ class _Merge:
             if isinstance(module, BaseTunerLayer):
                 made = list(_products(path, module, adapters, sharded.rank))
                 found.update(adapter for adapter, _ in made)
-                name = self.renamed(first[_joined(path, "base_layer.weight")]) if made else None
+                name = self.renamed(first[joined(path, "base_layer.weight")]) if made else None
                 if name is not None:
                     self.products.setdefault(name, []).extend(product for _, product in made)
         self._factors |= {
@@ -249,7 +249,7 @@ class _Merge:
             head = name[:stop]
             if head in self._places:
                 place = self._places[head]
-                found = None if place is None else _joined(place, name[stop + 1 :])
+                found = None if place is None else joined(place, name[stop + 1 :])
             stop = name.find(".", stop + 1)
         return found
 
@@ -272,7 +272,7 @@ def _products(path: str, layer: Any, adapters: Collection[str] | None, rank: int
         a, b, suffix = kinds[type(layer)]
         if adapter in getattr(layer, a):
             turned = isinstance(layer, lora.Embedding) or layer.fan_in_fan_out
-            first, second = (_joined(path, f"{each}.{adapter}{suffix}") for each in (a, b))
+            first, second = (joined(path, f"{each}.{adapter}{suffix}") for each in (a, b))
             yield adapter, _Product(first, second, layer.scaling[adapter], turned)
 
 
@@ -288,7 +288,3 @@ def _base_of(model: Any) -> nn.Module:
     kind = getattr(sys.modules.get("peft"), "PeftModel", None)
     base: nn.Module = model.get_base_model() if kind is not None and isinstance(model, kind) else model
     return base
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -20,7 +20,7 @@ from polyshard.errors import ConfigError, PolyshardError, StateError
 from polyshard.io.boxes import Box, box_within, row_major, slabs, span
 from polyshard.io.files import MOST, carried_out, read_at, write_at
 from polyshard.io.memory import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, flat_bytes, view_of
-from polyshard.io.progress import tell
+from polyshard.io.progress import report_progress
 
 #: What Transformers calls them.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -305,7 +305,7 @@ def _in_threads(tasks: Sequence[Transfer], work: Callable[[Transfer, torch.Tenso
         ends = list(accumulate(task.box.numel * task.tensor.dtype.itemsize for task in tasks))
         results = carried_out((partial(run, task) for task in tasks), len(tasks), threads=MOST)
         for _, done in zip(results, ends, strict=True):
-            tell(done, ends[-1])
+            report_progress(done, ends[-1])
     except (PolyshardError, OSError):
         raise
     except Exception as error:

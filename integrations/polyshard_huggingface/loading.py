@@ -16,7 +16,7 @@ from polyshard.errors import ConfigError
 from polyshard.inspect import ShardedModel, ShardedUnit, savable_model, send_from_first
 from polyshard.io.boxes import Box, Chunk, box_within, slabs
 from polyshard.io.files import path_of
-from polyshard.io.progress import tell, telling
+from polyshard.io.progress import report_progress, reporting_progress
 from polyshard.state.exchange import (
     coordinates,
     from_first,
@@ -144,12 +144,12 @@ def load_through(
         with together(collectives, f"Reading {path}"):
             assert saved is not None
             assert found is not None
-            with sharded.telling(model, f"Loading {path}"):
+            with sharded.reporting_progress(model, f"Loading {path}"):
                 _read(held, found, saved, files)
     else:
-        with sharded.telling(model, f"Loading {path}"):
+        with sharded.reporting_progress(model, f"Loading {path}"):
             _read_for_all(sharded, held, kept, found, saved, files)
-    notify_listeners(collectives, f"the load of {path}", partial(sharded.tell_loaded, model, path))
+    notify_listeners(collectives, f"the load of {path}", partial(sharded.notify_loaded, model, path))
 
 
 def _read(held: Iterable[ModelTensor], found: Match, saved: Saved, files: OpenFiles) -> None:
@@ -185,18 +185,18 @@ def _read_for_all(
             for target in held:
                 if target.unit == unit and target.names[0] not in kept:
                     _read_whole(sharded, unit, target, found, saved, files)
-            tell(done, total)
+            report_progress(done, total)
             continue
         for shard_rank in range(unit.layout.world_size):
             shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.device)
-            with together(collectives, f"Reading unit '{unit.name}'"), telling(None):
+            with together(collectives, f"Reading unit '{unit.name}'"), reporting_progress(None):
                 if found is not None and saved is not None:
                     _read(of_shard(unit, shard, shard_rank), found, saved, files)
             send_from_first([shard], collectives, shard.device)
             if shard_rank == unit.shard_rank:
                 _take(unit, shard, kept)
-        tell(done, total)
-    with together(collectives, "Reading what is not sharded"), telling(None):
+        report_progress(done, total)
+    with together(collectives, "Reading what is not sharded"), reporting_progress(None):
         others = [each for each in held if each.unit is None and each.names[0] not in kept]
         if found is not None and saved is not None:
             _read(others, found, saved, files)
@@ -212,7 +212,7 @@ def _read_whole(
     files: OpenFiles,
 ) -> None:
     whole = torch.zeros(target.shape, dtype=target.dtype, device=unit.device)
-    with together(sharded.collectives, f"Reading '{target.names[0]}'"), telling(None):
+    with together(sharded.collectives, f"Reading '{target.names[0]}'"), reporting_progress(None):
         if found is not None and saved is not None:
             _read([target.of(whole)], found, saved, files)
     send_from_first([whole], sharded.collectives, whole.device)

@@ -18,7 +18,7 @@ from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import ShardedModel, savable_model
 from polyshard.io.files import path_of, sync_directory
 from polyshard.io.memory import SAFETENSORS_NAMES
-from polyshard.io.progress import tell, telling
+from polyshard.io.progress import report_progress, reporting_progress
 from polyshard.state.exchange import (
     coordinates,
     from_first,
@@ -109,7 +109,7 @@ def save_through(
         stack.callback(files.close)
         with together(collectives, f"Preparing {what}"):
             folder = path_of(folder, "folder")
-            _refuse_settings(sharded, folder, ranks, dtype)
+            _refuse_settings(sharded, ranks, dtype)
             held = tensors_of(sharded)
             refuse_hollow(held, sharded.rank)
             plan = _planned(sharded, held, convert, dtype, nbytes_of(max_shard_size))
@@ -135,7 +135,7 @@ def save_through(
             if writes:
                 files.open(directory / name for name in plan.shards.files)
         if ranks == "all":
-            with together(collectives, f"Writing {what}"), sharded.telling(model, f"Saving {folder}"):
+            with together(collectives, f"Writing {what}"), sharded.reporting_progress(model, f"Saving {folder}"):
                 _write((shared_out(each) for each in held if each.unit is not None), plan, placed, files)
         else:
             by_name = {each.names[0]: each for each in held}
@@ -143,12 +143,12 @@ def save_through(
             for names, wholes in whole_weights(sharded, (0,)):
                 with together(collectives, f"Writing {what}"):
                     pairs = zip(names, wholes, strict=True)
-                    with telling(None):
+                    with reporting_progress(None):
                         _write((by_name[name].of(whole) for name, whole in pairs), plan, placed, files)
                     done += sum(by_name[name].nbytes for name in names)
                     # Other ranks write nothing, and get no names.
-                    with sharded.telling(model, f"Saving {folder}") if writes else telling(None):
-                        tell(done, total)
+                    with sharded.reporting_progress(model, f"Saving {folder}") if writes else reporting_progress(None):
+                        report_progress(done, total)
         with together(collectives, f"Writing {what}"):
             if ranks == "all" and coordinates(collectives):
                 _write((each for each in held if each.unit is None), plan, placed, files)
@@ -157,7 +157,7 @@ def save_through(
         with together(collectives, f"Committing {what}"):
             if attempt is not None:
                 _commit(attempt.path, folder, plan.shards)
-    notify_listeners(collectives, f"{what}, which is written", partial(sharded.tell_saved, model, folder))
+    notify_listeners(collectives, f"{what}, which is written", partial(sharded.notify_saved, model, folder))
 
 
 def require_saveable(model: nn.Module) -> None:
@@ -178,7 +178,7 @@ def _leave_no_empty(made: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def _refuse_settings(sharded: ShardedModel, folder: Path, ranks: Ranks, dtype: torch.dtype | None) -> None:
+def _refuse_settings(sharded: ShardedModel, ranks: Ranks, dtype: torch.dtype | None) -> None:
     if ranks not in ("all", "first"):
         raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
     if dtype is not None and not (

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from polyshard.errors import ConfigError
-from polyshard.inspect import ShardedModel, ShardedUnit, state_dicts_of_pieces
+from polyshard.inspect import ShardedModel, ShardedUnit
 from polyshard.io.boxes import Box, Chunk
-from polyshard.state.contents import packed_entries
+from polyshard.state.contents import names_within, outside_units
 from polyshard.state.sharded import of_piece
 
 
@@ -103,20 +103,12 @@ def refuse_hollow(tensors: Iterable[ModelTensor], rank: int) -> None:
 
 
 def _outside(sharded: ShardedModel) -> Iterator[ModelTensor]:
-    module = sharded.module
-    managed = {id(parameter) for unit in sharded.units for parameter in unit.tensors}
-    with state_dicts_of_pieces():
-        persistent = module.state_dict().keys()
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
-        if id(tensor) not in managed and name in persistent:
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-    beside = [((name,), tensor) for name, tensor in packed_entries(sharded).items()]
-    for each, tensor in (*((tuple(names[key]), tensor) for key, tensor in tensors.items()), *beside):
-        chunk = Chunk(Box.whole(tensor.shape), tensor.detach())
-        yield ModelTensor(each, tuple(tensor.shape), tensor.dtype, (chunk,) if tensor.numel() else ())
+    names = names_within(sharded, sharded.module)
+    for name, tensor in outside_units(sharded).items():
+        chunk = Chunk(Box.whole(tensor.shape), tensor)
+        yield ModelTensor(names[name], tuple(tensor.shape), tensor.dtype, (chunk,) if tensor.numel() else ())
+
+
+def joined(path: str, name: str) -> str:
+    """The name of what is ``name`` in the module ``path``."""
+    return f"{path}.{name}" if path else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from polyshard.errors import ParameterError
@@ -12,6 +13,7 @@ from polyshard.nested import iter_tensors
 from torch import nn
 
 from . import _private
+from .tensors import joined
 
 
 def to_be_loaded(model: nn.Module, *, fresh: Collection[str] = ()) -> Initializer:
@@ -45,9 +47,9 @@ class _ToBeLoaded:
 
     def __call__(self, module: nn.Module) -> None:
         prefix = self._names[module]
-        buffers = {_join(prefix, key): each for key, each in module._buffers.items() if each is not None}
+        buffers = {joined(prefix, key): each for key, each in module._buffers.items() if each is not None}
         parameters = {
-            _join(prefix, key): each
+            joined(prefix, key): each
             for key, each in module._parameters.items()
             # Those of other module states are on the meta device meanwhile.
             if each is not None and not each.is_meta
@@ -104,9 +106,10 @@ class _ToBeLoaded:
         return {name: _buffer(module, key).clone() for name, key in keys.items()}
 
     def _initialise(self, module: nn.Module) -> None:
-        owner = self._owners.get(module)
+        owner: Any = self._owners.get(module)
         if owner is not None:
-            _private.initialise(owner, module)
+            # How a model of Transformers says what a module inside holds at first.
+            owner._init_weights(module)
             return
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
@@ -129,7 +132,7 @@ def _owners(model: nn.Module) -> dict[nn.Module, nn.Module]:
 def _refuse_attributes(model: nn.Module) -> None:
     own = ("_parameters", "_buffers", "_modules")
     lost = [
-        _join(name, key)
+        joined(name, key)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if key not in own and any(tensor.is_meta for tensor in iter_tensors(value))
@@ -156,7 +159,3 @@ def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     # Bits: a buffer may hold NaN on purpose.
     bits = [each.contiguous().view(-1).view(torch.uint8) for each in (first, second)]
     return first.shape == second.shape and torch.equal(bits[0], bits[1])
-
-
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key

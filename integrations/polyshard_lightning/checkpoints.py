@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from polyshard import checkpoint
-from polyshard.checkpoint.manifest import Marker
+from polyshard.checkpoint.manifest import Manifest, Marker
 from polyshard.checkpoint.storage import MARKER
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import state_dicts_of_pieces
@@ -124,7 +124,7 @@ def require_file(path: str | Path) -> None:
 
 
 def has_optimizers(path: str | Path) -> bool:
-    return Marker.read(Path(path)).read_manifest(Path(path)).optimizer is not None
+    return Manifest.read(Path(path), Marker.read(Path(path))).optimizer is not None
 
 
 def whole_model_state(module: nn.Module) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Strategy:
         self._config = self._precise = config or ShardConfig()
         self._saves_folders = form is StateDictType.SHARDED
         self._initializer = initializer
-        self._num_nodes = 1
+        self.num_nodes = 1
         self._process_group_backend = process_group_backend
         #: Modules that were sharded here and are in use.
         self._live: WeakSet[nn.Module] = WeakSet()
@@ -170,14 +170,6 @@ class Strategy:
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:

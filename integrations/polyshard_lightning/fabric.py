@@ -99,8 +99,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def _set_world_ranks(self) -> None:
-        self.set_world_ranks()
+    _set_world_ranks = Strategy.set_world_ranks
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where modules are made: in host memory, or on the meta device for ``empty_init``."""

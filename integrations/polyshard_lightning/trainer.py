@@ -59,11 +59,10 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     """
 
     default_state_dict_type = StateDictType.FULL
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning gives each rank its part of the data."""
-        return True
+    #: Lightning gives each rank its part of the data.
+    is_distributed = True
+    #: Each rank takes its part, which it knows once the module is sharded.
+    restore_checkpoint_after_setup = True
 
     @property
     def precision_plugin(self) -> Any:
@@ -149,8 +148,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         """Where tensors of ``configure_model`` are made: in host memory, or on the meta device for ``empty_init``."""
         return init_context(self.precision_plugin.tensor_init_context(), empty_init)
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        return self.all_reduce(tensor, group, reduce_op)
+    reduce = Strategy.all_reduce
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -166,11 +164,6 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         self.checkpoint_io.teardown()
 
     # Checkpoints.
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Each rank takes its part, which it knows once the module is sharded."""
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's whole parameters and buffers on rank 0, nothing on others; what a file has."""

@@ -16,8 +16,6 @@ methods are those that its own engines go through; a version that lacks one is r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -26,13 +24,7 @@ from polyshard.errors import UnsupportedError
 from polyshard_trainers.models import plain_optimizer
 from torch import nn
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
-
-
-#: Of ``Trainer``, overridden here and in the mixin.
+#: Of ``Trainer``, overridden by the mixin.
 OVERRIDDEN = (
     "_build_accelerator_args",
     "_load_best_model",
@@ -48,58 +40,8 @@ OVERRIDDEN = (
 )
 
 
-class TrainerHooks(_Trainer):  # type: ignore[misc]
-    """Leads each of ``Trainer``'s private methods to one of ``PolyshardMixin``. To stand before ``Trainer``."""
-
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        made_with: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        # Units compute in their precision's dtype: autocast would cast again.
-        return {**made_with, "mixed_precision": "no"}
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # Sharding moves unit by unit: no device needs to hold the whole model.
-        pass
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        # Before the optimizer is made: fused ones ask on which device parameters are.
-        self.ensure_sharded(training=True)
-        prepared = super()._prepare_for_training(*args, **kwargs)
-        self.require_saveable()
-        return prepared
-
-    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        self.ensure_sharded(training=False)
-        sharded: nn.Module = self.model
-        return sharded
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        # Nothing has moved the model to its device yet.
-        self.ensure_sharded(training=False)
-        return super()._precompute_ref_logps(*args, **kwargs)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # Called on all ranks.
-        if state_dict is not None or not self.save_whole(Path(output_dir or self.args.output_dir)):
-            super()._save(output_dir, state_dict=state_dict)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.save_training(Path(output_dir))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Model and optimizer are read together, once there is an optimizer.
-        self.require_checkpoint(Path(resume_from_checkpoint))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.load_training(Path(checkpoint))
-
-    def _load_best_model(self) -> None:
-        if self.state.best_model_checkpoint is not None:
-            self.load_best(Path(self.state.best_model_checkpoint))
-
-
-def refuse_other_trainers(trainer: TrainerHooks) -> None:
-    """Raise ``UnsupportedError`` where the version is too old, or the class behind ``TrainerHooks`` has not all of the
+def refuse_other_trainers(trainer: object, mixin: type) -> None:
+    """Raise ``UnsupportedError`` where the version is too old, or the class behind ``mixin`` has not all of the
     methods: its own would wrap the model unseen.
     """
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
@@ -108,7 +50,7 @@ def refuse_other_trainers(trainer: TrainerHooks) -> None:
             f"{type(trainer).__name__} needs 5.23 or newer."
         )
     order = type(trainer).__mro__
-    behind = order[order.index(TrainerHooks) + 1 :]
+    behind = order[order.index(mixin) + 1 :]
     missing = [name for name in OVERRIDDEN if not any(name in vars(each) for each in behind)]
     if missing:
         raise UnsupportedError(

@@ -166,7 +166,7 @@ def refuse_dropped_layers(model: nn.Module) -> None:
             )
 
 
-def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
+def _settings(config: Any) -> Iterator[tuple[str, object]]:
     """Settings of a model's configuration and of those inside it, with dotted names."""
     if config is None:
         return

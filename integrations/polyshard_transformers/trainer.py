@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
 from accelerate import Accelerator
-from polyshard import checkpoint, placement
+from polyshard import placement
 from polyshard.api import clip_grad_norm_, close, no_sync, shard
+from polyshard.checkpoint import load, save
 from polyshard.checkpoint.contents import require_saveable
 from polyshard.config import ShardConfig
 from polyshard.preemption import Preemption
@@ -32,7 +33,7 @@ from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
-from ._private import TrainerHooks, prepared_optimizers, refuse_other_trainers
+from ._private import prepared_optimizers, refuse_other_trainers
 from .checkpoints import SCHEDULER, STATE, export, require_exportable, require_state
 from .models import initializer_of, register_generate
 from .refusals import (
@@ -46,8 +47,13 @@ from .refusals import (
     with_precision,
 )
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
 
-class PolyshardMixin(TrainerHooks):
+
+class PolyshardMixin(_Trainer):  # type: ignore[misc]
     """Lets a ``Trainer`` behind it shard its model: ``class Mine(PolyshardMixin, SFTTrainer)``.
 
     Before it trains or evaluates for the first time, the model is sharded in place, unit by unit, onto this rank's
@@ -69,7 +75,7 @@ class PolyshardMixin(TrainerHooks):
             UnsupportedError: an optimizer that computes with whole parameters, or another ``Trainer`` than is known.
             AlreadyShardedError: the model is sharded, and ``shard`` is given.
         """
-        refuse_other_trainers(self)
+        refuse_other_trainers(self, PolyshardMixin)
         for each in (*args, *kwargs.values()):
             if isinstance(each, transformers.TrainingArguments):
                 # Trainers may wrap the model before they come to this class.
@@ -124,7 +130,33 @@ class PolyshardMixin(TrainerHooks):
                 close(model)
         super().end()
 
-    def ensure_sharded(self, *, training: bool) -> None:
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        made_with: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        # Units compute in their precision's dtype: autocast would cast again.
+        return {**made_with, "mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # Sharding moves unit by unit: no device needs to hold the whole model.
+        pass
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # Before the optimizer is made: fused ones ask on which device parameters are.
+        self._ensure_sharded(training=True)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._require_saveable()
+        return prepared
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        self._ensure_sharded(training=False)
+        sharded: nn.Module = self.model
+        return sharded
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        # Nothing has moved the model to its device yet.
+        self._ensure_sharded(training=False)
+        return super()._precompute_ref_logps(*args, **kwargs)
+
+    def _ensure_sharded(self, *, training: bool) -> None:
         """Shard ``self.model``, unless it was prepared already. ``training``: whether that is next."""
         model = self.model
         if training:
@@ -173,7 +205,7 @@ class PolyshardMixin(TrainerHooks):
         config = with_precision(config, self.args.mixed_precision)
         return with_ranks(on_device(config, self.args.device, "Trainer", self.args.process_index))
 
-    def require_saveable(self) -> None:
+    def _require_saveable(self) -> None:
         """Raise where the first checkpoint would fail.
 
         Raises ConfigError, UnsupportedError, RankMismatchError: as ``polyshard.checkpoint.save`` and
@@ -192,41 +224,45 @@ class PolyshardMixin(TrainerHooks):
             also=lambda: require_exportable(self.model, one_folder=not self.args.save_on_each_node),
         )
 
-    def save_whole(self, folder: Path) -> bool:
-        """Write the model for ``from_pretrained``, tokenizer and arguments; False where it is not sharded."""
-        if not is_sharded(self.model):
-            return False
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # Called on all ranks: a model for ``from_pretrained``, tokenizer and arguments.
+        if state_dict is not None or not is_sharded(self.model):
+            super()._save(output_dir, state_dict=state_dict)
+            return
+        folder = Path(output_dir or self.args.output_dir)
         export(self.model, folder, writes=self.args.should_save, one_folder=not self.args.save_on_each_node)
         if self.args.should_save:
             beside = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if beside is not None:
                 beside.save_pretrained(folder)
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
-        return True
 
-    def save_training(self, folder: Path) -> None:
-        """Write model, optimizer and schedule into a checkpoint's folder."""
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir)
         if self.is_world_process_zero():
             # Left by an earlier run at the same step: ``Trainer`` writes over its other files, too. No rank writes
             # before this one has reached the save.
             shutil.rmtree(folder / STATE, ignore_errors=True)
         optimizer = plain_optimizer(self.optimizer)
-        checkpoint.save(folder / STATE, self.state.global_step, self.model, optimizer, frozen=self._save_frozen)
+        save(folder / STATE, self.state.global_step, self.model, optimizer, frozen=self._save_frozen)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
 
-    def require_checkpoint(self, folder: Path) -> None:
-        """Raise ``ConfigError`` if ``folder`` has nothing to resume from."""
-        require_state(folder)
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # Model and optimizer are read together, once there is an optimizer.
+        require_state(Path(resume_from_checkpoint))
 
-    def load_training(self, folder: Path) -> None:
-        """Read model, optimizer and schedule from a checkpoint's folder."""
-        checkpoint.load(require_state(folder), self.model, plain_optimizer(self.optimizer), frozen=self._save_frozen)
-        # Plain numbers: nothing in it needs code to be read.
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            folder, optimizer = Path(checkpoint), plain_optimizer(self.optimizer)
+            load(require_state(folder), self.model, optimizer, frozen=self._save_frozen)
+            # Plain numbers: nothing in it needs code to be read.
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
-    def load_best(self, folder: Path) -> None:
-        checkpoint.load(require_state(folder), self.model, frozen=self._save_frozen)
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None:
+            load(require_state(Path(best)), self.model, frozen=self._save_frozen)
 
 
 def _numel_without_embeddings(model: nn.Module) -> int:

@@ -25,13 +25,10 @@ class NoOffload(OffloadManager):
     """``none``: masters and gradients stay where the unit computes."""
 
     api_version = 1
+    capabilities = OffloadCapabilities(parks=False)
 
     def __init__(self, context: PluginContext) -> None:
         del context
-
-    @property
-    def capabilities(self) -> OffloadCapabilities:
-        return OffloadCapabilities(parks=False)
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return shard
@@ -67,6 +64,7 @@ class CpuOffload(OffloadManager):
     """
 
     api_version = 1
+    capabilities = OffloadCapabilities(parks=True)
 
     def __init__(self, context: PluginContext, pin_memory: bool = True) -> None:
         """``pin_memory``: use page-locked host memory where the device is a CUDA device.
@@ -86,10 +84,6 @@ class CpuOffload(OffloadManager):
         self._arriving: list[torch.Event] = []
         #: Sums, and gradients on their way to the host that will be added to them.
         self._owed: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    @property
-    def capabilities(self) -> OffloadCapabilities:
-        return OffloadCapabilities(parks=True)
 
     @torch.no_grad()
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
@@ -176,6 +170,7 @@ class PartialOffload(OffloadManager):
     """
 
     api_version = 1
+    capabilities = OffloadCapabilities(parks=True)
 
     def __init__(
         self,
@@ -207,10 +202,6 @@ class PartialOffload(OffloadManager):
         self._inner = context.construct(Group.OFFLOAD, inner)
         if not self._inner.capabilities.parks:
             raise ConfigError(f"inner of {where} is {inner!r}, which parks nothing. Name a manager that does: 'cpu'.")
-
-    @property
-    def capabilities(self) -> OffloadCapabilities:
-        return OffloadCapabilities(parks=True)
 
     def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
         return self._inner.units_to_park(self._rule.parked(units))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from polyshard.errors import StateError
@@ -27,9 +27,7 @@ class StandIn:
     def __enter__(self) -> StandIn:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
@@ -72,7 +71,7 @@ class Trace(Listener):
         self._traces = self._rank in _ranks(ranks, where)
         self._picture = _picture(picture, where) if self._traces else "none"
         self._device = context.device
-        self._clock: Clock = StreamClock(context.device) if context.device.type == "cuda" else HostClock()
+        self._clock = StreamClock(context.device) if context.device.type == "cuda" else HostClock()
         self._begun = 0
         self._observer = _UnitObserver()
         self._pending: list[Recording] = []
@@ -180,7 +179,7 @@ def _marks(kind: Kind) -> Callable[..., None]:
     return mark
 
 
-class _UnitObserver:
+class _UnitObserver(Observer):
     """Marks the operations of units while a step is recorded."""
 
     __slots__ = ("recording",)
@@ -202,57 +201,33 @@ class Memory(NamedTuple):
     reserved: int
 
 
-class Clock(ABC):
-    """Takes stamps of the current point of a step; they can be read once the device has reached that point."""
+class HostClock:
+    """Stamps of the current point of a step, for operations that run on the host, or that the host waits for."""
 
-    @property
-    @abstractmethod
-    def orders_lanes(self) -> bool:
-        """Whether stamps of different lanes are in the order in which they were taken."""
+    #: Whether stamps of different lanes are in the order in which they were taken.
+    orders_lanes = True
 
-    @abstractmethod
     def stamp(self) -> Any:
         """The current point. Must not synchronize with the device."""
+        return time.perf_counter_ns()
 
-    @abstractmethod
     def passed(self, stamp: Any) -> bool:
         """Whether the device has reached ``stamp``."""
+        return True
 
-    @abstractmethod
     def wait(self, stamp: Any) -> None:
         """Block until the device has reached ``stamp``."""
 
-    @abstractmethod
     def microseconds(self, first: Any, then: Any) -> float:
         """From ``first`` to ``then``, both of which have passed."""
+        return float(then - first) / 1000
 
-    @abstractmethod
     def memory(self) -> Memory | None:
         """Memory taken now; None without an allocator to ask."""
-
-
-class HostClock(Clock):
-    """For operations that run on the host, or that the host waits for."""
-
-    orders_lanes = True
-
-    def stamp(self) -> int:
-        return time.perf_counter_ns()
-
-    def passed(self, stamp: int) -> bool:
-        return True
-
-    def wait(self, stamp: int) -> None:
-        return None
-
-    def microseconds(self, first: int, then: int) -> float:
-        return (then - first) / 1000
-
-    def memory(self) -> None:
         return None
 
 
-class StreamClock(Clock):
+class StreamClock(HostClock):
     """For CUDA: timing events on whichever stream is current."""
 
     orders_lanes = False
@@ -291,7 +266,7 @@ class _Mark(NamedTuple):
 class Recording:
     """The marks of one step, from the moment when it is made, and the ``StepTrace`` that they give afterwards."""
 
-    def __init__(self, step: int, rank: int, device: torch.device, clock: Clock) -> None:
+    def __init__(self, step: int, rank: int, device: torch.device, clock: HostClock) -> None:
         self._step = step
         self._rank = rank
         self._device = device

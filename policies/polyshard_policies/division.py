@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from polyshard.interfaces import PolicyContext
@@ -52,8 +52,7 @@ class Division:
         self._whole = whole
         self._exclude = exclude
         self._seen: set[nn.Module] = {homes.root}
-        left = self._divide(homes.root, layer=False)
-        self._make_room(left + self._passed_by(left))
+        self._make_room(self._divide(homes.root, layer=False))
 
     def _divide(self, module: nn.Module, *, layer: bool) -> list[_Left]:
         """Find units in ``module``, and return what is left; ``layer``: it is a layer of a stack, or lies in one."""
@@ -65,22 +64,19 @@ class Division:
             if child not in self._seen:
                 self._seen.add(child)
                 left += self._visit(child, module, alike[type(child)], layer=layer)
-        return left
-
-    def _passed_by(self, left: Sequence[_Left]) -> list[_Left]:
-        """Parameters left in modules that several others hold, all of which were taken whole."""
         covered = {parameter for each in left for parameter in each.parameters}
-        found: list[_Left] = []
-        for module in self._homes.root.modules():
-            inside = self._homes.inside(module)
-            if module in self._seen or not inside or covered.issuperset(inside):
+        # What several modules in this one hold, all of which were taken whole.
+        for inner in module.modules():
+            inside = self._homes.inside(inner)
+            if inner in self._seen or not inside or covered.issuperset(inside):
                 continue
-            self._seen.add(module)
-            if self.chosen.isdisjoint(self._homes.chains[inside[0]]):
-                passed = self._visit(module, self._homes.root, 1, layer=False)
-                covered.update(parameter for each in passed for parameter in each.parameters)
-                found += passed
-        return found
+            chain = self._homes.chains[inside[0]]
+            if module in chain and self.chosen.isdisjoint(chain):
+                self._seen.add(inner)
+                found = self._visit(inner, module, 1, layer=layer)
+                covered.update(parameter for each in found for parameter in each.parameters)
+                left += found
+        return left
 
     def _visit(self, module: nn.Module, parent: nn.Module, alike: int, *, layer: bool) -> list[_Left]:
         nbytes = self._homes.nbytes_inside(module)

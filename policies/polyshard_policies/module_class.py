@@ -102,7 +102,7 @@ class Overrides:
             unused.difference_update(keys)
             if keys:
                 found[module] = self._settings(keys, name, module)
-                self._reasons[module] = f"{' and '.join(map(repr, keys))} in overrides" + _told_with(found[module])
+                self._reasons[module] = f"{' and '.join(map(repr, keys))} in overrides" + _with_settings(found[module])
         # One module alone has nothing to choose.
         if unused and any(root.children()):
             key = min(unused)
@@ -320,7 +320,7 @@ def _matches(key: str, name: str, module: nn.Module) -> bool:
     return named or any(key == each.__name__ for each in type(module).__mro__)
 
 
-def _told_with(settings: Mapping[str, Any]) -> str:
+def _with_settings(settings: Mapping[str, Any]) -> str:
     return f" with {', '.join(f'{key}={value!r}' for key, value in settings.items())}" if settings else ""
 
 

@@ -41,6 +41,7 @@ def tower(units: int = 12, width: int = 1024) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("precision", ["none", "bf16"])
 def test_never_more_than_the_shard_and_one_unit_is_alive(tmp_path: Path, precision: str, offload: str) -> None:
@@ -54,6 +55,7 @@ def test_never_more_than_the_shard_and_one_unit_is_alive(tmp_path: Path, precisi
     assert shard < peak <= shard + unit + 64 * 1024
 
 
+@pytest.mark.slow
 def test_cutting_a_whole_model_adds_no_more_than_the_shard_and_one_unit(tmp_path: Path) -> None:
     model = tower()
     faked(on_meta(lambda: tower(2, 16)), policy=units_of(nn.Linear))

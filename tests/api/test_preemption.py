@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from parity import Block, Net, adam, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import ConfigError, StateError
 from polyshard_backends.threaded import ThreadedWorld
-from processes import RankPool
+from processes import RankPool, run_script
 from torch import nn
 
 BLOCKS: dict[str, Any] = {"policy": units_of(Block)}
@@ -139,10 +138,12 @@ with polyshard.Preemption(model):
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_process_where_nothing_handled_it_before() -> None:
-    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    assert done.stdout == "lives\n"
+def test_a_second_signal_ends_the_process_where_nothing_handled_it_before(tmp_path: Path) -> None:
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED)
+    done = run_script(0, script)
+    assert done.codes == [-signal.SIGTERM], done.errors
+    assert done.output == "lives\n"
 
 
 def test_an_exception_comes_through_and_the_ranks_train_on() -> None:

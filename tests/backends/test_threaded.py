@@ -78,6 +78,7 @@ def test_issuing_does_not_wait_for_the_others() -> None:
     assert ThreadedWorld(2).run(on_rank) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     addends=st.lists(st.floats(min_value=-1e6, max_value=1e6, width=32), min_size=2, max_size=4),
@@ -192,6 +193,7 @@ def test_blocks_of_other_sizes_than_expected_fail_on_every_rank() -> None:
     assert ThreadedWorld(2, timeout=5.0).run(on_rank) == [[0.0] * 3, [0.0] * 5]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_is_named_on_all_others_with_stacks() -> None:
     leave = threading.Event()
 
@@ -215,6 +217,7 @@ def test_a_rank_that_stays_away_is_named_on_all_others_with_stacks() -> None:
     assert all("rank 1:\n" in message and "in absent_in_a_loop" in message for message in seen)
 
 
+@pytest.mark.slow
 def test_a_rank_that_arrives_too_late_is_told_so() -> None:
     given_up = threading.Event()
 
@@ -228,6 +231,7 @@ def test_a_rank_that_arrives_too_late_is_told_so() -> None:
     ThreadedWorld(2, timeout=0.2).run(on_rank, timeout=10.0)
 
 
+@pytest.mark.slow
 def test_the_contexts_timeout_counts_where_it_is_shorter() -> None:
     context = PluginContext("threaded", torch.device("cpu"), timeout=timedelta(seconds=0.2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 from types import ModuleType
@@ -60,9 +61,15 @@ class Seen:
         model.blocks[0].up.register_forward_pre_hook(look)
 
 
+@functools.cache
+def with_all() -> Seen:
+    """With nothing switched off."""
+    return Seen("")
+
+
 @pytest.mark.slow
 def test_nothing_switched_off_is_the_engine_with_every_mechanism() -> None:
-    whole = Seen("")
+    whole = with_all()
     assert whole.units == 14
     assert whole.shown == [LazyParameter, ShardedParameter]
     assert "forward" in whole.model.get_submodule("tail.head").__dict__
@@ -92,7 +99,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_switch_changes_what_it_says_and_no_number(name: str) -> None:
-    whole, off = Seen(""), Seen(name)
+    whole, off = with_all(), Seen(name)
     # A pretended rank has what this one has: other cuts make other weights of them.
     assert off.losses == whole.losses or name == "split_root=false"
     for what, value in CHANGES[name].items():

@@ -27,7 +27,7 @@ def test_the_page_has_the_table_of_this_code(padding: ModuleType) -> None:
     assert f"{padding.BEGIN}\n\n{padding.table()}\n\n{padding.END}" in page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["rows", "blocks"])
 def test_padding_is_a_few_per_cent(padding: ModuleType, layout: str) -> None:
     for name in padding.NAMES:

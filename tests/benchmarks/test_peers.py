@@ -133,7 +133,7 @@ def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
     page, archive, chart = tmp_path / "page.md", tmp_path / "archive.md", tmp_path / "chart.svg"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     earlier = report()
-    earlier["environment"]["commit"] = "f" * 40
+    earlier["environment"] |= {"commit": "f" * 40, "date": "2026-01-01"}
     (results / "peers2.json").write_text(json.dumps(earlier))
     archive.write_text("{}\n{}\n".format(*OLD))
     arguments = ["--results", str(results), "--page", str(page), "--archive", str(archive), "--chart", str(chart)]

@@ -100,7 +100,7 @@ _VALUES = st.recursive(
 
 @pytest.mark.slow
 @given(values=st.lists(_VALUES, max_size=6))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_come_back_as_they_were(values: list[Any], tmp_path: Path) -> None:
     assert same(carried(tmp_path, {"values": values}), {"values": values})
 

@@ -56,7 +56,7 @@ def change(model: nn.Module, value: float) -> None:
 def test_two_jobs_that_save_into_one_folder_never_mix(tmp_path: Path, steps: tuple[int, int]) -> None:
     mixed, committed = 0, 0
     refusals: list[str] = []
-    for trial in range(10):
+    for trial in range(4):
         root = tmp_path / str(trial)
         together = threading.Barrier(4)
 
@@ -81,7 +81,7 @@ def test_two_jobs_that_save_into_one_folder_never_mix(tmp_path: Path, steps: tup
             mixed += len(value_of(directory)) != 1
         assert not [name for name in names(root) if name.startswith(".")]
     assert mixed == 0
-    assert committed >= 10
+    assert committed >= 4
     assert all("nother job" in text or "committed already" in text for text in refusals)
 
 

@@ -19,8 +19,8 @@ Make = Callable[[Any], torch.optim.Optimizer]
 Choose = Callable[[nn.Module], Any]
 Values = dict[str, torch.Tensor]
 
-TURNS = 6
-STOPS = (2, 4)
+TURNS = 4
+STOPS = (1, 3)
 
 #: Every optimizer of torch.optim that takes one-dimensional pieces of parameters, and the settings that give it more
 #: state or another kernel.
@@ -137,14 +137,14 @@ def assert_bit_equal(folder: Path, make: Make, choose: Choose, ranks: int, setti
 
 #: A few quick ones. `make test-nightly` tries the usual optimizers under other strategies than full_shard, and others
 #: over whole tensors, but for the one that takes no pieces.
-QUICK = frozenset({case for case in RESUMED if case[0] == "AdamW"} | {("SGD", "full_shard 2")})
+QUICK = frozenset(case for case in RESUMED if case[0] == "AdamW")
 
 
 def _how_often(name: str, sharding: str) -> pytest.MarkDecorator | tuple[()]:
     if (name, sharding) in QUICK:
         return ()
-    often = "full_shard" in sharding if name in USUAL else ("no_shard" in sharding) == (name == "Adafactor")
-    return pytest.mark.slow if often else pytest.mark.nightly
+    often = ("no_shard" in sharding) == (name == "Adafactor")
+    return pytest.mark.slow if often and " " not in name else pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

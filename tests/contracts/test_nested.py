@@ -92,6 +92,7 @@ def mapped_by_recursion(value: Any, new: dict[int, torch.Tensor]) -> Any:
     return value
 
 
+@pytest.mark.slow
 @given(TREES, st.sets(st.integers(0, 3)))
 def test_every_tensor_is_found_and_replaced_once(tree: Any, chosen: set[int]) -> None:
     expected = list(dict.fromkeys(map(id, found_by_recursion(tree))))
@@ -123,6 +124,7 @@ class Node:
         self.value, self.following = value, following
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [tuple, list, lambda items: {"x": items[0]}, lambda items: Frozen(items[0])])
 def test_depth_is_no_limit(kind: Any) -> None:
     leaf = torch.ones(2)
@@ -134,6 +136,7 @@ def test_depth_is_no_limit(kind: Any) -> None:
     assert map_tensors(lambda tensor: tensor, deep) is deep
 
 
+@pytest.mark.slow
 def test_a_long_list_of_objects_is_followed_to_its_end() -> None:
     tensors = [torch.full((1,), float(index)) for index in range(DEPTH)]
     head = None

@@ -20,8 +20,8 @@ from polyshard.errors import CollectiveError, ParameterChangedError, PolyshardEr
 from processes import RankPool
 from torch import nn
 
-#: How long a rank lives on behind what it did: the others wait for a second, and for two more for its words.
-STAYS_S = 3.5
+#: Ranks are processes, and wait for a time limit.
+pytestmark = pytest.mark.slow
 
 
 class Planned(Block):
@@ -42,8 +42,15 @@ def _fail(gradient: torch.Tensor) -> None:
     raise ValueError("planned in backward")
 
 
-def raise_on_one(rank: int, backward: bool) -> tuple[float, str, str]:
-    """Rank 1's program raises in the second step and lives on."""
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30.0
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def raise_on_one(rank: int, folder: Path, backward: bool) -> tuple[float, str, str]:
+    """Rank 1's program raises in the second step and lives on, until the other was told."""
     model = polyshard.shard(
         nn.Sequential(Planned(), Planned(), Planned()), polyshard.ShardConfig(timeout_s=1, policy=units_of(Block))
     )
@@ -59,21 +66,21 @@ def raise_on_one(rank: int, backward: bool) -> tuple[float, str, str]:
         with pytest.raises(ValueError, match="planned in"):
             step()
         middle.forward_fails = middle.backward_fails = False
-        time.sleep(STAYS_S)
+        wait_for(folder / "told")
         told = 0.0, "", ""
     else:
         begun = time.monotonic()
         with pytest.raises(CollectiveError) as caught:
             step()
         told = time.monotonic() - begun, type(caught.value).__name__, str(caught.value)
+        (folder / "told").touch()
     return told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", [False, True])
-def test_another_ranks_exception_is_told_with_its_traceback(backward: bool) -> None:
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_another_ranks_exception_is_told_with_its_traceback(tmp_path: Path, backward: bool) -> None:
     with RankPool(2) as pool:
-        (took, kind, text), _ = pool.run(raise_on_one, backward)
+        (took, kind, text), _ = pool.run(raise_on_one, tmp_path, backward)
     assert took < 1 + 3
     assert kind == "PeerFailedError"
     where = "backward" if backward else "forward"
@@ -93,7 +100,6 @@ def replace_on_one(rank: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.slow
 def test_a_change_of_the_model_on_one_rank_is_told() -> None:
     with RankPool(2) as pool:
         other, one = pool.run(replace_on_one)
@@ -101,16 +107,19 @@ def test_a_change_of_the_model_on_one_rank_is_told() -> None:
     assert other.startswith("PeerFailedError: Rank 1 raised ParameterChangedError: 'last.weight', 'last.bias' came")
 
 
-def lose_one(rank: int) -> tuple[float, str, str]:
+def lose_one(rank: int, folder: Path) -> tuple[float, str, str]:
     model = polyshard.shard(seeded(lambda: Net(5)), polyshard.ShardConfig(timeout_s=1, policy=units_of(Block)))
     model(draw(4, 3, rank=rank)).sum().backward()
     if rank == 2:
-        time.sleep(STAYS_S)
+        for other in range(2):
+            wait_for(folder / f"told {other}")
         return 0.0, "", ""
     begun = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
         model(draw(4, 3, rank=rank))
-    return time.monotonic() - begun, type(caught.value).__name__, str(caught.value)
+    took = time.monotonic() - begun
+    (folder / f"told {rank}").touch()
+    return took, type(caught.value).__name__, str(caught.value)
 
 
 def stop_one(rank: int) -> str:
@@ -131,7 +140,6 @@ def stop_one(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_rank_of_which_nothing_runs_gave_no_word() -> None:
     with RankPool(2) as pool:
         text, _ = pool.run(stop_one)
@@ -144,7 +152,7 @@ def remove_report(text: str) -> None:
         Path(match[1]).unlink()
 
 
-def fail_between_steps(rank: int) -> tuple[float, str, str]:
+def fail_between_steps(rank: int, folder: Path) -> tuple[float, str, str]:
     """Rank 1's loader fails behind the first step, and the rank lives on."""
     model = polyshard.shard(seeded(lambda: Net(5)), polyshard.ShardConfig(timeout_s=1, policy=units_of(Block)))
     begun = time.monotonic()
@@ -156,18 +164,19 @@ def fail_between_steps(rank: int) -> tuple[float, str, str]:
                     raise OSError("the next batch cannot be read")
                 model(draw(4, 3, rank=rank)).sum().backward()
     except OSError as error:
-        time.sleep(STAYS_S)
+        wait_for(folder / "told")
         return 0.0, type(error).__name__, str(error)
     except CollectiveError as error:
+        took = time.monotonic() - begun
+        (folder / "told").touch()
         remove_report(str(error))
-        return time.monotonic() - begun, type(error).__name__, str(error)
+        return took, type(error).__name__, str(error)
     return 0.0, "", ""
 
 
-@pytest.mark.slow
-def test_an_exception_between_steps_is_told_where_that_is_asked_for() -> None:
+def test_an_exception_between_steps_is_told_where_that_is_asked_for(tmp_path: Path) -> None:
     with RankPool(2) as pool:
-        (took, kind, text), own = pool.run(fail_between_steps)
+        (took, kind, text), own = pool.run(fail_between_steps, tmp_path)
     assert own == (0.0, "OSError", "the next batch cannot be read")
     assert kind == "PeerFailedError"
     assert took < 1 + 3
@@ -182,7 +191,7 @@ class WordlessError(Exception):
         raise RuntimeError("no words")
 
 
-def fail_without_words(rank: int) -> str:
+def fail_without_words(rank: int, folder: Path) -> str:
     """Rank 1 raises what cannot be printed; what each rank caught."""
     model = polyshard.shard(seeded(lambda: Net(5)), polyshard.ShardConfig(timeout_s=1, policy=units_of(Block)))
     try:
@@ -192,24 +201,24 @@ def fail_without_words(rank: int) -> str:
                     raise WordlessError
                 model(draw(4, 3, rank=rank)).sum().backward()
     except WordlessError as error:
-        time.sleep(STAYS_S)
+        wait_for(folder / "told")
         return type(error).__name__
     except CollectiveError as error:
+        (folder / "told").touch()
         remove_report(str(error))
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-@pytest.mark.slow
-def test_an_exception_whose_words_cannot_be_had_is_told_and_stays_what_it_is() -> None:
+def test_an_exception_whose_words_cannot_be_had_is_told_and_stays_what_it_is(tmp_path: Path) -> None:
     with RankPool(2) as pool:
-        text, own = pool.run(fail_without_words)
+        text, own = pool.run(fail_without_words, tmp_path)
     assert own == "WordlessError"
     assert text.startswith("PeerFailedError")
     assert "Rank 1 raised WordlessError, whose words cannot be told: its __str__ raised RuntimeError" in text
 
 
-def fail_and_go_on(rank: int) -> str:
+def fail_and_go_on(rank: int, folder: Path) -> str:
     """Rank 1 raises before anything is gathered and comes back; then rank 0 waits for it in vain."""
     model = polyshard.shard(seeded(lambda: Net(5)), polyshard.ShardConfig(timeout_s=1, policy=units_of(Block)))
     for step in range(2):
@@ -218,45 +227,43 @@ def fail_and_go_on(rank: int) -> str:
                 raise KeyError("caught")
         model(draw(4, 3, rank=rank)).sum().backward()
     if rank == 1:
-        time.sleep(STAYS_S)
+        wait_for(folder / "told")
         return ""
     with pytest.raises(CollectiveError) as caught:
         model(draw(4, 3, rank=rank))
+    (folder / "told").touch()
     remove_report(str(caught.value))
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.slow
-def test_what_a_rank_came_through_is_told_no_more() -> None:
+def test_what_a_rank_came_through_is_told_no_more(tmp_path: Path) -> None:
     with RankPool(2) as pool:
-        text, _ = pool.run(fail_and_go_on)
+        text, _ = pool.run(fail_and_go_on, tmp_path)
     assert text.startswith("CollectiveTimeoutError")
     assert "KeyError" not in text
-    assert "time.sleep(STAYS_S)" in text
+    assert "in wait_for" in text
 
 
-def lose_one_without_a_folder(rank: int, folder: str) -> str:
-    tempfile.tempdir = folder
+def lose_one_without_a_folder(rank: int, folder: Path) -> str:
+    tempfile.tempdir = str(folder / "missing")
     try:
-        return lose_one(rank)[2]
+        return lose_one(rank, folder)[2]
     finally:
         tempfile.tempdir = None
 
 
-@pytest.mark.slow
 def test_a_report_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
     with RankPool(3) as pool:
-        text, _, _ = pool.run(lose_one_without_a_folder, str(tmp_path / "missing"))
+        text, _, _ = pool.run(lose_one_without_a_folder, tmp_path)
     assert text.startswith("all_gather on rank 0 did not end within 1 s")
     assert "Rank 0 waited for its communication number " in text
     assert "stacks are in" not in text
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"told 0", "told 1"}
 
 
-@pytest.mark.slow
-def test_ranks_say_where_the_others_stood_and_in_what_one_is_stuck() -> None:
+def test_ranks_say_where_the_others_stood_and_in_what_one_is_stuck(tmp_path: Path) -> None:
     with RankPool(3) as pool:
-        first, second, _ = pool.run(lose_one)
+        first, second, _ = pool.run(lose_one, tmp_path)
     for (took, kind, text), other in ((first, 1), (second, 0)):
         assert took < 1 + 3
         assert kind == "CollectiveTimeoutError"
@@ -264,7 +271,7 @@ def test_ranks_say_where_the_others_stood_and_in_what_one_is_stuck() -> None:
         assert "all_gather of '(root)', in forward." in text
         assert f"rank {other} waited, too, for its communication number " in text
         assert re.search(r"rank 2 issued nothing for \d\.\d s behind its communication number \d+, end of a ", text)
-        assert "time.sleep(STAYS_S)" in text
+        assert "in wait_for" in text
         match = re.search(r"stacks are in (\S+\.json) on", text)
         assert match is not None
         report = json.loads(Path(match[1]).read_text())
@@ -291,19 +298,11 @@ def differ_in_size(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 def test_sizes_that_differ_in_a_later_step_are_compared_where_that_is_asked_for() -> None:
     with RankPool(2) as pool:
         for text in pool.run(differ_in_size):
             assert "Ranks are about to issue different collectives" in text
             assert "elements of torch.float32" in text
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30.0
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -359,8 +358,9 @@ def come_late(rank: int, folder: str, backward: bool, check_ranks: bool) -> list
     return told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("backward", "check_ranks"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("backward", "check_ranks"), [pytest.param(False, True, marks=pytest.mark.nightly), (True, True), (False, False)]
+)
 def test_behind_a_communication_that_timed_out_every_other_is_refused_on_both_ranks(
     tmp_path: Path, backward: bool, check_ranks: bool
 ) -> None:
@@ -399,7 +399,6 @@ def raise_elsewhere(rank: int, folder: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.slow
 def test_a_backward_of_something_else_that_raises_is_not_told_as_the_models(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         text, _ = pool.run(raise_elsewhere, str(tmp_path))
@@ -427,7 +426,6 @@ def use_another_model(rank: int, folder: str) -> list[str]:
     return told
 
 
-@pytest.mark.slow
 def test_other_models_over_a_group_that_failed_are_refused(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         for rank, (first, *others) in enumerate(pool.run(use_another_model, str(tmp_path))):

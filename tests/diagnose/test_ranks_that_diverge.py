@@ -167,6 +167,7 @@ def objects_against_announcements(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_group_goes_on_behind_what_was_told_apart() -> None:
     with RankPool(3) as pool:
         for text in pool.run(objects_against_announcements):

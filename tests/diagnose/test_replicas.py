@@ -32,6 +32,7 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
         tensor.view(-1).view(width)[element] ^= 1 << bit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "settings"), COPIES)
 def test_replicas_agree_after_training(world_size: int, settings: dict[str, Any]) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:

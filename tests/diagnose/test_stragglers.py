@@ -98,6 +98,7 @@ def test_a_rank_that_sleeps_is_named_over_gloo() -> None:
     assert slow.own_s >= SLEEP_S > slow.median_s
 
 
+@pytest.mark.slow
 def test_rank_0_logs_what_was_found(caplog: pytest.LogCaptureFixture) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = sharded_copy(seeded(sleepy), rank, world, **BLOCKS)

@@ -120,16 +120,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_plugins: No
             del sys.modules[name]
 
 
+#: They take longest; tests/examples/test_acme.py, tests/tools (plans), tests/meshes, tests/pipelining and
+#: tests/integrations try the same.
+_RARE = {
+    *("plugins.md", "plan.md", "parallel.md", "pipelines.md", "preemption.md"),
+    *("accelerate.md", "lightning.md", "transformers.md"),
+}
+
+#: More than half a second, without programs.
+_SLOW = {"streaming.md", "checkpoints.md", "training.md", "watching.md", "own-optimizers.md", "explain.md"}
+
+
 def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
     """Of pages that start programs, or compute for long."""
-    if re.search(r"^\$ (torchrun|python) ", page.read_text(encoding="utf-8"), re.MULTILINE) is None:
-        if page.name == "plan.md":
-            # Of 16,384 ranks; tests/tools tries the same.
-            return (pytest.mark.nightly,)
-        return (pytest.mark.slow,) if page.name in ("huggingface.md", "streaming.md", "checkpoints.md") else ()
-    # They take longest, and tests/examples/test_acme.py, tests/meshes and tests/integrations try the same.
-    rare = page.name in ("plugins.md", "lightning.md", "transformers.md", "parallel.md")
-    return (pytest.mark.nightly if rare else pytest.mark.slow, pytest.mark.timeout(140))
+    if page.name in _RARE:
+        return (pytest.mark.nightly, pytest.mark.timeout(140))
+    starts = re.search(r"^\$ (torchrun|python) ", page.read_text(encoding="utf-8"), re.MULTILINE) is not None
+    return (pytest.mark.slow,) if starts or page.name in _SLOW else ()
 
 
 @pytest.mark.parametrize(
@@ -255,6 +262,7 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
             assert anchor in _anchors(file), f"{_identify(page)} links to {target}, which has no such heading"
 
 
+@pytest.mark.slow
 def test_pages_and_headings_that_the_source_names_exist() -> None:
     named = 0
     for file in (file for folder in (*_ROOMS, "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")):

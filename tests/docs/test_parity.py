@@ -146,6 +146,7 @@ def test_every_row_is_complete(file: str) -> None:
         assert all(_PLACE.fullmatch(place) for place in row[3].split(", ")), f"{row[0]}: {row[3]}"
 
 
+@pytest.mark.slow
 def test_every_test_that_is_named_exists() -> None:
     named = _NODE.findall(PAGE.read_text(encoding="utf-8"))
     assert len(named) >= 92

@@ -8,6 +8,7 @@ import shutil
 import site
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ from typing import Any
 import acme_ranks
 import pytest
 import torch
+from fake_distribution import install
 from polyshard_tools.cli import main
+from processes import KeptRanks
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
 ACME = ROOT / "examples" / "acme"
 PAGE = ROOT / "docs" / "plugins.md"
 SUPPORT = Path(__file__).parents[1] / "support"
+RANKS = KeptRanks()
 
 #: Two ranks of gloo, with all plugins of the package but its collectives. By labels: others may offer the same names.
 TOGETHER = """
@@ -114,22 +118,36 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``acme_ranks`` saved, in an environment where the example is installed."""
-    folder = tmp_path_factory.mktemp("acme")
-    shutil.copytree(ACME, folder / "acme", ignore=shutil.ignore_patterns("__pycache__", ".pytest_cache"))
-    (folder / "masters").mkdir()
-    (folder / "together.toml").write_text(TOGETHER.replace("FOLDER", str(folder / "masters")))
-    (folder / "alone.toml").write_text(ALONE)
-    interpreter = fresh_environment(folder / "environment", folder / "acme")
-    run([str(interpreter), "-m", "acme_ranks", "together.toml", "alone.toml", "result.pt"], folder)
-    result: dict[str, Any] = torch.load(folder / "result.pt", weights_only=True)
+def train_on_path(rank: int, folder: Path, file: str) -> dict[str, Any]:
+    """``acme_ranks.train`` where the example and its entry points are on the path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ACME / "src")
+        patch.syspath_prepend(folder)
+        return acme_ranks.train(str(folder / file), rank)
+
+
+@pytest.fixture
+def trained(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """What ranks know after training with the example, installed by pip or as far as its entry points go."""
+    (tmp_path / "masters").mkdir()
+    (tmp_path / "together.toml").write_text(TOGETHER.replace("FOLDER", str(tmp_path / "masters")))
+    (tmp_path / "alone.toml").write_text(ALONE)
+    if request.param == "entry points":
+        project = tomllib.loads((ACME / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        offers = [(group, *each) for group, names in project["entry-points"].items() for each in names.items()]
+        install(tmp_path, project["name"], project["version"], offers)
+        together = RANKS.run(2, train_on_path, tmp_path, "together.toml")
+        return {"together": together, "alone": RANKS.run(1, train_on_path, tmp_path, "alone.toml")[0]}
+    shutil.copytree(ACME, tmp_path / "acme", ignore=shutil.ignore_patterns("__pycache__", ".pytest_cache"))
+    interpreter = fresh_environment(tmp_path / "environment", tmp_path / "acme")
+    run([str(interpreter), "-m", "acme_ranks", "together.toml", "alone.toml", "result.pt"], tmp_path)
+    result: dict[str, Any] = torch.load(tmp_path / "result.pt", weights_only=True)
     return result
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("trained", ["entry points", pytest.param("pip", marks=pytest.mark.nightly)], indirect=True)
 def test_the_installed_example_trains_by_name(trained: dict[str, Any]) -> None:
     first, second = trained["together"]
     assert first["plugins"] == [

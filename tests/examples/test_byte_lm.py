@@ -268,6 +268,7 @@ def test_random_numbers_that_cannot_go_on_are_told(tmp_path: Path, ranks_before:
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+@pytest.mark.slow
 def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -> None:
     checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
     loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})

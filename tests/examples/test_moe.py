@@ -45,6 +45,8 @@ SHAPES = {
     "mixtral": {"model.num_local_experts": 9, "model.router_aux_loss_coef": 0.1},
     "llama": {"model.tie_word_embeddings": "true"},
 }
+#: No stage has the balance of all blocks.
+UNBALANCED = {"model.router_aux_loss_coef": 0.0}
 HYBRID = {"parallel.dp_replicate": 2, "shard.strategy": "hybrid_shard"}
 #: Of a run with a pipeline or without, a step of which has several microbatches.
 DEEP = {
@@ -79,12 +81,6 @@ TOPOLOGIES = {
 }
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def settings_of(name: str, folder: Path, **changes: Any) -> Any:
@@ -201,11 +197,12 @@ def plain_steps(name: str, folder: Path, steps: int = STEPS, **changes: Any) -> 
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = rows[next(batches)]
-        asked = {"output_router_logits": True} if name == "mixtral" else {}
+        coefficient = settings.model.router_aux_loss_coef if name == "mixtral" else 0.0
+        asked = {"output_router_logits": True} if coefficient else {}
         made = model(input_ids=batch[:, :-1], use_cache=False, **asked)
         loss = torch.nn.functional.cross_entropy(made.logits.flatten(0, 1), batch[:, 1:].flatten())
         balance = made.aux_loss if asked else torch.zeros(())
-        (loss + 0.1 * balance).backward()
+        (loss + coefficient * balance).backward()
         curves.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
@@ -231,10 +228,7 @@ def example() -> Iterator[None]:
     [
         (
             "mixtral",
-            [
-                {"parallel.ep": 2, "parallel.tp": 2, "training.microbatch": 2},
-                {"parallel.ep": 2, "training.microbatch": 1, **HYBRID},
-            ],
+            [{"parallel.ep": 2, "parallel.tp": 2, "training.microbatch": 2}],
         ),
         ("llama", [{"parallel.cp": 2, "training.microbatch": 2}]),
         pytest.param(
@@ -242,6 +236,7 @@ def example() -> Iterator[None]:
             [
                 {"parallel.ep": 4, "training.microbatch": 1},
                 {"parallel.ep": 2, "training.microbatch": 1},
+                {"parallel.ep": 2, "training.microbatch": 1, **HYBRID},
                 {"parallel.ep": 2, "parallel.cp": 2, "training.microbatch": 2},
             ],
             marks=pytest.mark.nightly,
@@ -279,11 +274,27 @@ def assert_same(found: Curves, expected: Curves) -> None:
 
 
 @pytest.mark.usefixtures("example")
-def test_a_pipeline_trains_and_evaluates_as_one_process_does(tmp_path: Path) -> None:
-    changes = {**DEEP, "training.steps": 4}
+@pytest.mark.parametrize(
+    ("name", "count", "asked"),
+    [
+        ("llama", 4, TOPOLOGIES["pp2 x dp2"]),
+        ("mixtral", 4, {"parallel.pp": 2, "parallel.ep": 2, "training.microbatch": 2, **UNBALANCED}),
+        pytest.param(
+            "mixtral",
+            8,
+            {"parallel.pp": 2, "parallel.ep": 2, "training.microbatch": 1, **INTERLEAVED, **UNBALANCED},
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=["dp2", "ep2", "two stages x edp2 x ep2"],
+)
+def test_a_pipeline_trains_and_evaluates_as_one_process_does(
+    name: str, count: int, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {**DEEP, "training.steps": 4, **asked}
     with in_fp64():
-        expected = plain_steps("llama", tmp_path / "run", 4, **changes).curves
-    for found in RANKS.run(4, train_in_fp64, "llama", tmp_path / "run", {**changes, **TOPOLOGIES["pp2 x dp2"]}):
+        expected = plain_steps(name, tmp_path / "run", 4, **changes).curves
+    for found in RANKS.run(count, train_in_fp64, name, tmp_path / "run", changes, count):
         assert_same(found, expected)
 
 
@@ -345,6 +356,18 @@ def run_program(rank: int, name: str, folder: Path, changes: dict[str, Any], *wo
             "llama",
             {"parallel.pp": 2, "training.microbatch": 1, "output.export": "false", "checkpoint.asynchronous": "false"},
             {**HYBRID, "training.microbatch": 1},
+        ),
+        (
+            "mixtral",
+            {
+                "parallel.pp": 2,
+                "parallel.ep": 2,
+                "training.microbatch": 1,
+                "output.export": "false",
+                "checkpoint.asynchronous": "false",
+                **UNBALANCED,
+            },
+            {"parallel.ep": 4, "training.microbatch": 1, **UNBALANCED},
         ),
     ],
 )

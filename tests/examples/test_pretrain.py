@@ -142,7 +142,7 @@ def test_what_a_pipeline_cannot_be_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"16 is 1 microbatch.* on each of 4 rank.* for parallel.pp 2"):
             wrong.microbatches(ranks)
     for words, changes in (
-        ("model.num_local_experts 4", {"model": settings.Model(num_local_experts=4)}),
+        ("router_aux_loss_coef 0.01", {"model": settings.Model(num_local_experts=4)}),
         ("output.export true", {"output": settings.Output()}),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -343,6 +343,7 @@ def test_checkpointing_keeps_less_the_more_it_computes_again_and_changes_no_grad
             assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_a_rank_of_many_needs_and_what_does_not_fit(
     texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

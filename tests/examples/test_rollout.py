@@ -62,7 +62,7 @@ def texts_of_one_process() -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("way", ["memory", "broadcast"])
+@pytest.mark.parametrize("way", ["memory", pytest.param("broadcast", marks=pytest.mark.nightly)])
 def test_the_generator_has_the_trainers_weights_and_writes_what_one_process_would(tmp_path: Path, way: str) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     settings = [word for each in (*TINY, f"way={way}", f"output={tmp_path}") for word in ("--set", each)]

@@ -105,7 +105,7 @@ def fail_everywhere(ranks: RankProcesses, root: Path, codes: list[int], stride: 
 
 @pytest.mark.slow
 def test_some_failing_calls(ranks: RankProcesses, tmp_path: Path) -> None:
-    assert fail_everywhere(ranks, tmp_path, [errno.ENOSPC], stride=9)["raised on all ranks"] >= 3
+    assert fail_everywhere(ranks, tmp_path, [errno.ENOSPC], stride=17)["raised on all ranks"] >= 3
 
 
 @pytest.mark.faults

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import polyshard
 import pytest
-import torch
 from fault_figures import record
 from fleet import Fleet, run_to_end
-from polyshard.errors import RankMismatchError
-from processes import RankPool
-from program import BROKE, FAILED, At, Job, Kind, Mistake, build
+from program import BROKE, FAILED, At, Job, Kind, Mistake
 
 #: Seconds that the others have.
 LIMIT_S = 5.0
@@ -89,42 +84,3 @@ def test_many_mistakes(tmp_path: Path) -> None:
             made[plan[0].value] += 1
     total = sum(made.values())
     record("mistakes", mistakes=total, named=total, bit_equal=total, slowest_s=round(slowest, 2), kinds=made)
-
-
-def compare(rank: int, strategy: str, changed: int, element: int, bit: int) -> str:
-    config = polyshard.ShardConfig(strategy=strategy, shard_size=2 if strategy == "hybrid_shard" else None)
-    model = polyshard.shard(build(), config)
-    model(torch.ones(2, 5)).sum().backward()
-    polyshard.check_replicas(model)
-    if rank == changed:
-        held = [each for each in model.parameters() if each.numel()]
-        flat = held[element % len(held)].detach().view(-1)
-        flat.view(torch.int32)[element % flat.numel()] ^= 1 << bit
-    try:
-        polyshard.check_replicas(model)
-    except RankMismatchError as error:
-        return str(error)
-    return ""
-
-
-def named(ranks: int, strategy: str, turns: range, words: Callable[[int], tuple[str, ...]]) -> int:
-    found = 0
-    with RankPool(ranks) as pool:
-        for turn in turns:
-            chance = random.Random(turn)
-            changed = chance.randrange(ranks)
-            texts = pool.run(compare, strategy, changed, chance.randrange(10_000), chance.randrange(31))
-            found += all(any(each in text for each in words(changed)) for text in texts)
-    return found
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(300)
-def test_flipped_bits_of_replicas_are_named() -> None:
-    copies = named(RANKS, "no_shard", range(FLIPS), lambda rank: (f"on ranks [{rank}] it is not what",))
-    # Of two replicas there is no majority: both are named.
-    hybrid = named(
-        4, "hybrid_shard", range(FLIPS), lambda rank: (f"[{rank % 2}], [{rank % 2 + 2}] agree among themselves",)
-    )
-    assert (copies, hybrid) == (FLIPS, FLIPS)
-    record("replicas", flips=2 * FLIPS, named=copies + hybrid)

@@ -84,7 +84,7 @@ def _accumulates(rank: int, mesh: tuple[int, ...], setters: tuple[str, ...], cho
     [
         ("all", True),
         pytest.param("all", False, marks=pytest.mark.nightly),
-        ("outermost", True),
+        pytest.param("outermost", True, marks=pytest.mark.nightly),
         ("one_block", False),
         pytest.param("embedding", True, marks=pytest.mark.nightly),
     ],
@@ -228,7 +228,7 @@ def _one_forward_one_backward(rank: int, releases: bool) -> None:
     alike(run)
 
 
-@pytest.mark.parametrize("releases", [True, False])
+@pytest.mark.parametrize("releases", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_one_forward_one_backward(ranks: KeptRanks, releases: bool) -> None:
     ranks.run(2, _one_forward_one_backward, releases)
 

@@ -37,7 +37,7 @@ def sharded(face: ModuleType, model: Net, *shape: int, **settings: Any) -> Net:
     return model
 
 
-def trained(model: nn.Module, steps: int = 3) -> list[float]:
+def trained(model: nn.Module, steps: int = 2) -> list[float]:
     """Losses; each rank has batches of its own, and a reference the mean over those of all ranks."""
     alone = isinstance(model, Reference)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, foreach=True)
@@ -187,14 +187,14 @@ def packed_parameters(face: ModuleType) -> Any:
 
 #: Bodies, and on how many ranks each runs.
 BODIES: dict[Callable[[ModuleType], object], int] = {
-    trains_as_unsharded: 3,
+    trains_as_unsharded: 2,
     keeps_whole: 2,
     over_replicas: 4,
-    state_dicts_keep_the_class: 3,
+    state_dicts_keep_the_class: 2,
     torch_checkpoints: 2,
     meta_models: 2,
     calls_of_the_methods: 2,
-    packed_parameters: 3,
+    packed_parameters: 2,
 }
 
 
@@ -293,7 +293,7 @@ def failures(rank: int) -> None:
 
 
 def test_a_failure_of_one_rank_is_told_on_all(ranks: KeptRanks) -> None:
-    ranks.run(3, failures)
+    ranks.run(2, failures)
 
 
 def rows_without_padding(rank: int) -> None:
@@ -322,7 +322,7 @@ def rows_without_padding(rank: int) -> None:
             assert torch.equal(layer(torch.eye(IN, dtype=torch.float64)).T, weight)
 
 
-@pytest.mark.parametrize("number", [1, 3, pytest.param(5, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 3, 5))])
 def test_rows_are_padded_for_those_that_do_not(ranks: KeptRanks, number: int) -> None:
     ranks.run(number, rows_without_padding)
 
@@ -451,7 +451,7 @@ def eight_bit_floats(rank: int) -> None:
 
 
 def test_frozen_eight_bit_floats_are_not_cast(ranks: KeptRanks) -> None:
-    ranks.run(3, eight_bit_floats)
+    ranks.run(2, eight_bit_floats)
 
 
 def nf4() -> Any:

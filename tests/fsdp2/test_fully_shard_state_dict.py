@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 WHOLE = StateDictOptions(full_state_dict=True)
 #: Ranks, and a mesh of them as ``parallel`` takes it.
-MESHES = {"shard": (3, (3,)), "replicate": (4, (2, 2)), "tensor": (4, (0, 2, 2)), "replicate, tensor": (4, (1, 2, 2))}
+MESHES = {"shard": (2, (2,)), "replicate": (4, (2, 2)), "tensor": (4, (0, 2, 2)), "replicate, tensor": (4, (1, 2, 2))}
 SOME = [
     "shard",
     *(pytest.param(mesh, marks=pytest.mark.nightly) for mesh in ("replicate", "tensor")),
@@ -54,8 +54,13 @@ SOME = [
 ]
 
 
+def hidden_of(mesh: tuple[int, ...]) -> int:
+    """Rows that ranks divide unevenly, but for tensor parallelism."""
+    return 16 if len(mesh) > 2 else 15
+
+
 def _trained(face: ModuleType, seed: int, mesh: tuple[int, ...], steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
-    model = parallel(face, *mesh, seed=seed)
+    model = parallel(face, *mesh, seed=seed, hidden=hidden_of(mesh))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     _goes_on(model, optimizer, steps)
     return model, optimizer
@@ -157,7 +162,7 @@ def test_through_torch_distributed_checkpoint(ranks: KeptRanks, tmp_path: Path, 
     # And by a program without ranks, of a model without shards.
     states = []
     for number in range(2):
-        whole: dict[str, Any] = {"model": Mlps().double().state_dict()}
+        whole: dict[str, Any] = {"model": Mlps(hidden_of(shape)).double().state_dict()}
         # Torch warns that one process loads, which is what no_dist asks for.
         with warnings.catch_warnings(action="ignore"):
             dcp.load(whole, checkpoint_id=str(tmp_path / str(number)), no_dist=True)

@@ -41,7 +41,11 @@ def _trains(rank: int, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "releases"),
-    [(1, None), (3, None), (2, True), (2, False), pytest.param(2, 1, marks=pytest.mark.nightly)],
+    [
+        (2, None),
+        (2, False),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, None), (3, None), (2, True), (2, 1))),
+    ],
 )
 def test_parity_with_torch(ranks: KeptRanks, world_size: int, releases: bool | int | None) -> None:
     ranks.run(world_size, _trains, {"reshard_after_forward": releases} if releases is not None else {})
@@ -73,7 +77,7 @@ def _tied(rank: int, listed: bool) -> None:
     both(run)
 
 
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("listed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_tied_weights(ranks: KeptRanks, listed: bool) -> None:
     ranks.run(2, _tied, listed)
 
@@ -133,7 +137,7 @@ def _mixed(rank: int, policy: dict[str, Any], tolerance: float) -> None:
     [
         pytest.param({"param_dtype": torch.bfloat16}, 2e-2, marks=pytest.mark.nightly),
         ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}, 2e-3),
-        ({"reduce_dtype": torch.bfloat16}, 2e-2),
+        pytest.param({"reduce_dtype": torch.bfloat16}, 2e-2, marks=pytest.mark.nightly),
     ],
 )
 def test_mixed_precision(ranks: KeptRanks, policy: dict[str, Any], tolerance: float) -> None:
@@ -169,6 +173,29 @@ def _factor(rank: int, factor: float) -> None:
 
 def test_gradient_divide_factor(ranks: KeptRanks) -> None:
     ranks.run(2, _factor, 5.0)
+
+
+def _alone(rank: int) -> None:
+    model: Any = shard_all(OURS, make())
+    plain = make()
+    words = next(batches(1))
+    for factor in (2.0, 1.0):
+        for module in model.modules():
+            if isinstance(module, OURS.FSDPModule):
+                module.set_gradient_divide_factor(factor)
+        # The second of two waits for none: both are divided once.
+        model.set_requires_gradient_sync(False)
+        loss_of(model, words).backward()
+        model.set_requires_gradient_sync(True)
+        loss_of(model, words).backward()
+        for _ in range(2):
+            (loss_of(plain, words) / factor).backward()
+    same([as_whole(each.grad) for each in model.parameters()], [each.grad for each in plain.parameters()])
+
+
+@pytest.mark.nightly
+def test_one_rank_divides(ranks: KeptRanks) -> None:
+    ranks.run(1, _alone)
 
 
 def cpu_offload(rank: int) -> None:
@@ -289,7 +316,7 @@ def compiled_blocks(rank: int) -> None:
 
 #: Bodies, and on how many ranks each runs.
 BODIES: dict[Callable[[int], object], int] = {
-    parity_with_the_unsharded_model: 3,
+    parity_with_the_unsharded_model: 2,
     replicas_of_shards: 4,
     several_roots: 2,
     activation_checkpointing: 2,

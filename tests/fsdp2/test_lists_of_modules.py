@@ -56,13 +56,13 @@ def _trains(rank: int, shape: tuple[int, ...], settings: dict[str, Any]) -> None
     ("shape", "settings"),
     [
         pytest.param((1,), {}, marks=pytest.mark.nightly),
-        ((3,), {}),
-        pytest.param((2,), {"reshard_after_forward": True}, marks=pytest.mark.nightly),
-        ((2,), {"reshard_after_forward": False}),
+        ((2,), {}),
+        pytest.param((3,), {"reshard_after_forward": True}, marks=pytest.mark.nightly),
+        pytest.param((2,), {"reshard_after_forward": False}, marks=pytest.mark.nightly),
         ((2,), {"offloads": True}),
         ((2, 2), {}),
     ],
-    ids=["one", "three", "releases", "keeps", "offloads", "replicas"],
+    ids=["one", "two", "releases", "keeps", "offloads", "replicas"],
 )
 def test_training_is_that_of_torch(ranks: KeptRanks, shape: tuple[int, ...], settings: dict[str, Any]) -> None:
     ranks.run(4 if len(shape) == 2 else shape[0], _trains, shape if len(shape) == 2 else (), settings)
@@ -229,7 +229,7 @@ def _checkpointed(rank: int, reentrant: bool, number: int) -> None:
     both(run)
 
 
-@pytest.mark.parametrize(("reentrant", "number"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("reentrant", "number"), [pytest.param(False, 1, marks=pytest.mark.nightly), (True, 2)])
 def test_checkpoints_inside_a_group(ranks: KeptRanks, reentrant: bool, number: int) -> None:
     ranks.run(2, _checkpointed, reentrant, number)
 
@@ -252,7 +252,7 @@ def _checkpoint_around(rank: int, reentrant: bool) -> None:
     as_unsharded(shard_lists(OURS, make()), make(), step)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_checkpoint_around_a_group(ranks: KeptRanks, reentrant: bool) -> None:
     ranks.run(2, _checkpoint_around, reentrant)
 

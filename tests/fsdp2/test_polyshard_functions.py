@@ -72,9 +72,7 @@ def _local(rank: int, mesh: tuple[int, ...]) -> None:
     ("world_size", "mesh"),
     [
         (2, (2,)),
-        pytest.param(3, (3,), marks=pytest.mark.nightly),
-        pytest.param(4, (2, 2), marks=pytest.mark.nightly),
-        pytest.param(4, (0, 2, 2), marks=pytest.mark.nightly),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((3, (3,)), (4, (2, 2)), (4, (0, 2, 2)))),
     ],
 )
 def test_plain_parameters_train_as_dtensors_do(ranks: KeptRanks, world_size: int, mesh: tuple[int, ...]) -> None:
@@ -238,14 +236,14 @@ def modules_that_ranks_leave_out(rank: int) -> None:
     same(wholes(model), whole.state_dict(), rtol=1e-12, atol=1e-12)
 
 
-def _checkpointed(rank: int, folder: str, local: bool) -> None:
+def _checkpointed(rank: int, folder: str) -> None:
     model = shard_all(OURS, make())
-    optimizer = torch.optim.AdamW(polyshard.local_parameters(model) if local else model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(polyshard.local_parameters(model), lr=1e-2)
     train_any(model, optimizer)
     polyshard.checkpoint.save(Path(folder, "ours"), 1, model, optimizer)
     before, told = wholes(model), train_any(model, optimizer)
     fresh = shard_all(OURS, make())
-    again = torch.optim.AdamW(polyshard.local_parameters(fresh) if local else fresh.parameters(), lr=1e-2)
+    again = torch.optim.AdamW(polyshard.local_parameters(fresh), lr=1e-2)
     polyshard.checkpoint.load(polyshard.checkpoint.latest(Path(folder, "ours")), fresh, again)
     same(wholes(fresh), before)
     same(train_any(fresh, again), told)
@@ -262,9 +260,8 @@ def train_any(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]
     return told
 
 
-@pytest.mark.parametrize("local", [False, True])
-def test_checkpoints_of_polyshard(ranks: KeptRanks, tmp_path: Path, local: bool) -> None:
-    ranks.run(2, _checkpointed, str(tmp_path), local)
+def test_checkpoints_of_polyshard(ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(2, _checkpointed, str(tmp_path))
 
 
 #: Bodies, and on how many ranks each runs.

@@ -150,6 +150,7 @@ def _experts_of_each(rank: int, folder: Path) -> None:
     alike(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.nightly
 def test_experts_that_no_other_rank_shares(ranks: KeptRanks, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     _hub_models(tmp_path)
@@ -219,7 +220,8 @@ def _by_strategy(folder: Path, sizes: tuple[int, int]) -> Any:
     return told
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 2), marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)], ids=str)
 def test_lightnings_model_parallel_strategy(ranks: KeptRanks, tmp_path: Path, sizes: tuple[int, int]) -> None:
     pytest.importorskip("lightning")
     ranks.run(sizes[0] * sizes[1], _with_lightning, tmp_path, sizes)

@@ -70,6 +70,23 @@ def test_one_rank_that_is_not_finite_is_an_error_on_all(
         assert f"(rank {rank})" in message
 
 
+@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES[2:])
+def test_torchs_own_functions_raise_on_replicas_too(world_size: int, settings: dict[str, Any]) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
+        backward(model, rank)
+        if rank == 1:
+            spoil(model, "blocks.1", math.inf)
+        before = gradients(model)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01, error_if_nonfinite=True)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], error_if_nonfinite=True)
+        assert same(gradients(model), before)
+
+    on_ranks(world_size, on_rank)
+
+
 def test_the_first_unit_in_module_order_is_named_with_all_its_ranks() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS)

@@ -245,6 +245,7 @@ def test_nothing_is_prepared_where_one_model_of_several_cannot_be() -> None:
     still_trains(model)
 
 
+@pytest.mark.slow
 def test_a_second_model_that_sharding_refuses_leaves_the_first_to_be_prepared_again(tmp_path: Path) -> None:
     accelerator = Accelerator(shard=ALONE, cpu=True)
     model, other = seeded(Net), nn.Sequential(nn.Linear(3, 2)).double()

@@ -86,7 +86,7 @@ def join(rank: int, size: int, folder: Path) -> None:
     [
         (["--gradient_accumulation_steps", "3"], 1e-5),
         # Autocast computes some things in fp32 that polyshard computes in bf16, and the other way round.
-        (["--mixed_precision", "bf16"], 2.0**-6),
+        pytest.param(["--mixed_precision", "bf16"], 2.0**-6, marks=pytest.mark.nightly),
     ],
     ids=["accumulation", "bf16"],
 )

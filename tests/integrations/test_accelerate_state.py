@@ -121,7 +121,7 @@ def resume(rank: int, folder: Path, precision: str) -> None:
     torch.testing.assert_close(resumed_values, values, **SAME)
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.nightly), "fp16"])
 def test_a_run_that_resumes_is_the_run_that_never_stopped(tmp_path: Path, precision: str) -> None:
     on_ranks(2, resume, tmp_path / "state", precision)
 
@@ -210,7 +210,11 @@ def load_and_go_on(folder: Path, chained: bool) -> list[dict[str, torch.Tensor]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chained", [False, True], ids=["an optimizer each", "one optimizer over both"])
+@pytest.mark.parametrize(
+    "chained",
+    [False, pytest.param(True, marks=pytest.mark.nightly)],
+    ids=["an optimizer each", "one optimizer over both"],
+)
 def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_at_three(tmp_path: Path, chained: bool) -> None:
     on_ranks(2, save_after_two, tmp_path / "state", chained)
     models = [seeded(Net), seeded(Net, 1)]

@@ -171,6 +171,7 @@ def accumulate(rank: int, sync_each_batch: bool) -> None:
     accelerator.free_memory()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync_each_batch", [False, True])
 def test_accumulation_reduces_with_the_last_batch(sync_each_batch: bool) -> None:
     on_ranks(2, accumulate, sync_each_batch)
@@ -451,6 +452,7 @@ def overflow(rank: int) -> None:
     accelerator.free_memory()
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_where_one_overflows() -> None:
     on_ranks(2, overflow)
 
@@ -481,5 +483,6 @@ def scale_a_pair(rank: int) -> None:
     accelerator.free_memory()
 
 
+@pytest.mark.slow
 def test_clipping_one_of_two_models_leaves_the_others_gradients_scaled() -> None:
     on_ranks(2, scale_a_pair)

@@ -40,7 +40,8 @@ def quiet() -> Iterator[None]:
         yield
 
 
-FORMS = ["full", "sharded"]
+#: Single files are tried with Fabric and with what plain Lightning goes on from, too.
+FORMS = [pytest.param("full", marks=pytest.mark.nightly), "sharded"]
 OTHER = ShardConfig(strategy="shard_grad_op", layout="rows")
 
 
@@ -168,7 +169,7 @@ def batches(steps: int) -> DataLoader[Any]:
     return DataLoader(Pairs(steps * 2 * BATCH), batch_size=2 * BATCH)
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_plain_lightning_goes_on_from_a_full_checkpoint(tmp_path: Path, flat: bool) -> None:
     ranks = on_ranks(save, str(tmp_path), "full", flat)
     loaded = Every.load_from_checkpoint(tmp_path / "weights.ckpt", map_location="cpu")

@@ -90,6 +90,7 @@ def test_steps_equal_those_of_the_unsharded_model(order: str) -> None:
         torch.testing.assert_close(found, parameters, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clips", "named"), [({"max_norm": 0.1}, "clip_norm"), ({"clip_val": 0.1}, "clip_value")])
 def test_accumulated_and_clipped_steps_equal_those_of_the_unsharded_model(clips: dict[str, float], named: str) -> None:
     losses, parameters = reference(STEPS, accumulates=4, **{named: 0.1})
@@ -101,6 +102,7 @@ def test_accumulated_and_clipped_steps_equal_those_of_the_unsharded_model(clips:
     assert len(ranks[0][2]) == (STEPS // 4 if "max_norm" in clips else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_steps_equal_within_the_dtypes_rounding(precision: str) -> None:
     mixed = precision == "bf16-mixed"
@@ -130,6 +132,7 @@ def overflow(rank: int) -> tuple[list[bool], float, float]:
     return changed, scaler.get_scale(), norm
 
 
+@pytest.mark.slow
 def test_ranks_scale_alike_and_skip_a_step_that_overflowed_on_one() -> None:
     one, other = on_ranks(overflow)
     assert one == other
@@ -168,6 +171,7 @@ def marked(rank: int) -> tuple[float, list[str]]:
     return found, refusals
 
 
+@pytest.mark.slow
 def test_marked_methods_see_whole_parameters_and_others_are_refused() -> None:
     plain = built().double()
     x = plain.blocks(plain.first(torch.ones(1, 3, dtype=torch.float64))).sum().item()
@@ -195,6 +199,7 @@ def on_meta(rank: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_models_on_the_meta_device_are_made_where_they_are_sharded() -> None:
     for losses in on_ranks(on_meta):
         assert all(0 < loss < 100 for loss in losses)
@@ -303,6 +308,7 @@ def raw(rank: int, folder: str) -> list[bool]:
     return [*same, *moments, all("bias" in name for name in names)]
 
 
+@pytest.mark.slow
 def test_raw_files_are_loaded_and_filters_are_kept_to(tmp_path: Path) -> None:
     for found in on_ranks(raw, str(tmp_path)):
         assert len(found) == 21
@@ -493,6 +499,7 @@ def tell_before_training(rank: int, folder: str, form: str) -> None:
         runs.save(f"{folder}/model", {"model": model})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_optimizers_that_cannot_be_saved_are_told_of_before_training(tmp_path: Path, form: str) -> None:
     on_ranks(tell_before_training, str(tmp_path), form)

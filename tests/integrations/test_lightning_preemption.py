@@ -107,7 +107,7 @@ def preempt_and_resume(rank: int, folder: str, form: str, accumulates: int, told
         pytest.param("sharded", 1, 2, 10, marks=pytest.mark.nightly),
         ("full", 1, 2, 10),
         # Of three batches a step: signalled behind the ninth batch in all, told behind the twelfth.
-        ("sharded", 3, 2, 12),
+        pytest.param("sharded", 3, 2, 12, marks=pytest.mark.nightly),
         # Told behind an epoch.
         ("sharded", 1, 4, 12),
     ],

@@ -280,6 +280,7 @@ def composed(rank: int, folder: str) -> tuple[list[float], int]:
     return module.losses, polyshard.report(module).units
 
 
+@pytest.mark.slow
 def test_modules_that_the_user_sharded_become_part_of_the_whole(tmp_path: Path) -> None:
     ranks = on_ranks(composed, str(tmp_path))
     assert mean_losses([losses for losses, _ in ranks]) == pytest.approx(reference(3)[0], rel=1e-10)
@@ -297,6 +298,7 @@ def closed(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_module_that_was_closed_says_so(tmp_path: Path) -> None:
     for text in on_ranks(closed, str(tmp_path)):
         assert "came after polyshard.close" in text

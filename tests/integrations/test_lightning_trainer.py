@@ -88,6 +88,7 @@ def fit_flat(rank: int, folder: str) -> dict[str, torch.Tensor]:
     return whole(module)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_flat_parameters_trains_alike(tmp_path: Path) -> None:
     model = built().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -323,6 +324,7 @@ def late(rank: int, folder: str) -> tuple[bool, float, list[float]]:
     return any(parameter.is_meta for parameter in module.parameters()), held, module.losses
 
 
+@pytest.mark.slow
 def test_layers_on_the_meta_device_are_made_where_they_are_sharded(tmp_path: Path) -> None:
     model = Net().double()
     for inner in model.modules():

@@ -37,6 +37,7 @@ def owners(layout: FlatLayout) -> list[tuple[int, int] | None]:
     return table
 
 
+@pytest.mark.slow
 @given(SHAPES, WORLD_SIZES, ITEM_SIZES)
 def test_parameters_lie_aligned_in_order_and_apart(
     shapes: list[tuple[int, ...]], world_size: int, itemsize: int
@@ -54,6 +55,7 @@ def test_parameters_lie_aligned_in_order_and_apart(
     assert layout.numel == end
 
 
+@pytest.mark.slow
 @given(SHAPES, WORLD_SIZES, ITEM_SIZES, st.data())
 def test_pieces_in_an_inclusive_range_are_those_found_element_by_element(
     shapes: list[tuple[int, ...]], world_size: int, itemsize: int, data: st.DataObject
@@ -128,6 +130,7 @@ def test_a_rank_outside_the_world_is_refused() -> None:
         layout.pieces(-1)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.randoms())
 def test_strides_of_permuted_tensors_are_kept(sizes: list[int], random: object) -> None:
     order = list(range(len(sizes)))
@@ -146,6 +149,7 @@ def test_channels_last_is_kept_and_what_has_holes_becomes_contiguous() -> None:
     assert dense_stride((6, 4), expanded.stride()) == (4, 1)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.lists(st.integers(0, 12), min_size=3, max_size=3))
 def test_any_stride_becomes_one_that_reaches_every_element_of_the_range_once(
     sizes: list[int], steps: list[int]

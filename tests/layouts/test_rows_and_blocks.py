@@ -81,6 +81,7 @@ def check(unit: UnitGeometry, arrangements: Sequence[Arrangement], grains: Seque
     assert slices(arrangements) <= longest(unit, grains)
 
 
+@pytest.mark.slow
 @given(units())
 @settings(deadline=None)
 def test_no_row_is_cut(unit: UnitGeometry) -> None:
@@ -91,6 +92,7 @@ def test_no_row_is_cut(unit: UnitGeometry) -> None:
     assert shown == {index for index, row in enumerate(rows) if row is not None}
 
 
+@pytest.mark.slow
 @given(units(), st.sampled_from([2, 32, 48, 256, 1000]), st.sampled_from([0, 100, 4096]))
 @settings(deadline=None)
 def test_no_block_is_cut(unit: UnitGeometry, size: int, smallest: int) -> None:
@@ -113,6 +115,7 @@ def test_no_tile_is_cut(unit: UnitGeometry, size: tuple[int, int], smallest: int
     assert frozenset().union(*(each.by_rows for each in arrangements)) == {i for i, rules in enumerate(ruled) if rules}
 
 
+@pytest.mark.slow
 @given(units())
 @settings(deadline=None)
 def test_flat_leaves_what_alignment_asks_for_alone(unit: UnitGeometry) -> None:
@@ -123,6 +126,7 @@ def test_flat_leaves_what_alignment_asks_for_alone(unit: UnitGeometry) -> None:
     assert slices(arrangements) <= unit.aligned_slice(least)
 
 
+@pytest.mark.slow
 @given(units())
 @settings(deadline=None)
 def test_blocks_of_one_element_and_vectors_by_rows_lie_as_close_as_flat(unit: UnitGeometry) -> None:

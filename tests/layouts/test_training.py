@@ -35,9 +35,9 @@ from wires import Int8Wire
 UNITS = units_of(Block, Frozen)
 EVERY = {**LAYOUTS, "halves": Halves()}
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
-#: Every layout under every strategy, and every pair of either with a number of ranks.
+#: Every layout under every strategy, and every pair of either with a number of ranks; each second one at night.
 CASES = [
-    (layout, strategy, 2 + (row + column) % 3)
+    pytest.param(layout, strategy, 2 + (row + column) % 3, marks=[pytest.mark.nightly] * ((row + column) % 2))
     for row, layout in enumerate(LAYOUTS)
     for column, strategy in enumerate(STRATEGIES)
 ]
@@ -76,9 +76,9 @@ def test_training_equals_the_unsharded_models(layout: str, strategy: str, ranks:
     assert_parity(mixed(), step, ranks, optimizer=optimizer, settings=settings_of(layout, strategy, ranks))
 
 
-#: Layouts and settings, and a number of ranks for each.
+#: Layouts and settings, and a number of ranks for each; each second one at night.
 OTHERS = [
-    (layout, extra, 2 + (row + column) % 3)
+    pytest.param(layout, extra, 2 + (row + column) % 3, marks=[pytest.mark.nightly] * ((row + column) % 2))
     for row, layout in enumerate([*LAYOUTS, "halves"])
     for column, extra in enumerate(
         [
@@ -96,6 +96,7 @@ def test_so_does_it_with_other_settings(layout: str, extra: dict[str, Any], rank
     assert_parity(mixed(), accumulated, ranks, optimizer=adam, settings=settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_several_units_of_one_module_train_alike(strategy: str) -> None:
     assert_parity(mixed(), accumulated, 4, optimizer=adam, settings=settings_of("halves", strategy, 4))
@@ -105,6 +106,7 @@ def flat_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(polyshard.flat_parameters(model), lr=1e-2) if is_sharded(model) else adam(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", EVERY)
 def test_flat_parameters_train_alike(layout: str) -> None:
     model = mixed()
@@ -138,6 +140,7 @@ def trained(ranks: int, turns: int = 3, double: bool = False, **settings: Any) -
     return on_ranks(ranks, on_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", EVERY)
 def test_an_encoded_wire_trains(layout: str) -> None:
     # One scale of 8 bits a rank, whose elements are others in each layout.
@@ -184,6 +187,7 @@ class Wide(nn.Module):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+@pytest.mark.slow
 def test_rows_divide_a_unit_into_segments_where_that_saves_padding() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[int, int]:
         found = []
@@ -199,6 +203,7 @@ def test_rows_divide_a_unit_into_segments_where_that_saves_padding() -> None:
     assert_parity(seeded(Wide), square_step, 8, optimizer=adam, settings={"layout": "rows"})
 
 
+@pytest.mark.slow
 def test_modules_composed_one_by_one_may_each_have_a_layout_of_its_own() -> None:
     def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
         for block, layout in zip(model.blocks, ("rows", Halves()), strict=True):

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.slow
     [
         ("names", (2, 2), (("strategy", "shard_grad_op"),)),
         pytest.param("flattened", (2, 2), (("layout", "rows"),), marks=pytest.mark.nightly),
-        ("replicas", (2, 2), ()),
+        pytest.param("replicas", (2, 2), (), marks=pytest.mark.nightly),
         pytest.param("copies along cp", (2, 2), (), marks=pytest.mark.nightly),
         ("fully_shard", (2, 2), ()),
         pytest.param("fully_shard with replicas", (2, 2), (), marks=pytest.mark.nightly),
-        ("fsdp", (2, 2), ()),
+        pytest.param("fsdp", (2, 2), (), marks=pytest.mark.nightly),
         # Beside tensor parallelism, whose ranks see the same part.
         pytest.param("names", (1, 2, 2), (), marks=pytest.mark.nightly),
         ("flattened", (1, 2, 2), ()),

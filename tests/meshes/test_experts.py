@@ -50,7 +50,10 @@ def test_experts_over_two_ranks_with_two_shards_each(plan: Plan) -> None:
             Plan(**ALONE, shape=Shape(experts=4), settings=(ZERO_2,), optimizer="muon", microbatches=2),
             marks=pytest.mark.nightly,
         ),
-        Plan(**{**EP, "sizes": (4, 1)}, shape=Shape(experts=3, kept="modules"), settings=(ROWS,)),
+        pytest.param(
+            Plan(**{**EP, "sizes": (4, 1)}, shape=Shape(experts=3, kept="modules"), settings=(ROWS,)),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=str,
 )
@@ -65,7 +68,7 @@ def test_groups_of_one_rank(plan: Plan) -> None:
         # "data" is the default's.
         pytest.param((2, 2), "data", marks=pytest.mark.nightly),
         ((2, 2), "group"),
-        ((2, 2), "sum"),
+        pytest.param((2, 2), "sum", marks=pytest.mark.nightly),
         ((2, 2), 3.0),
         pytest.param((1, 4), "group", marks=pytest.mark.nightly),
     ],

@@ -120,11 +120,12 @@ def test_dimensions_that_the_mesh_has_not_or_has_twice() -> None:
         Wrong("ConfigError", "dp, tp shard=", shard=None),
         Wrong("ConfigError", "'tp' hybrid", replicate="tp"),
         Wrong("ConfigError", "mesh= 'dp'", mesh=None),
+        # Ranks that have other parts.
+        Wrong("ParameterError", "'embed.weight' DTensor shard replicate", shard=("dp", "tp")),
     )
 
 
-def test_shards_over_ranks_that_have_other_parts() -> None:
-    assert_refused(TP, Wrong("ParameterError", "'embed.weight' DTensor shard replicate", shard=("dp", "tp")))
+def test_shards_of_experts_over_ranks_that_have_others() -> None:
     assert_refused(
         PARTS,
         experts("ParameterError", "'blocks.0.feed.experts.up' DTensor", mesh=("edp", "ep")),

@@ -92,9 +92,8 @@ def gradient_pieces(rank: int, plan: Plan) -> tuple[dict[str, int], Pieces]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [(), (ROWS,)], ids=str)
-def test_placement_tells_where_each_gradient_lies(settings: tuple[tuple[str, Any], ...]) -> None:
-    plan = Plan(**TP, shape=Shape(sequence=True), settings=settings, steps=0)
+def test_placement_tells_where_each_gradient_lies() -> None:
+    plan = Plan(**TP, shape=Shape(sequence=True), steps=0)
     ranks = [pieces for _, pieces in run(plan.world_size, gradient_pieces, plan)]
     for name, wanted in expected(plan).gradients.items():
         found = torch.full_like(wanted, torch.nan)

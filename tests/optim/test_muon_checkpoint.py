@@ -44,7 +44,7 @@ def optimizers(model: nn.Module) -> Both:
     return cast("Both", exact(model))
 
 
-def trained(sharding: str, folder: Path, saves: int | None = None, resumes: bool = False, turns: int = 6) -> Values:
+def trained(sharding: str, folder: Path, saves: int | None = None, resumes: bool = False, turns: int = 4) -> Values:
     """Whole parameters after ``turns``; saved after some, or loaded and gone on with."""
     ranks, settings = SHARDINGS[sharding]
     start = seeded(Zoo, seed=7 if resumes else 0)
@@ -80,7 +80,7 @@ def _pairs() -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("saves", "loads"), _pairs())
 def test_resuming_elsewhere_gives_the_run_that_never_stopped(saves: str, loads: str, tmp_path: Path) -> None:
-    went_on = trained(saves, tmp_path, saves=3)
+    went_on = trained(saves, tmp_path, saves=2)
     resumed = trained(loads, tmp_path, resumes=True)
     # The mean of three equal gradients is not always that gradient, to the bit.
     same_means = SHARDINGS[saves][0] == SHARDINGS[loads][0] or 3 not in (SHARDINGS[saves][0], SHARDINGS[loads][0])

@@ -206,32 +206,6 @@ def test_groups_that_mean_it_are_let_through_without_a_word(
     on_ranks(2, on_rank)
 
 
-def training(name: str, **settings: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda model: getattr(torch.optim, name)(model.parameters(), lr=1e-2, **settings)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        training("SGD", momentum=0.9, nesterov=True, fused=True),
-        training("Adam", fused=True),
-        training("AdamW", amsgrad=True, foreach=False),
-        training("Adagrad", fused=True),
-        training("Adamax", foreach=True),
-        training("NAdam"),
-        training("RAdam"),
-        training("RMSprop", centered=True),
-        training("Rprop"),
-        training("Adadelta"),
-        training("ASGD"),
-    ],
-)
-def test_optimizers_of_torch_that_treat_elements_alike_are_right(
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-) -> None:
-    assert_parity(seeded(Net), world_size=2, optimizer=make, settings=BLOCKS)
-
-
 def test_a_group_that_is_added_later_trains() -> None:
     def train(model: nn.Module, ranks: list[int]) -> None:
         parameters = list(model.parameters())

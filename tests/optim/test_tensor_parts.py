@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
-TURNS = 5
+TURNS = 3
 ROWS = ("layout", "rows")
 OFFLOAD = ("offload", "cpu")
 TP: dict[str, Any] = {"names": ("dp", "tp"), "shard": ("dp",)}
@@ -134,14 +134,13 @@ def assert_as_whole(plan: Plan, made: Make, decay: float | None = None) -> None:
     ranks = run(plan.world_size, trained, plan, made, decay)
     found = together([each.parameters for each in ranks], ranks, plan)
     wanted, start = expected(plan, made, decay), dict(make(plan).named_parameters())
-    assert max((wanted[name] - value).abs().max().item() for name, value in start.items()) > 0.05
+    assert max((wanted[name] - value).abs().max().item() for name, value in start.items()) > 0.02
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(Plan((2, 2), **TP, shape=Shape(sequence=True)), marks=pytest.mark.nightly),
         pytest.param(Plan((2, 2), **TP, shape=Shape(tied=True), settings=(ROWS, OFFLOAD)), marks=pytest.mark.nightly),
         # Parts of 3, 3, 3 and 1 hidden columns.
         Plan((1, 4), **TP, shape=Shape()),
@@ -158,7 +157,6 @@ def test_muon_of_matrices_that_tensor_parallelism_cuts(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(Plan((2, 2), **EP, shape=Shape(experts=4)), marks=pytest.mark.nightly),
         pytest.param(
             Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor"), settings=(ROWS,)), marks=pytest.mark.nightly
         ),
@@ -176,8 +174,7 @@ def test_muon_of_experts(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan((2, 2), **TP, shape=Shape(sequence=True)),
-        pytest.param(Plan((1, 4), **TP, shape=Shape()), marks=pytest.mark.nightly),
+        pytest.param(Plan((2, 2), **TP, shape=Shape(sequence=True)), marks=pytest.mark.nightly),
         Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor")),
     ],
     ids=str,
@@ -261,15 +258,8 @@ def given_others(rank: int, plan: Plan, other: int) -> tuple[str, bool]:
     return str(caught.value), moved
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan((2, 2), **TP, shape=Shape()),
-        pytest.param(Plan((2, 2), **EP, shape=Shape(experts=4)), marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_all_ranks_refuse_another_order_on_one(plan: Plan) -> None:
+def test_all_ranks_refuse_another_order_on_one() -> None:
+    plan = Plan((2, 2), **TP, shape=Shape())
     for message, moved in run(plan.world_size, given_others, plan, 3):
         assert "WholeNorm was given other parameters, or in another order, on some ranks" in message
         assert "rank 3" in message

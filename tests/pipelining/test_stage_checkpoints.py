@@ -163,7 +163,12 @@ def through_dcp(rank: int, plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan("1F1B", tied=False), Plan("Interleaved1F1B", each=2, tied=False, faced=True)], ids=str
+    "plan",
+    [
+        Plan("1F1B", tied=False),
+        pytest.param(Plan("Interleaved1F1B", each=2, tied=False, faced=True), marks=pytest.mark.nightly),
+    ],
+    ids=str,
 )
 def test_states_of_all_stages_are_one_checkpoint_of_torchs(plan: Plan, tmp_path: Path) -> None:
     wanted = dict(pipelines.expected(plan, 3)[0].named_parameters())

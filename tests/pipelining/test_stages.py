@@ -48,7 +48,7 @@ def assert_parity(plan: Plan) -> None:
         pytest.param(Plan("GPipe"), marks=pytest.mark.nightly),
         pytest.param(Plan("1F1B", gathers="microbatch"), marks=pytest.mark.nightly),
         Plan("1F1B", gathers="microbatch", settings={"strategy": "shard_grad_op"}),
-        Plan("Interleaved1F1B", each=2),
+        pytest.param(Plan("Interleaved1F1B", each=2), marks=pytest.mark.nightly),
         Plan("ZBVZeroBubble", each=2, gathers="microbatch"),
         pytest.param(Plan("ZBVZeroBubble", each=2), marks=pytest.mark.nightly),
         Plan("GPipe", faced=True),
@@ -86,10 +86,11 @@ HYBRID = {"strategy": "hybrid_shard", "shard": "dp", "replicate": "replicate"}
     "plan",
     [
         Plan("1F1B", sizes=(2, 2, 1), names=("pp", "replicate", "dp"), settings=HYBRID),
-        Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), gathers="microbatch"),
+        Plan("1F1B", sizes=(2, 1, 2), names=("pp", "dp", "tp"), settings={"strategy": "no_shard"}),
         *(
             pytest.param(plan, marks=pytest.mark.nightly)
             for plan in (
+                Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), gathers="microbatch"),
                 Plan("1F1B", sizes=(2, 2, 2), names=("pp", "replicate", "dp"), settings=HYBRID),
                 Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), faced=True),
             )
@@ -114,7 +115,11 @@ def evaluated(rank: int, plan: Plan) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("plan", [Plan("1F1B"), Plan("Interleaved1F1B", each=2, gathers="microbatch")], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(Plan("1F1B"), marks=pytest.mark.nightly), Plan("Interleaved1F1B", each=2, gathers="microbatch")],
+    ids=str,
+)
 def test_a_pipeline_is_evaluated_between_steps(plan: Plan) -> None:
     outputs = RANKS.run(4, evaluated, plan)
     assert [len(each) for each in outputs] == [0, 0, 2, 2]
@@ -253,7 +258,10 @@ def scaled(rank: int, plan: Plan, broken: float) -> tuple[float, dict[str, torch
 
 @pytest.mark.parametrize(
     ("plan", "broken"),
-    [(Plan("1F1B"), math.nan), (Plan("Interleaved1F1B", each=2, faced=True), math.inf)],
+    [
+        (Plan("1F1B"), math.nan),
+        pytest.param(Plan("Interleaved1F1B", each=2, faced=True), math.inf, marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_a_gradient_that_overflows_in_one_stage_makes_all_stages_skip(plan: Plan, broken: float) -> None:

@@ -14,7 +14,7 @@ from polyshard.planning import thresholds
 from polyshard.planning.launches import Buckets, ReduceMode, alike
 from polyshard.runtime.order import ExecutionOrder
 
-MESHES = 150
+MESHES = 50
 
 
 class Launch(NamedTuple):
@@ -191,13 +191,13 @@ def test_all_ranks_that_share_groups_launch_in_one_order() -> None:
         model = random_model(seed)
         assert disagreement(model) == "", f"seed {seed}, mesh {model.mesh.shape}"
         overlapping += len({launch.ranks for launch in launches_of(model, 0)}) > 1
-    assert overlapping > 120
+    assert overlapping > 40
 
 
 @pytest.mark.slow
 def test_by_the_bytes_of_each_rank_they_would_not() -> None:
-    broken = [seed for seed in range(100) if disagreement(random_model(seed), by_local_sizes=True)]
-    assert len(broken) >= 10
+    broken = [seed for seed in range(MESHES) if disagreement(random_model(seed), by_local_sizes=True)]
+    assert len(broken) >= 5
 
 
 def reductions(kinds: str, nbytes: int, limit: int) -> list[str]:

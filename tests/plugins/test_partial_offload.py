@@ -395,6 +395,7 @@ def test_kept_slices_are_of_the_dtype_that_computes() -> None:
 # --- state ---
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_one_choice_of_units_to_another(tmp_path: Path) -> None:
     def trained(model: nn.Module, rank: int, turns: range) -> torch.optim.Optimizer:
         optimizer = adam(model)

@@ -53,6 +53,7 @@ def sharded(*listeners: Any, rank: int = 0) -> nn.Module:
     return polyshard.shard(model, config)
 
 
+@pytest.mark.slow
 def test_listeners_hear_of_each_block_until_all_bytes_are_there(tmp_path: Path) -> None:
     heard = Heard()
     model = sharded(heard)
@@ -92,6 +93,7 @@ def test_files_of_hugging_face_are_heard_of_on_each_rank(ranks: Any, tmp_path: P
             assert done[-1] == total > 0
 
 
+@pytest.mark.slow
 def test_a_line_is_written_over_and_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "400")
@@ -105,6 +107,7 @@ def test_a_line_is_written_over_and_removed_at_the_end(tmp_path: Path, monkeypat
     assert all(re.fullmatch(r"Saving .*: 100%, 8\.0 of 8\.0 MiB, [\d,]+ MiB/s", each) for each in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "terminal", "term"), [(0, False, "xterm"), (1, True, "xterm"), (0, True, "dumb")], ids=str
 )

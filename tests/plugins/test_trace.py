@@ -23,7 +23,7 @@ from polyshard.interfaces import Observer, PluginContext, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins import trace_step
 from polyshard_plugins.trace import (
-    Clock,
+    HostClock,
     Kind,
     Lane,
     Memory,
@@ -116,6 +116,7 @@ SPANS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(SPANS)
 def test_exposure_equals_a_count_over_a_grid(spans: list[Span]) -> None:
     count = 0
@@ -159,6 +160,7 @@ def crowded() -> StepTrace:
     )
 
 
+@pytest.mark.slow
 @given(SPANS)
 def test_any_spans_are_a_chrome_trace_and_read_back(spans: list[Span]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -264,6 +266,7 @@ def test_pictures_are_drawn_in_the_format_of_their_name(tmp_path: Path) -> None:
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_step_in_which_nothing_happened_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw_trace(step_of(duration=0.0, memory=(MemorySample(0.0, 0), MemorySample(0.0, 0))), tmp_path / "step.png")
@@ -322,6 +325,7 @@ def test_a_step_holds_each_units_operations(tmp_path: Path, strategy: str, gathe
         assert 0.0 <= trace.exposed_share <= 1.0
 
 
+@pytest.mark.slow
 def test_a_step_is_in_order(tmp_path: Path) -> None:
     train(tmp_path, picture="none", settings={"batch_nbytes": 0})
     content = json.loads((tmp_path / "step-3-rank-0.json").read_text())
@@ -356,6 +360,7 @@ def test_a_step_is_in_order(tmp_path: Path) -> None:
         assert all(end <= wait.start_us or wait.end_us <= start for start, end in trace.compute)
 
 
+@pytest.mark.slow
 def test_bytes_and_gather_memory_are_those_of_the_units(tmp_path: Path) -> None:
     train(tmp_path, picture="none", settings={"forward_prefetch": 1, "backward_prefetch": 1, "batch_nbytes": 0})
     trace = read_trace(tmp_path / "step-3-rank-0.json")
@@ -407,6 +412,7 @@ def test_a_picture_lies_beside_the_file(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_recomputed_units_are_gathered_once_and_compute_twice_in_backward(tmp_path: Path) -> None:
     class Recomputing(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -478,7 +484,7 @@ def call_all(watches: Observer, unit: UnitSpec) -> None:
     watches.reduced(unit)
 
 
-class LateClock(Clock):
+class LateClock(HostClock):
     """Stamps are numbers of marks, and the device has got to those below ``reached``; ten microseconds apart."""
 
     orders_lanes = False
@@ -644,6 +650,7 @@ def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     listener(tmp_path, rank=1)
 
 
+@pytest.mark.slow
 def test_one_object_serves_units_made_one_by_one(tmp_path: Path) -> None:
     trace = listener(tmp_path, steps=[2], picture="none")
     settings = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 4}, listeners=[trace])

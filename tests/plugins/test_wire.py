@@ -62,6 +62,7 @@ class TestFp8(PrecisionSuite):
         return caster("fp8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("case", CASES)

@@ -191,6 +191,7 @@ def expected_by_size(sizes: Any, minimum: int, name: str = "") -> tuple[int, lis
 trees = st.recursive(st.integers(1, 9), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=8)
 
 
+@pytest.mark.slow
 @given(st.lists(trees, min_size=1, max_size=3), st.integers(1, 20))
 def test_size_leaves_nothing_together_that_would_make_a_unit(sizes: list[Any], minimum: int) -> None:
     chosen = names(Size(CONTEXT, min_num_params=minimum), ratio_tree(sizes))

@@ -98,6 +98,7 @@ def _acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "acme_counts", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "parts"), [({}, 0), ({"strategy": "hybrid_shard", "shard_size": 2}, 2), ({"strategy": "no_shard"}, 0)]
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from polyshard.registry import PluginState, installed, resolve
 from polyshard_tools.cli.main import main
 from polyshard_tools.doctor import plugins, variables
 from polyshard_tools.doctor.machine import Machine
-from processes import run_processes
+from processes import run_processes, run_script
 from refusal import Tower, refused, silent
 from torch import nn
 
@@ -251,15 +249,10 @@ for policy in ("always", "one"):
 
 @pytest.mark.slow
 def test_nothing_is_imported_but_what_was_named(site: Site, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(site.folder), *filter(None, sys.path)])
-    ended = subprocess.run(
-        [sys.executable, "-c", NAMED_ALONE, str(tmp_path / "saved")],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["always", "one acme_marks_one"]
+    # A script finds what lies beside it.
+    script = site.folder / "named_alone.py"
+    script.write_text(NAMED_ALONE)
+    ended = run_script(0, script, [str(tmp_path / "saved")])
+    assert ended.codes == [0], ended.errors
+    assert ended.output.splitlines() == ["always", "one acme_marks_one"]
     assert site.imported == {"one"}

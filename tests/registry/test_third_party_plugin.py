@@ -336,6 +336,7 @@ def narrow_input_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tens
         hook.remove()
 
 
+@pytest.mark.slow
 def test_everything_comes_from_one_package_named_in_a_file(acme: Any, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(RUN)

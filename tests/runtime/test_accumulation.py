@@ -32,20 +32,6 @@ from torch import nn
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard", "hybrid_shard_zero2"])
-def test_no_sync_sums_microbatches_before_one_reduction(strategy: str) -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        with polyshard.no_sync(model) if is_sharded(model) else nullcontext():
-            first = square_step(model, turn, rank)
-            assert not is_sharded(model) or all(parameter.grad is None for parameter in model.parameters())
-        return [*first, *square_step(model, turn + 10, rank)]
-
-    settings: dict[str, Any] = {"policy": units_of(Block), "strategy": strategy}
-    if strategy.startswith("hybrid"):
-        settings["shard_size"] = 2
-    assert_parity(seeded(Net), step, world_size=4, settings=settings, optimizer=adam)
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_step_over_gradients_that_nobody_reduced_is_refused(strategy: str) -> None:
     reference = nn.Linear(4, 1, bias=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import polyshard
@@ -134,29 +134,26 @@ def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
-    ("limit", "config"),
+    ("world_size", "limit", "config"),
     [
-        (3 * BLOCK_NBYTES, {"strategy": "shard_grad_op"}),
-        (3 * BLOCK_NBYTES, {"offload": "cpu"}),
-        (4 * BLOCK_NBYTES, {"strategy": "full_shard"}),
-        (4 * BLOCK_NBYTES, {"offload": "cpu"}),
-        (5 * BLOCK_NBYTES, {"strategy": "full_shard"}),
-        ("16 MiB", {"strategy": "shard_grad_op"}),
+        (2, 3 * BLOCK_NBYTES, {"strategy": "shard_grad_op"}),
+        (2, 3 * BLOCK_NBYTES, {"offload": "cpu"}),
+        (2, 4 * BLOCK_NBYTES, {"strategy": "full_shard"}),
+        (2, 4 * BLOCK_NBYTES, {"offload": "cpu"}),
+        (2, "16 MiB", {"strategy": "shard_grad_op"}),
+        pytest.param(3, 5 * BLOCK_NBYTES, {"strategy": "full_shard"}, marks=pytest.mark.nightly),
+        (4, 3 * BLOCK_NBYTES, {"strategy": "hybrid_shard", "shard_size": 2}),
+        (4, 4 * BLOCK_NBYTES, {"strategy": "hybrid_shard_zero2", "shard_size": 2}),
+        # Up to eight ranks, each one's part of a unit is copied by itself.
+        (9, 4 * 9 * 18 * 8, {}),
+        pytest.param(9, "16 MiB", {}, marks=pytest.mark.nightly),
     ],
+    ids=str,
 )
 def test_training_is_that_of_the_unsharded_model(world_size: int, limit: int | str, config: dict[str, Any]) -> None:
     everything = {**BLOCKS, **config, "batch_nbytes": limit}
-    assert_parity(seeded(lambda: Net(11)), world_size=world_size, turns=4, optimizer=adam, settings=everything)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [4 * 9 * 18 * 8, "16 MiB"], ids=["several", "one"])
-def test_buckets_of_more_ranks_than_have_a_copy_each(limit: int | str) -> None:
-    # Up to eight ranks, each one's part of a unit is copied by itself.
-    everything = {**BLOCKS, "batch_nbytes": limit}
-    assert_parity(seeded(lambda: Net(9)), world_size=9, turns=2, optimizer=adam, settings=everything)
+    assert_parity(seeded(lambda: Net(9)), world_size=world_size, turns=2, optimizer=adam, settings=everything)
 
 
 def in_turns(model: nn.Module, other: Collectives) -> nn.Module:
@@ -233,13 +230,24 @@ def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int
     assert_parity(seeded(lambda: layers(widths)), step, world_size=world_size, turns=2, settings=config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "blocks"), [("hybrid_shard", 3), ("hybrid_shard_zero2", 4)], ids=["grouped", "merged"]
-)
-def test_hybrid_groups_reduce_buckets_over_shards_and_replicas(strategy: str, blocks: int) -> None:
-    settings = {**BLOCKS, "strategy": strategy, "shard_size": 2, "batch_nbytes": blocks * BLOCK_NBYTES}
-    assert_parity(seeded(lambda: Net(9)), world_size=4, settings=settings)
+def assert_mean_gradients(shards: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> None:
+    """The ranks' gradient shards, one after the other, are the mean of ``wanted``, an unsharded model's a rank."""
+    for name in wanted[0]:
+        got = torch.cat([shard[name].flatten() for shard in shards if name in shard])
+        mean = torch.stack([each[name] for each in wanted]).mean(0)
+        torch.testing.assert_close(got, mean.flatten(), rtol=1e-12, atol=1e-12)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def after_turn_2(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    """By rank: the gradients of an unsharded copy of ``model``."""
+    twins = [copy.deepcopy(model) for _ in range(2)]
+    for rank, twin in enumerate(twins):
+        square_step(twin, 2, rank)
+    return [gradients(twin) for twin in twins]
 
 
 @pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
@@ -255,42 +263,20 @@ def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one(blocks: i
                         for parameter in block.parameters():
                             parameter.grad = None
             square_step(model, turn, rank)
-        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-    wanted: dict[str, torch.Tensor] = {}
-    for rank in range(2):
-        twin = seeded(lambda: Net(8))
-        for name, gradient in third_gradients(twin, rank).items():
-            wanted[name] = wanted.get(name, torch.zeros(())) + gradient / 2
+        return gradients(model)
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=blocks * BLOCK_NBYTES)
-        return {name: gradient.clone() for name, gradient in third_gradients(mine, rank).items()}
+        return third_gradients(mine, rank)
 
-    first, second = on_ranks(2, on_rank)
-    for name, gradient in wanted.items():
-        got = torch.cat([part[name].flatten() for part in (first, second) if name in part])
-        torch.testing.assert_close(got, gradient.flatten(), rtol=1e-12, atol=1e-12)
+    wanted = [third_gradients(seeded(lambda: Net(8)), rank) for rank in range(2)]
+    assert_mean_gradients(on_ranks(2, on_rank), wanted)
 
 
 @pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
 def test_accumulated_gradients_are_reduced_in_buckets(blocks: int) -> None:
     config = {**BLOCKS, "batch_nbytes": blocks * BLOCK_NBYTES}
     assert_parity(seeded(lambda: Net(9)), accumulating_step, world_size=2, settings=config)
-
-
-def assert_mean_gradients(shards: list[dict[str, torch.Tensor]], make: Callable[[], nn.Module], turn: int) -> None:
-    """The ranks' gradient shards, one after the other, are the mean of what an unsharded model has on each rank."""
-    wanted: dict[str, torch.Tensor] = {}
-    for rank in range(len(shards)):
-        twin = make()
-        square_step(twin, turn, rank)
-        for name, parameter in twin.named_parameters():
-            assert parameter.grad is not None
-            wanted[name] = wanted.get(name, torch.zeros(())) + parameter.grad / len(shards)
-    for name, gradient in wanted.items():
-        got = torch.cat([shard[name].flatten() for shard in shards if name in shard])
-        torch.testing.assert_close(got, gradient.flatten(), rtol=1e-12, atol=1e-12)
 
 
 class Fails(Net):
@@ -323,9 +309,9 @@ def test_what_waited_when_a_backward_failed_is_in_no_later_gradient(limit: int |
             square_step(mine, 1, rank)
         mine.fails = False
         square_step(mine, 2, rank)
-        return {name: p.grad.clone() for name, p in mine.named_parameters() if p.grad is not None}
+        return gradients(mine)
 
-    assert_mean_gradients(on_ranks(2, on_rank), lambda: seeded(lambda: Fails(6)), turn=2)
+    assert_mean_gradients(on_ranks(2, on_rank), after_turn_2(model))
 
 
 @pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, "16 MiB"], ids=["grouped", "merged"])
@@ -360,9 +346,9 @@ def test_after_a_reduction_that_failed_training_goes_on(
             square_step(mine, 1, rank)
         mine.zero_grad()
         square_step(mine, 2, rank)
-        return {name: p.grad.clone() for name, p in mine.named_parameters() if p.grad is not None}
+        return gradients(mine)
 
-    assert_mean_gradients(on_ranks(2, on_rank), lambda: seeded(lambda: Net(6)), turn=2)
+    assert_mean_gradients(on_ranks(2, on_rank), after_turn_2(model))
 
 
 @pytest.mark.parametrize(

@@ -206,25 +206,6 @@ def test_a_unit_that_returns_nothing(outer: bool) -> None:
     assert_parity(seeded(Root), world_size=2, settings={"policy": units_of(Silent, Block)})
 
 
-def test_a_backward_that_raised_on_a_graph_that_is_walked_again() -> None:
-    """Without a forward in between, the second backward is right or says one clear thing."""
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        mine = sharded_copy(seeded(FragileNet), rank, world, **FRAGILE)
-        mine.blocks[1].raises = "backward"
-        loss = mine(draw(4, 3)).square().mean()
-        for _ in range(2):
-            with pytest.raises(PlannedError):
-                loss.backward(retain_graph=True)
-        mine.blocks[1].raises = None
-        mine.zero_grad()
-        return square_step(mine, 0, rank)
-
-    plain = seeded(FragileNet)
-    for rank, values in enumerate(on_ranks(2, on_rank)):
-        torch.testing.assert_close(values, square_step(plain, 0, rank), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("index", [0, 1, 3])
 def test_a_backward_after_one_that_raised_has_all_gradients(index: int, strategy: str) -> None:

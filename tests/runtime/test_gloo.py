@@ -99,28 +99,6 @@ def test_five_adamw_steps_equal_those_of_the_unsharded_model(
     assert_trained(run(processes, train_with, world_size, settings), world_size)
 
 
-def losses_of_twenty_steps(rank: int) -> list[float] | None:
-    group = dist.new_group([0, 1])
-    if rank > 1:
-        return None
-    model = polyshard.shard(seeded(Net), ShardConfig(collectives=group, timeout_s=TIMEOUT_S, **BLOCKS))
-    optimizer = adam(model)
-    losses = []
-    for turn in range(20):
-        (loss, *_) = square_step(model, turn, rank)
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-@pytest.mark.slow
-def test_twenty_losses_equal_those_of_the_unsharded_model(processes: RankPool) -> None:
-    expected = train_reference(seeded(Net), square_step, 2, 20, adam).observed
-    for rank, losses in enumerate(run(processes, losses_of_twenty_steps)[:2]):
-        assert losses == pytest.approx([turn[rank][0].item() for turn in expected], rel=1e-12)
-
-
 def norms_and_sums(rank: int) -> tuple[float, float]:
     model = polyshard.shard(seeded(Net), ShardConfig(timeout_s=TIMEOUT_S, **BLOCKS))
     with polyshard.no_sync(model):

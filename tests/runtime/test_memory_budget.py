@@ -69,6 +69,10 @@ def fake(world_size: int = 4) -> FakeCollectives:
     return FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, world_size)
 
 
+def with_budget(collectives: FakeCollectives, **settings: Any) -> polyshard.ShardConfig:
+    return polyshard.ShardConfig(collectives=collectives, reshard_after_forward="auto", memory_budget=HUGE, **settings)
+
+
 def kept(model: nn.Module) -> tuple[str, ...]:
     return polyshard.report(model).kept
 
@@ -209,10 +213,7 @@ def test_nothing_is_decided_before_the_optimizer_has_stepped(
     make: Callable[[nn.Module], torch.optim.Optimizer], to_none: bool
 ) -> None:
     model, collectives = seeded(Net), fake()
-    polyshard.shard(
-        model,
-        polyshard.ShardConfig(collectives=collectives, reshard_after_forward="auto", memory_budget=HUGE, **BLOCKS),
-    )
+    polyshard.shard(model, with_budget(collectives, **BLOCKS))
     optimizer, root = make(model), root_of(model)
     for turn in range(5):
         # Microbatches that are reduced one by one, and steps that a scaler skips.
@@ -229,10 +230,7 @@ def test_nothing_is_decided_before_the_optimizer_has_stepped(
 
 def test_only_backwards_that_reduce_count() -> None:
     model, collectives = seeded(Net), fake()
-    polyshard.shard(
-        model,
-        polyshard.ShardConfig(collectives=collectives, reshard_after_forward="auto", memory_budget=HUGE, **BLOCKS),
-    )
+    polyshard.shard(model, with_budget(collectives, **BLOCKS))
     optimizer = adam(model)
     for turn in range(3):
         with polyshard.no_sync(model):
@@ -248,10 +246,7 @@ def test_only_backwards_that_reduce_count() -> None:
 
 def test_without_any_step_the_decision_falls_in_the_end() -> None:
     model, collectives = seeded(Net), fake()
-    polyshard.shard(
-        model,
-        polyshard.ShardConfig(collectives=collectives, reshard_after_forward="auto", memory_budget=HUGE, **BLOCKS),
-    )
+    polyshard.shard(model, with_budget(collectives, **BLOCKS))
     for turn in range(PATIENCE):
         assert root_of(model).budget_pending
         square_step(model, turn, 0)
@@ -300,10 +295,7 @@ def test_units_that_the_policy_decided_are_left_as_they_are() -> None:
         return {"reshard_after_forward": releases[module.up.out_features]} if isinstance(module, Block) else False
 
     model, collectives = seeded(Uneven), fake()
-    config = polyshard.ShardConfig(
-        collectives=collectives, policy=policy, reshard_after_forward="auto", memory_budget=HUGE
-    )
-    polyshard.shard(model, config)
+    polyshard.shard(model, with_budget(collectives, policy=policy))
     assert kept(model) == ("(root)", "blocks.1")
     # The root and block 1 once; then blocks 0 and 2 as well.
     assert gathers_by_step(model, collectives, 3, adam(model)) == [8, 8, 6]
@@ -339,8 +331,7 @@ def test_composed_modules_follow_the_outermost_calls_budget() -> None:
     model, collectives = seeded(Net), fake()
     for block in model.blocks:
         polyshard.fully_shard(block, polyshard.ShardConfig(collectives=collectives))
-    config = polyshard.ShardConfig(collectives=collectives, reshard_after_forward="auto", memory_budget=HUGE)
-    polyshard.fully_shard(model, config)
+    polyshard.fully_shard(model, with_budget(collectives))
     assert gathers_by_step(model, collectives, 3, adam(model)) == [7, 7, 4]
 
 

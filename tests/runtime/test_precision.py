@@ -261,26 +261,6 @@ def test_integer_inputs_are_never_cast(dtype: torch.dtype) -> None:
     assert probe.seen["index"] == dtype
 
 
-class Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(300, 4)
-        self.head = nn.Linear(4, 300)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens))
-
-
-def test_tokens_reach_an_embedding_unharmed() -> None:
-    # bf16 has no 257.
-    model = Tokens()
-    expected = torch.func.functional_call(
-        model, {name: p.detach().bfloat16() for name, p in model.named_parameters()}, (torch.tensor([257, 299]),)
-    )
-    sharded = faked_alone(model, precision="bf16")
-    torch.testing.assert_close(sharded(torch.tensor([257, 299])), expected, rtol=0, atol=0)
-
-
 def faked_alone(model: nn.Module, **settings: Any) -> nn.Module:
     """``model``, sharded over one rank: every number is its own."""
     config = polyshard.ShardConfig(collectives=fake(0, 1), strategy="no_shard", **settings)

@@ -265,16 +265,6 @@ def test_accumulated_gradients_equal_those_of_the_unsharded_model(
     assert_wholes(model, on_ranks(world_size, on_rank), accumulated(model, world_size, len(waits)), settings)
 
 
-def test_waiting_gradients_move_no_bytes() -> None:
-    model, collectives = seeded(Net), fake()
-    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **BLOCKS))
-    with polyshard.no_sync(model):
-        square_step(model, 0, 0)
-    assert {call.operation for call in collectives.calls} == {"all_gather"}
-    square_step(model, 1, 0)
-    assert sum(call.operation == "reduce_scatter" for call in collectives.calls) == 1
-
-
 def test_no_sync_belongs_to_the_outermost_module() -> None:
     model = seeded(Net)
     polyshard.shard(model, polyshard.ShardConfig(collectives=fake(), **BLOCKS))

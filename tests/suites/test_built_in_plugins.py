@@ -109,7 +109,7 @@ class TestSmallBlocks(LayoutSuite):
         return Blocks(CONTEXT, size=48, smallest=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTiles(LayoutSuite):
     def make(self) -> Layout:
         return Blocks(CONTEXT, size=[32, 32])

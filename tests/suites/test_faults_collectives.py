@@ -13,7 +13,7 @@ from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import COMPLETED, Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_testing import CollectivesSuite, Rank, plugin_context
-from suite_faults import names_of, passes
+from suite_faults import WITH_OTHERS, names_of, passes
 
 
 class Sound(ThreadedCollectives):
@@ -378,12 +378,12 @@ class SuiteOf(CollectivesSuite):
         return self.planted.backend
 
 
-def failing(planted: Fault) -> set[str]:
+def failing(planted: Fault, others: bool = True) -> set[str]:
     """Names of the tests, without ``test_``, that fail over the backend."""
     suite = type("Suite", (SuiteOf,), {"planted": planted, "world_sizes": (planted.ranks,)})
     hasty = type("Hasty", (suite,), {"timeout_s": 0.5})
     found = set()
-    for name in names_of(CollectivesSuite):
+    for name in names_of(CollectivesSuite) if others else planted.fails:
         chosen = hasty if planted.hangs and name in planted.fails else suite
         if not passes(chosen(), f"test_{name}", planted.ranks):
             found.add(name)
@@ -429,9 +429,10 @@ FAULTS = [
 
 
 @pytest.mark.slow
+@WITH_OTHERS
 @pytest.mark.parametrize("planted", FAULTS)
-def test_only_these_fail(planted: Fault) -> None:
-    assert failing(planted) == set(planted.fails)
+def test_only_these_fail(planted: Fault, others: bool) -> None:
+    assert failing(planted, others) == set(planted.fails)
 
 
 @pytest.mark.slow
@@ -456,6 +457,7 @@ class Older(Sound):
         return dataclasses.replace(super().capabilities, exchanges=False)
 
 
+@pytest.mark.slow
 def test_a_backend_without_exchanges_is_not_asked_for_them() -> None:
     assert failing(Fault(Older, ())) == set()
 

@@ -14,7 +14,7 @@ import torch
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard_layouts.layouts import Flat
 from polyshard_testing import LayoutSuite, plugin_context
-from suite_faults import Fault, failing, local_faults, names_of
+from suite_faults import WITH_OTHERS, Fault, failing, local_faults, names_of
 
 
 class Sound(Layout):
@@ -171,10 +171,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.slow
+@WITH_OTHERS
 @pytest.mark.parametrize("planted", FAULTS)
-def test_only_these_fail(planted: Fault) -> None:
-    assert failing(LayoutSuite, planted) == set(planted.fails)
+def test_only_these_fail(planted: Fault, others: bool) -> None:
+    assert failing(LayoutSuite, planted, others) == set(planted.fails)
 
 
 def test_every_test_is_the_one_that_catches_something() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from polyshard import hookimpl
 from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
 from polyshard_testing import ListenerSuite, plugin_context
-from suite_faults import Fault, failing, fault, local_faults, names_of
+from suite_faults import WITH_OTHERS, Fault, failing, fault, local_faults, names_of
 from torch import nn
 
 
@@ -283,10 +283,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.slow
+@WITH_OTHERS
 @pytest.mark.parametrize("planted", FAULTS)
-def test_only_these_fail(planted: Fault) -> None:
-    assert failing(ListenerSuite, planted) == set(planted.fails)
+def test_only_these_fail(planted: Fault, others: bool) -> None:
+    assert failing(ListenerSuite, planted, others) == set(planted.fails)
 
 
 def test_every_test_is_the_one_that_catches_something() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
 from polyshard_testing import OffloadSuite, plugin_context
-from suite_faults import Fault, failing, fault, local_faults, names_of
+from suite_faults import WITH_OTHERS, Fault, failing, fault, local_faults, names_of
 
 
 class Sound(OffloadManager):
@@ -337,9 +337,10 @@ FAULTS = [
 ]
 
 
+@WITH_OTHERS
 @pytest.mark.parametrize("planted", FAULTS)
-def test_only_these_fail(planted: Fault) -> None:
-    assert failing(OffloadSuite, planted) == set(planted.fails)
+def test_only_these_fail(planted: Fault, others: bool) -> None:
+    assert failing(OffloadSuite, planted, others) == set(planted.fails)
 
 
 def test_every_test_is_the_one_that_catches_something() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard_testing import PolicySuite, plugin_context
-from suite_faults import Fault, failing, fault, local_faults, names_of
+from suite_faults import WITH_OTHERS, Fault, failing, fault, local_faults, names_of
 from torch import nn
 
 
@@ -184,9 +184,10 @@ FAULTS = [
 ]
 
 
+@WITH_OTHERS
 @pytest.mark.parametrize("planted", FAULTS)
-def test_only_these_fail(planted: Fault) -> None:
-    assert failing(PolicySuite, planted) == set(planted.fails)
+def test_only_these_fail(planted: Fault, others: bool) -> None:
+    assert failing(PolicySuite, planted, others) == set(planted.fails)
 
 
 def test_every_test_is_the_one_that_catches_something() -> None:

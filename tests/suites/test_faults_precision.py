@@ -24,7 +24,7 @@ from polyshard.interfaces import (
 )
 from polyshard.nested import map_tensors
 from polyshard_testing import PrecisionSuite, plugin_context
-from suite_faults import Fault, failing, fault, local_faults, names_of
+from suite_faults import WITH_OTHERS, Fault, failing, fault, local_faults, names_of
 
 Cast = Callable[[torch.Tensor], torch.Tensor]
 
@@ -454,9 +454,10 @@ FAULTS = [
 ]
 
 
+@WITH_OTHERS
 @pytest.mark.parametrize("planted", FAULTS)
-def test_only_these_fail(planted: Fault) -> None:
-    assert failing(PrecisionSuite, planted) == set(planted.fails)
+def test_only_these_fail(planted: Fault, others: bool) -> None:
+    assert failing(PrecisionSuite, planted, others) == set(planted.fails)
 
 
 def test_every_test_is_the_one_that_catches_something() -> None:

@@ -49,12 +49,14 @@ def slowly_built() -> nn.Module:
     return nn.Sequential(nn.Embedding(10, 6), *parts)
 
 
+@pytest.mark.slow
 def test_a_plugin_that_draws_random_numbers_changes_no_other_ranks_model() -> None:
     training = Training(slowly_built)
     sharded = training.sharded(lambda: {"policy": Draws(plugin_context())})
     sharded.check(training.reference(), 1e-4)
 
 
+@pytest.mark.slow
 def test_one_rank_trains_as_the_model_by_itself_and_a_faulty_plugin_does_not() -> None:
     training = Training()
     context = plugin_context()

@@ -128,7 +128,7 @@ def loss_of(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
 
 def train(
     model: nn.Module,
-    steps: int = 3,
+    steps: int = 2,
     optimizer: torch.optim.Optimizer | None = None,
     step: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
 ) -> list[float]:
@@ -176,7 +176,7 @@ def as_unsharded(
 ) -> None:
     """Training both by ``step`` comes to the same parameters."""
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, plain)]
-    for words in batches(3):
+    for words in batches(2):
         for each in (sharded, plain):
             step(each, words).backward()
         averaged(plain)
@@ -231,11 +231,11 @@ def alike(ours: Any, theirs: Any, where: str = "", **tolerance: float) -> None:
 
 
 class Mlp(nn.Module):
-    """What tensor parallelism cuts evenly."""
+    """What tensor parallelism cuts evenly, where ``hidden`` is even."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+        self.up, self.down = nn.Linear(12, hidden), nn.Linear(hidden, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.down(torch.relu(self.up(x)))
@@ -251,9 +251,9 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 
 
 class Mlps(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 16) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.blocks = nn.ModuleList(Mlp(hidden) for _ in range(2))
         self.head = nn.Linear(12, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -262,13 +262,13 @@ class Mlps(nn.Module):
         return torch.tanh(self.head(x))
 
 
-def parallel(face: ModuleType, *shape: int, seed: int = 0, **settings: Any) -> Mlps:
+def parallel(face: ModuleType, *shape: int, seed: int = 0, hidden: int = 16, **settings: Any) -> Mlps:
     """Two blocks and a head over a mesh of 1 (shard), 2 (replicate, shard) or 3 (replicate, shard, tensor) dimensions.
 
     The last one cuts each layer before it is sharded. A replicate dimension of 0 is none.
     """
     torch.manual_seed(seed)
-    model = Mlps().double()
+    model = Mlps(hidden).double()
     names = ("replicate", "shard", "tensor") if len(shape) > 1 else ("shard",)
     sizes = {name: size for name, size in zip(names, shape, strict=False) if size}
     mesh = mesh_of(tuple(sizes.values()), tuple(sizes))

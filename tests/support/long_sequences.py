@@ -28,7 +28,7 @@ from torch.nn import functional
 
 #: Torch's attention on CUDA takes parts of 64 tokens, or of multiples of these.
 WIDTH, HEADS, VOCAB, LENGTH = 32, 4, 11, 128
-STEPS, MICROBATCHES = 3, 2
+STEPS, MICROBATCHES = 2, 2
 #: AdamW makes much of the rounding of gradients that are smaller.
 EPSILON = 1e-3
 #: Targets of tokens without a loss.

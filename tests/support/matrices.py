@@ -15,8 +15,8 @@ from polyshard.optim import Muon, for_matrices
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
-#: Of a training: two that leave a matrix out, and steps before and behind each.
-TURNS = 6
+#: Of a training: one that leaves a matrix out, and steps before and behind it.
+TURNS = 4
 #: Of Newton-Schulz, as Jordan et al. print them.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 

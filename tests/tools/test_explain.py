@@ -439,6 +439,7 @@ def rows_after(text: str, header: str) -> list[list[str]]:
     return rows
 
 
+@pytest.mark.slow
 def test_equal_units_are_one_line_unless_all_are_asked_for(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,7 @@ def words_in(path: Path) -> list[str]:
     return [each.strip() for each in re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))]
 
 
+@pytest.mark.slow
 def test_the_picture_names_units_with_sizes_and_ranks(tmp_path: Path) -> None:
     draw(explained(2, precision="bf16", strategy="hybrid_shard", shard_size=4), tmp_path / "units.svg")
     words = words_in(tmp_path / "units.svg")
@@ -69,6 +70,7 @@ def test_the_picture_names_units_with_sizes_and_ranks(tmp_path: Path) -> None:
     assert any(each.startswith("4 units of 98,880 elements; each rank keeps 96.6 KiB of them.") for each in words)
 
 
+@pytest.mark.slow
 def test_sixty_units_and_those_inside_of_them_are_a_few_rows(tmp_path: Path) -> None:
     told = explained(30, inner=True)
     assert len(told.units) == 62
@@ -114,6 +116,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["explain", "run.toml", "--model", "drawn_nets:Net", "--world-size", "8", "--picture"]
 
 
+@pytest.mark.slow
 def test_the_command_draws_beside_its_tables(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "units.svg"]) == 0
     assert "0  Linear" in words_in(Path("units.svg"))

@@ -230,6 +230,7 @@ def test_activations_are_what_autograd_saves(recomputes: bool) -> None:
     assert actual == (DEPTH + 2 if recomputes else 3 * DEPTH + 2) * ROWS * WIDTH * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_peak_is_that_of_a_run_on_the_cpu(recomputes: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -394,6 +395,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(pieces: list[tuple[int, in
     assert found > 0 or peak_of(1) > limit
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_traced() -> None:
     one, more = planned(2, samples=1), planned(2, samples=300)
     found = planned(2, samples=1, memory_nbytes=more.peak_nbytes, largest=True)

@@ -153,6 +153,7 @@ def test_stages_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) 
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_what_does_not_fit_exits_with_three(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--world-size", "2", "--batch", "plan_cli_net:batch", "--json")

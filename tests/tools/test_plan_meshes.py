@@ -204,6 +204,7 @@ def test_groups_are_told_by_dimensions_and_reach_over_their_own_hosts() -> None:
     assert world.partition([[0, 2, 4], [rank for rank in range(16) if rank not in (0, 2, 4)]]).span.over == ()
 
 
+@pytest.mark.slow
 def test_sixteen_thousand_ranks_over_three_dimensions() -> None:
     sizes = {"rep": 16, "edp": 32, "ep": 32}
     config = config_over(sizes, shard=("edp", "ep"), replicate="rep", strategy="hybrid_shard")

@@ -235,6 +235,7 @@ def links_of(latency_s: float) -> LinkModel:
     return LinkModel("quick", "made up", 64, (*quick, Link(Operation.RECEIVE, 2, latency_s, 1e18)))
 
 
+@pytest.mark.slow
 def test_a_step_takes_what_forwards_backwards_and_arrivals_do() -> None:
     # Large enough that kernels decide, and not their launches; all stages but the ends are alike.
     rows = 1 << 18

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -51,14 +51,6 @@ class CaptureFallback(enum.Enum):
     """Run it eagerly; ``reason`` says why."""
 
 
-class Obstacle(NamedTuple):
-    """Why a recorded step cannot be replayed now."""
-
-    reason: str
-    lasting: bool
-    """Whether it stays so until the step is captured anew."""
-
-
 @dataclass(frozen=True)
 class _Graph(Generic[T]):
     recording: Recording[T]
@@ -66,18 +58,16 @@ class _Graph(Generic[T]):
     model: RecordedModel
     optimizers: tuple[OptimizerWatch, ...]
 
-    def obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Obstacle | None:
+    def obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, bool] | None:
+        """As ``RecordedModel.obstacle``."""
         for optimizer in self.optimizers:
             changed = optimizer.changed()
             if changed is not None:
-                return Obstacle(changed, True)
+                return changed, True
         mismatch = self.inputs.mismatch(args, kwargs)
         if mismatch is not None:
-            return Obstacle(
-                f"{mismatch[0].upper()}{mismatch[1:]}. Call with what was captured, or call reset().", False
-            )
-        found = self.model.obstacle()
-        return None if found is None else Obstacle(*found)
+            return f"{mismatch[0].upper()}{mismatch[1:]}. Call with what was captured, or call reset().", False
+        return self.model.obstacle()
 
 
 class CapturedStep(Generic[P, T]):
@@ -242,9 +232,10 @@ class CapturedStep(Generic[P, T]):
         if obstacle is None:
             self._reason = None
             return self._graph
-        if obstacle.lasting or self._fallback is CaptureFallback.REFUSE:
-            self._give_up(obstacle.reason)
-        self._reason = obstacle.reason
+        reason, lasting = obstacle
+        if lasting or self._fallback is CaptureFallback.REFUSE:
+            self._give_up(reason)
+        self._reason = reason
         return None
 
     def _capture(self, capturer: Capturer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph[T] | None:

@@ -81,14 +81,14 @@ def number_of(given: object, name: str, least: int) -> int:
     return number
 
 
-def mapping_of(given: object, name: str) -> Mapping[str, Any]:
-    """The argument ``name`` as a mapping; an empty one for None. Raises ConfigTypeError: it is none."""
+def extra_of(given: object) -> Mapping[str, Any]:
+    """The argument ``extra`` as a mapping; an empty one for None. Raises ConfigTypeError: it is none."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
         return given
     raise ConfigTypeError(
-        f"{name} is {type(given).__name__}, and a checkpoint names what it holds. Give a mapping, such as "
+        f"extra is {type(given).__name__}, and a checkpoint names what it holds. Give a mapping, such as "
         '{"position": 100}.'
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import ConfigError, PolyshardError, StateError
-from ..inspect import savable_model
+from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives
 from ..io.boxes import Box
-from ..state.contents import Joint, Optimizers
+from ..state.contents import Joint, Optimizers, names_of
 from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
-from ..state.restore import ModelRestore, OptimizerRestore, same_values
+from ..state.restore import Restore
 from ..state.sharded import MODEL, OPTIMIZER, holdings
-from ..state.source import Entry, Source, listed, opening, require_name
+from ..state.source import Entry, Source, listed, opening, require_name, same_values
 from .contents import restore_casters
 from .folder import Line
-from .manifest import Marker
+from .manifest import Manifest, Marker
 from .pending import History
 from .reading import StoredSource
 from .storage import MARKER, Place, place_of, storage_of
@@ -66,42 +66,83 @@ def load(
         Exception: a listener's, on its rank, once everything is loaded.
     """
     sharded = savable_model(model, "checkpoint.load()")
+    called: dict[str, object] = {}
+
+    def parts() -> Sequence[Part]:
+        joint = None if optimizer is None else Joint(optimizer)
+        called.update(optimizer=str(joint and joint.signature), frozen=frozen)
+        return [Part(model, sharded, joint)]
+
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
-        collectives, history = sharded.collectives, sharded.attached(History)
-        history.finish_pending(sharded)
-        called: dict[str, object] = {}
-        require_file_seen(collectives, directory, MARKER)
-        with together(collectives, f"Opening the checkpoint {directory}", called):
-            directory = place_of(directory, "directory")
-            joint = None if optimizer is None else Joint(optimizer)
-            called.update(optimizer=str(joint and joint.described), frozen=frozen)
-            marker = Marker.read(directory)
-            if coordinates(collectives):
-                marker.require_files(directory)
-            with readable(directory, collectives):
-                manifest = marker.read_manifest(directory)
-                source = StoredSource(manifest)
-                # Decoded here, where a failure changes nothing.
-                precision, extra = source.precision, source.extra
-        require_same(collectives, directory, marker.identity, REMEDY)
-        with together(collectives, f"Matching the checkpoint {directory}"), readable(directory, collectives):
-            targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
-            restore = None
-            if joint is not None:
-                restore = OptimizerRestore(
-                    source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None
-                )
-        with together(collectives, f"Reading the checkpoint {directory}"), readable(directory, collectives):
-            # At once: a file's blocks have something of both.
-            both = targets if restore is None else {**targets, **restore.targets}
-            with sharded.telling(model, f"Loading {directory}"):
-                source.read(both)
-            if restore is not None:
-                restore.commit(both)
-            restore_casters(sharded, precision)
-            if coordinates(collectives):
-                history.line = Line.from_loaded(directory, marker)
-        notify_listeners(collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, directory))
+        sharded.attached(History).finish_pending(sharded)
+        return load_parts(sharded.collectives, directory, parts, called, frozen=frozen)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sharded model that is saved or loaded, and its optimizer."""
+
+    module: nn.Module
+    sharded: ShardedModel
+    joint: Joint | None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Every name of a parameter or buffer, and the first one of the same."""
+        return {name: first for first, names in names_of(self.module).items() for name in names}
+
+    def source_in(self, source: StoredSource) -> Source:
+        """What ``source`` has for this part."""
+        return source
+
+
+def load_parts(
+    everyone: Collectives,
+    directory: Place,
+    parts_of: Callable[[], Sequence[Part]],
+    called: Mapping[str, object],
+    matched: Callable[[StoredSource, Sequence[Part]], None] = lambda source, parts: None,
+    *,
+    frozen: bool,
+) -> Mapping[str, Any]:
+    """Read a checkpoint into this rank's parts of a model; returns ``extra``. Every rank of ``everyone`` calls it.
+
+    ``parts_of``: gives the parts, and fills ``called``, which must be equal on all ranks. ``matched``: called when all
+    parts fit.
+    """
+    require_file_seen(everyone, directory, MARKER)
+    with together(everyone, f"Opening the checkpoint {directory}", called):
+        directory = place_of(directory, "directory")
+        parts = parts_of()
+        marker = Marker.read(directory)
+        if coordinates(everyone):
+            marker.require_files(directory)
+        with readable(directory, everyone):
+            manifest = Manifest.read(directory, marker)
+            source = StoredSource(manifest)
+            # Decoded here, where a failure changes nothing.
+            precision, extra = source.precision, source.extra
+    require_same(everyone, directory, marker.identity, REMEDY)
+    kind = manifest.optimizer.kind if manifest.optimizer else None
+    with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone):
+        sources = [part.source_in(source) for part in parts]
+        restores = [
+            Restore(each, part.sharded, part.module, part.joint, kind, rank=everyone.rank, frozen=frozen)
+            for each, part in zip(sources, parts, strict=True)
+        ]
+    matched(source, parts)
+    with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
+        for part, each, restore in zip(parts, sources, restores, strict=True):
+            with part.sharded.reporting_progress(part.module, f"Loading {directory}"):
+                # Model and optimizer at once: a file's blocks have something of both.
+                each.read(restore.targets)
+            restore.commit()
+            restore_casters(part.sharded, precision)
+        if coordinates(everyone):
+            parts[0].sharded.attached(History).line = Line.from_loaded(directory, marker)
+    for part in parts:
+        notify = partial(part.sharded.notify_loaded, part.module, directory)
+        notify_listeners(part.sharded.collectives, f"the load of {directory}", notify)
     return extra
 
 
@@ -140,7 +181,7 @@ def load_dcp(
         with together(collectives, opening, called), readable(directory, collectives):
             directory = _local(directory)
             joint = None if optimizer is None else Joint(optimizer)
-            called.update(optimizer=str(joint and joint.described), keys=keys)
+            called.update(optimizer=str(joint and joint.signature), keys=keys)
             held = {} if joint is None else holdings(sharded, joint.groups)
             groups = [
                 [name for parameter in group["params"] for name in held[parameter].names]
@@ -150,17 +191,13 @@ def load_dcp(
             identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
         require_same(collectives, directory, identity, REMEDY)
         with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives):
-            targets = ModelRestore(source, model, collectives.rank).targets
-            restore = None
             if joint is not None:
                 source.find_optimizer()
-                restore = OptimizerRestore(source, sharded, joint, None)
+            restore = Restore(source, sharded, model, joint, rank=collectives.rank)
         with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives):
-            source.read(targets)
-            if restore is not None:
-                source.read(restore.targets)
-                restore.commit(restore.targets)
-        notify_listeners(collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, directory))
+            source.read(restore.targets)
+            restore.commit()
+        notify_listeners(collectives, f"the load of {directory}", partial(sharded.notify_loaded, model, directory))
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -227,26 +264,23 @@ class DcpKeys:
         return (given,) if isinstance(given, str) else tuple(given)
 
 
-@dataclass(frozen=True)
 class ForeignSource(Source):
     """A state dict of the forms that ``torch.distributed.checkpoint.state_dict`` gives, flattened or not."""
 
-    directory: Path
-    metadata: Metadata
-    keys: DcpKeys
-    groups: Sequence[Sequence[str]] = ()
-    """The parameters' names in each group of the optimizer that is loaded: a flattened state dict knows no groups."""
-    remedy: str = "the ranks that wrote it did not all write. Save it again."
-    _paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    _made: dict[str, list[str]] = field(default_factory=dict)
+    remedy = "the ranks that wrote it did not all write. Save it again."
 
-    def __post_init__(self) -> None:
-        """Find the model. Raises ConfigError: there is nothing where it is said to be."""
-        found = {key: (MODEL, path[0]) for key, path in self._below(MODEL) if len(path) == 1}
-        if not found:
-            raise self._nothing("model", self.keys.model)
-        self._paths.update(found)
+    def __init__(self, directory: Path, metadata: Metadata, keys: DcpKeys, groups: Sequence[Sequence[str]]) -> None:
+        """``groups``: the parameters' names in each group of the optimizer: a flattened state dict knows no groups.
+
+        Raises ConfigError: there is no model where ``keys`` says.
+        """
+        self.label = f"the directory {directory}"
+        self._directory, self._metadata, self._keys, self._groups = directory, metadata, keys, groups
+        self._aliases: dict[str, tuple[str, ...]] = {}
+        self._made: dict[str, list[str]] = {}
+        self._paths = {key: (MODEL, path[0]) for key, path in self._below(MODEL) if len(path) == 1}
+        if not self._paths:
+            raise self._nothing("model", keys.model)
 
     def find_optimizer(self) -> None:
         """Know the optimizer, too.
@@ -255,12 +289,8 @@ class ForeignSource(Source):
         """
         found = self._optimizer_paths()
         if not found:
-            raise self._nothing("optimizer", self.keys.optimizer)
+            raise self._nothing("optimizer", self._keys.optimizer)
         self._paths.update(found)
-
-    @property
-    def described(self) -> str:
-        return f"the directory {self.directory}"
 
     def read(self, targets: dict[str, Any]) -> None:
         wanted = {key: target for key, target in targets.items() if key not in self._made}
@@ -271,7 +301,7 @@ class ForeignSource(Source):
             for other in self._aliases.get(key, ())
         }
         both = {**beside, **wanted}
-        read_state(self.directory, both, self.metadata)
+        read_state(self._directory, both, self._metadata)
         targets.update({key: both[key] for key in wanted})
         targets.update({key: names for key, names in self._made.items() if key in targets})
         for key in wanted:
@@ -284,17 +314,17 @@ class ForeignSource(Source):
                     )
 
     def entry(self, key: str) -> Entry | None:
-        found = self.metadata.state_dict_metadata.get(key)
+        found = self._metadata.state_dict_metadata.get(key)
         if not isinstance(found, TensorStorageMetadata):
             return None
         boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in found.chunks]
         return Entry(tuple(found.size), found.properties.dtype, boxes)
 
     def _below(self, what: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        start = self.keys.path(what)
-        for key, whole in (self.metadata.planner_data or {}).items():
+        start = self._keys.path(what)
+        for key, whole in (self._metadata.planner_data or {}).items():
             path = tuple(whole)
-            if path[: len(start)] == start and key in self.metadata.state_dict_metadata:
+            if path[: len(start)] == start and key in self._metadata.state_dict_metadata:
                 yield key, path[len(start) :]
 
     def _optimizer_paths(self) -> dict[str, tuple[Any, ...]]:
@@ -319,8 +349,8 @@ class ForeignSource(Source):
     def _grouped(self, settings: dict[str, dict[str, str]]) -> dict[str, tuple[Any, ...]]:
         """The paths of groups, made of what a flattened state dict has for each parameter."""
         found: dict[str, tuple[Any, ...]] = {}
-        left = set(settings).difference(*self.groups)
-        for index, names in enumerate(self.groups):
+        left = set(settings).difference(*self._groups)
+        for index, names in enumerate(self._groups):
             members = [name for name in names if name in settings]
             for setting, key in settings[members[0]].items() if members else ():
                 found[key] = (OPTIMIZER, _GROUPS, index, setting)
@@ -332,7 +362,7 @@ class ForeignSource(Source):
         return found
 
     def _nothing(self, what: str, given: str | tuple[str, ...]) -> ConfigError:
-        top = sorted({str(path[0]) for path in (self.metadata.planner_data or {}).values()})
+        top = sorted({str(path[0]) for path in (self._metadata.planner_data or {}).values()})
         return ConfigError(
             f"{opening(self)} has no {what} at {given!r}; at the top it has "
             f"{listed(top)}. Say where it is: DcpKeys({what}=...)."

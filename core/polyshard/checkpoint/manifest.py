@@ -375,10 +375,6 @@ class Marker:
         """Raise CheckpointDamagedError where a file is gone, or has another size than at the commit."""
         storage_of(directory).require_files(directory, self.files)
 
-    def read_manifest(self, directory: Place) -> Manifest:
-        """What the files hold. Errors as ``Manifest.read``."""
-        return Manifest.read(directory, self)
-
 
 def _render(content: Mapping[str, Any]) -> bytes:
     return render({**content, _DIGEST: hashlib.sha256(render(content)).hexdigest()})

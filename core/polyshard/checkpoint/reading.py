@@ -17,7 +17,7 @@ from ..errors import CheckpointDamagedError, ConfigError
 from ..io.boxes import Box, box_within, row_major, span
 from ..io.files import MOST, carried_out, damaged, digest_of
 from ..io.memory import flat_bytes, view_of
-from ..io.progress import tell
+from ..io.progress import report_progress
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Entry, Source, chunks_of, in_lines
 from .encoding import Json, checked, decode, tensor_entry
@@ -98,7 +98,7 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
                 each.left -= 1
                 if not each.left:
                     each.end()
-            tell(done, ends[-1])
+            report_progress(done, ends[-1])
 
 
 def _wanted(target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
@@ -206,6 +206,7 @@ class StoredSource(Source):
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
+        self.label = f"the checkpoint {manifest.directory}"
         self.complete = manifest.complete
         self._paths: dict[str, _Path] = {}
         self._stored: dict[str, StoredTensor | Json] = {}
@@ -224,10 +225,6 @@ class StoredSource(Source):
                 self._add(
                     (OPTIMIZER, "param_groups", index, setting), entry if tensor is None else manifest.within(tensor)
                 )
-
-    @property
-    def described(self) -> str:
-        return f"the checkpoint {self._manifest.directory}"
 
     def read(self, targets: dict[str, Any]) -> None:
         fillings: list[Filling] = []
@@ -296,7 +293,7 @@ def read(directory: Place) -> dict[str, Any]:
     marker = Marker.read(directory)
     if not marker.complete:
         raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
-    source = StoredSource(marker.read_manifest(directory))
+    source = StoredSource(Manifest.read(directory, marker))
     paths = source.paths()
     values: dict[str, Any] = {key: source.blank(key) for key in paths}
     source.read(values)
@@ -331,7 +328,7 @@ def verify(directory: Place) -> None:
         OSError: reading failed.
     """
     directory = place_of(directory, "directory")
-    manifest = Marker.read(directory).read_manifest(directory)
+    manifest = Manifest.read(directory, Marker.read(directory))
     found: list[str] = []
     buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
     for _ in range(MOST):

@@ -17,7 +17,7 @@ from ..interfaces import Collectives
 from ..state.contents import Joint, Optimizers, names_of
 from ..state.exchange import coordinates, from_first, notify_listeners, require_seen, speaks, together
 from ..state.source import listed
-from .contents import caster_states, mapping_of, not_finite, not_finite_anywhere, number_of, state_of
+from .contents import caster_states, extra_of, not_finite, not_finite_anywhere, number_of, state_of
 from .folder import Line
 from .manifest import Marker
 from .pending import History, Notes, PendingSave
@@ -142,7 +142,7 @@ class _Commit:
 
 @dataclass(frozen=True)
 class _Task:
-    described: str
+    label: str
     target: Place
     """Where the checkpoint will be."""
     named: Place
@@ -174,7 +174,7 @@ def take(
     *,
     frozen: bool,
 ) -> Taken:
-    beside = mapping_of(extra, "extra")
+    beside = extra_of(extra)
     joint = None if optimizer is None else Joint(optimizer)
     state = state_of(sharded, model, optimizer, frozen=frozen)
 
@@ -183,7 +183,7 @@ def take(
         aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
         return Document.of(state, aliases, kind, caster_states(sharded), beside)
 
-    called: dict[str, object] = {"frozen": frozen, "optimizer": str(joint and joint.described)}
+    called: dict[str, object] = {"frozen": frozen, "optimizer": str(joint and joint.signature)}
     called.update({} if joint is None else joint.settings())
     return Taken(state, not_finite(sharded, joint), called, document)
 
@@ -199,14 +199,14 @@ def save_now(
     with ExitStack() as stack:
         task = _prepare(collectives, models, root, step, keep, stack, taking)
         first, module = models[0]
-        with first.telling(module, f"Saving {task.named}"):
+        with first.reporting_progress(module, f"Saving {task.named}"):
             files, manifest = write_all(task.writing, collectives)
-        with together(collectives, f"Committing {task.described}"):
+        with together(collectives, f"Committing {task.label}"):
             if task.commit is not None:
                 task.commit.run(files, manifest)
     done = f"the save of {task.named}, which is committed"
     for sharded, module in models:
-        notify_listeners(sharded.collectives, done, partial(sharded.tell_saved, module, task.named))
+        notify_listeners(sharded.collectives, done, partial(sharded.notify_saved, module, task.named))
     return cast(AnyPlace, task.named)
 
 
@@ -216,13 +216,13 @@ def save_later(
     """As ``save_now``, of a copy that is written in the background."""
     with ExitStack() as stack:
         task = _prepare(collectives, models, root, step, keep, stack, taking)
-        with together(collectives, f"Copying {task.described}"):
+        with together(collectives, f"Copying {task.label}"):
             parts = [task.writing.detached()]
         named, first = cast(AnyPlace, task.named), models[0][0]
 
         def notify() -> None:
             for sharded, module in models:
-                sharded.tell_saved(module, named)
+                sharded.notify_saved(module, named)
 
         ranks = collectives.world_size if speaks(collectives) else 1
         notes = Notes(task.writing.directory, collectives.rank, ranks, first.timeout_s)

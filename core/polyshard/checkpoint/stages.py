@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,19 +21,16 @@ from .. import registry
 from ..errors import ConfigError
 from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives, Group, PluginContext
-from ..state.contents import Joint, names_of, saved_names
-from ..state.exchange import coordinates, from_first, gather_to_first, notify_listeners, require_same, together
-from ..state.restore import ModelRestore, OptimizerRestore
+from ..state.contents import Joint, saved_names
+from ..state.exchange import from_first, gather_to_first, together
 from ..state.sharded import MODEL, OPTIMIZER, holdings
-from ..state.source import Entry, Source, listed
-from .contents import caster_states, mapping_of, restore_casters
-from .folder import Line
-from .loading import REMEDY, readable, require_file_seen
-from .manifest import Marker
+from ..state.source import Entry, Source, listed, opening
+from .contents import caster_states, extra_of
+from .loading import Part, load_parts
 from .pending import History, PendingSave
 from .reading import StoredSource
 from .saving import Taken, save_later, save_now, take
-from .storage import MARKER, AnyPlace, Place, place_of
+from .storage import AnyPlace, Place
 from .writing import Document
 
 
@@ -125,57 +123,14 @@ def load_stages(
     for each in models:
         each.attached(History).finish_pending(each)
     with _everyone(models, group) as everyone:
-        require_file_seen(everyone, directory, MARKER)
-        with together(everyone, f"Opening the checkpoint {directory}"):
-            parts = _parts(stages, models, optimizers)
-            directory = place_of(directory, "directory")
-            marker = Marker.read(directory)
-            if coordinates(everyone):
-                marker.require_files(directory)
-            with readable(directory, everyone):
-                manifest = marker.read_manifest(directory)
-                source = StoredSource(manifest)
-                precision, extra = source.precision, source.extra
-        require_same(everyone, directory, marker.identity, REMEDY)
-        kind = manifest.optimizer.kind if manifest.optimizer else None
-        with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone):
-            sources = [_StageSource(source, part) for part in parts]
-            restores = [
-                ModelRestore(each, part.module, everyone.rank, frozen=frozen)
-                for each, part in zip(sources, parts, strict=True)
-            ]
-            joints = [
-                None if part.joint is None else OptimizerRestore(each, part.sharded, part.joint, kind)
-                for each, part in zip(sources, parts, strict=True)
-            ]
-        _refuse_left_over(everyone, source, parts)
-        with together(everyone, f"Reading the checkpoint {directory}"), readable(directory, everyone):
-            for part, own, restore, joint in zip(parts, sources, restores, joints, strict=True):
-                with part.sharded.telling(part.module, f"Loading {directory}"):
-                    own.read(restore.targets)
-                    if joint is not None:
-                        own.read(joint.targets)
-                if joint is not None:
-                    joint.commit(joint.targets)
-                restore_casters(part.sharded, precision)
-            if coordinates(everyone):
-                models[0].attached(History).line = Line.from_loaded(directory, marker)
-        for part in parts:
-            done = f"the load of {directory}"
-            notify_listeners(part.sharded.collectives, done, partial(part.sharded.tell_loaded, part.module, directory))
-    return extra
+        left_over = partial(_refuse_left_over, everyone)
+        return load_parts(everyone, directory, lambda: _parts(stages, models, optimizers), {}, left_over, frozen=frozen)
 
 
 @dataclass(frozen=True)
-class _Part:
-    module: nn.Module
-    sharded: ShardedModel
-    joint: Joint | None
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Every name of a parameter or buffer, and the first one of the same."""
-        return {name: first for first, names in names_of(self.module).items() for name in names}
+class _Stage(Part):
+    def source_in(self, source: StoredSource) -> Source:
+        return _StageSource(source, self)
 
     def outline(self, tied: Mapping[str, str]) -> _Outline:
         names, saved = self.names, saved_names(self.module)
@@ -204,7 +159,7 @@ class _Outline:
     precision: Mapping[str, dict[str, Any]]
     left_out: frozenset[str] = frozenset()
     """Names of parameters that another stage saves."""
-    tells: bool = True
+    is_first: bool = True
     """Whether it is that of the stage's first rank."""
 
     @classmethod
@@ -213,38 +168,37 @@ class _Outline:
 
         Raises ConfigError: two stages have a name, or optimizers of other numbers of groups.
         """
-        told = [each for each in outlines if each.tells]
-        names: list[str] = [name for each in told for name in each.names]
+        firsts = [each for each in outlines if each.is_first]
+        names: list[str] = [name for each in firsts for name in each.names]
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ConfigError(
                 f"Several stages have {listed(twice)}. Give each part the names of the whole model, as a copy of it "
                 "has from which the modules of others were deleted; name a parameter that two stages share in tied."
             )
-        numbers = {None if each.groups is None else len(each.groups) for each in told}
+        numbers = {None if each.groups is None else len(each.groups) for each in firsts}
         if len(numbers) > 1:
             raise ConfigError(
                 f"The optimizers of stages have {sorted(map(str, numbers))} parameter groups. Give all of them as "
                 "many, with the same settings, or save none."
             )
         groups = None
-        if told and told[0].groups is not None:
-            groups = [
-                [name for each in told for name in (each.groups or ())[index]] for index in range(len(told[0].groups))
-            ]
-        aliases = {name: first for each in told for name, first in each.aliases.items()}
-        return cls(names, aliases, groups, {unit: state for each in told for unit, state in each.precision.items()})
+        if firsts and firsts[0].groups is not None:
+            members = zip(*(each.groups or () for each in firsts), strict=True)
+            groups = [list(chain.from_iterable(each)) for each in members]
+        aliases = {name: first for each in firsts for name, first in each.aliases.items()}
+        return cls(names, aliases, groups, {unit: state for each in firsts for unit, state in each.precision.items()})
 
 
 def _taken(
-    parts: Sequence[_Part],
+    parts: Sequence[_Stage],
     outlines: Sequence[_Outline],
     whole: _Outline | None,
     extra: Mapping[str, Any] | None,
     *,
     frozen: bool,
 ) -> Taken:
-    beside = mapping_of(extra, "extra")
+    beside = extra_of(extra)
     model: dict[str, Any] = {}
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -271,16 +225,16 @@ def _taken(
 
     def document() -> Document:
         assert whole is not None
-        described = dict(content)
+        shown = dict(content)
         if whole.groups is not None:
             named = zip(groups, whole.groups, strict=True)
             joined = [
                 {**group, **{key: list(names) for key in ("params", "param_names") if key in group}}
                 for group, names in named
             ]
-            described[OPTIMIZER] = {"state": state, "param_groups": joined}
+            shown[OPTIMIZER] = {"state": state, "param_groups": joined}
         kind = None if parts[0].joint is None else parts[0].joint.kind
-        return Document.of(described, whole.aliases, kind, whole.precision, beside)
+        return Document.of(shown, whole.aliases, kind, whole.precision, beside)
 
     return Taken(content, broken, called, document)
 
@@ -288,9 +242,9 @@ def _taken(
 class _StageSource(Source):
     """Of a checkpoint what one stage has: other names are not there."""
 
-    def __init__(self, source: StoredSource, part: _Part) -> None:
+    def __init__(self, source: StoredSource, part: _Stage) -> None:
         self._source, aliases = source, source.aliases
-        self.complete = source.complete
+        self.label, self.complete = source.label, source.complete
         own = part.names
         saved = {path[2] for path in source.paths(OPTIMIZER, "state").values()}
         #: Names in the stage, and in the saved optimizer: a tied parameter is saved under one of its names.
@@ -306,10 +260,6 @@ class _StageSource(Source):
                 mine = key if name == first else f"{key}\0of\0{name}"
                 self._inner[mine] = key
                 self._paths[mine] = (*path[:2], name, *path[3:])
-
-    @property
-    def described(self) -> str:
-        return self._source.described
 
     def read(self, targets: dict[str, Any]) -> None:
         inner = {self._inner.get(key, key): target for key, target in targets.items()}
@@ -360,14 +310,14 @@ def _models(stages: Sequence[nn.Module], call: str) -> list[ShardedModel]:
 
 def _parts(
     stages: Sequence[nn.Module], models: Sequence[ShardedModel], optimizers: Sequence[torch.optim.Optimizer] | None
-) -> list[_Part]:
+) -> list[_Stage]:
     if optimizers is not None and len(optimizers) != len(stages):
         raise ConfigError(
             f"There are {len(stages)} stages and {len(optimizers)} optimizers (rank {models[0].rank} of its stage). "
             "Give one for each stage, or None."
         )
     joints = [None] * len(stages) if optimizers is None else list(map(Joint, optimizers))
-    return [_Part(*each) for each in zip(stages, models, joints, strict=True)]
+    return [_Stage(*each) for each in zip(stages, models, joints, strict=True)]
 
 
 @contextmanager
@@ -386,7 +336,7 @@ def _everyone(models: Sequence[ShardedModel], group: dist.ProcessGroup | None) -
         yield made
 
 
-def _refuse_left_over(everyone: Collectives, source: StoredSource, parts: Sequence[_Part]) -> None:
+def _refuse_left_over(everyone: Collectives, source: StoredSource, parts: Sequence[Part]) -> None:
     """Raise on all ranks where no stage has something that ``source`` holds."""
     own = {name for part in parts for name in part.names}
     gathered = gather_to_first(everyone, own)
@@ -400,6 +350,6 @@ def _refuse_left_over(everyone: Collectives, source: StoredSource, parts: Sequen
     left = from_first(everyone, left)
     if left:
         raise ConfigError(
-            f"{source.described[0].upper()}{source.described[1:]} has {listed(left)}, which no stage has (rank "
+            f"{opening(source)} has {listed(left)}, which no stage has (rank "
             f"{everyone.rank}). Load it into all stages of the model that it was saved from."
         )

@@ -17,7 +17,7 @@ from ..interfaces import Collectives
 from ..io.boxes import Box, Chunk, box_within, disjoint
 from ..io.files import DIGEST, carried_out, digest_of
 from ..io.memory import DTYPES, NAMES, HostCopy, pieces_of
-from ..io.progress import tell
+from ..io.progress import report_progress
 from ..state.exchange import coordinates, gather_to_first, scatter_from_first, speaks, together
 from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor
 from ..state.source import chunks_of
@@ -112,7 +112,7 @@ class Writing:
             for digest, block in carried_out(calls, -(-self.size // BLOCK)):
                 file.follow(block, len(found) * BLOCK)
                 found.append(digest)
-                tell(min(len(found) * BLOCK, self.size), self.size)
+                report_progress(min(len(found) * BLOCK, self.size), self.size)
         return {"file": self.file, "size": self.size, "digests": found}
 
     def finish(self, everything: Sequence[Written]) -> tuple[dict[str, int], str]:

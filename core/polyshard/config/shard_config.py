@@ -264,14 +264,14 @@ class ShardConfig:
             )
         if self.replicate is not None and not self.strategy.hybrid:
             raise ConfigError(
-                f"replicate={_told(self.replicate)} needs a hybrid strategy ({hybrids}), but strategy is "
+                f"replicate={_quoted(self.replicate)} needs a hybrid strategy ({hybrids}), but strategy is "
                 f"{self.strategy.value!r}. Leave replicate out or change the strategy."
             )
         if self.strategy.hybrid and (self.shard is None or self.replicate is None):
             there, lacks = ("replicate", "shard") if self.shard is None else ("shard", "replicate")
             raise ConfigError(
                 f"strategy {self.strategy.value!r} needs dimensions to shard over and to replicate over, but only "
-                f"{there}={_told(getattr(self, there))} is given. Name those of {lacks}, too."
+                f"{there}={_quoted(getattr(self, there))} is given. Name those of {lacks}, too."
             )
         for name in self.replicate or ():
             if name in (self.shard or ()):
@@ -413,7 +413,7 @@ def _refuse_unknown(table: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _told(names: Sequence[str]) -> str:
+def _quoted(names: Sequence[str]) -> str:
     return repr(names[0] if len(names) == 1 else list(names))
 
 

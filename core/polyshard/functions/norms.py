@@ -285,7 +285,7 @@ def _number_of(everyone: Everyone) -> int:
 
 
 def _may_read(root: Root, device: torch.device) -> bool:
-    """Whether the host reads the ranks' norms: see [Note: norms of what lies outside of units]."""
+    """Whether the host reads the ranks' norms: see [Note: one norm]."""
     if not root.check_ranks or not root.collectives.capabilities.can_communicate:
         return False
     if device.type == "cpu":

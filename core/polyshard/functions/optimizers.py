@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -79,7 +79,8 @@ class OptimizerCheck:
         momentum, and count a step.
         """
         for group in optimizer.param_groups:
-            if _leaves_zeros_alone(optimizer, group):
+            if type(optimizer) is torch.optim.SGD and not group["momentum"] and not group["weight_decay"]:
+                # A gradient of zeros changes as little as none.
                 continue
             for found in self._live.find_pieces(group["params"]):
                 if found is None or found.slot is not None or found.parameter.grad is None:
@@ -106,8 +107,7 @@ class OptimizerCheck:
         ``reduced``: whether these parameters' gradients must be reduced by now.
         """
         # Whether or not they have gradients, or elements on this rank: all ranks decide alike.
-        found = [each for group in optimizer.param_groups for each in self._live.find(group["params"])]
-        own = [each for each in found if each is not None and each.root is root]
+        own = [each for each in self._found(optimizer) if each.root is root]
         if own:
             if reduced:
                 _refuse_unreduced(optimizer, own)
@@ -115,19 +115,19 @@ class OptimizerCheck:
 
     def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the parameters that forwards have gathered are older than the masters from now on."""
-        gathered: set[Root] = set()
-        for group in optimizer.param_groups:
-            for found in self._live.find(group["params"]):
-                if found is not None and found.root.runs_here and not found.unit.permanent:
-                    gathered.add(found.root)
-        for root in gathered:
+        for root in {each.root for each in self._found(optimizer) if each.root.runs_here and not each.unit.permanent}:
             root.outdated = True
             # Whichever of its units the optimizer has on this rank.
             root.outdate()
 
+    def _found(self, optimizer: torch.optim.Optimizer) -> Iterator[ParameterLocation]:
+        """Its parameters of sharded models."""
+        located = (each for group in optimizer.param_groups for each in self._live.find(group["params"]))
+        return (each for each in located if each is not None)
+
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        for each in (each for group in optimizer.param_groups for each in self._live.find(group["params"])):
-            if each is not None and each.root.replaced is not None:
+        for each in self._found(optimizer):
+            if each.root.replaced is not None:
                 context, values = each.root.replaced
                 raise StateError(
                     f"{type(optimizer).__name__} was to update '{each.name}' inside of {context} (rank "
@@ -226,23 +226,14 @@ def _warn_of_underflow(optimizer: torch.optim.Optimizer, groups: Sequence[Sequen
         if each.root.rank == 0 and each.unit.trainable and each.unit.caster.capabilities.loss_scaling
     ]
     if scaled and not _torch_private.called_from(_SCALER):
-        first = next((each for each in scaled if torch.float16 in _travels_in(each)), scaled[0])
+        dtypes = ((each, each.unit.dtypes) for each in scaled)
+        first = next((each for each, of in dtypes if torch.float16 in (of.compute, of.wire, of.reduce)), scaled[0])
         warn_once(
             f"{type(optimizer).__name__} steps without a torch.amp.GradScaler, and gradients of '{first.name}' pass "
             "through a dtype in which small ones become zero. Scale the loss, and step by "
             "scaler.step(optimizer); where the loss is scaled by something else, filter this warning.",
             rank=0,
         )
-
-
-def _leaves_zeros_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a gradient of zeros changes as little as no gradient."""
-    return type(optimizer) is torch.optim.SGD and not group["momentum"] and not group["weight_decay"]
-
-
-def _travels_in(found: ParameterLocation) -> tuple[torch.dtype, ...]:
-    dtypes = found.unit.dtypes
-    return dtypes.compute, dtypes.wire, dtypes.reduce
 
 
 def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:

@@ -12,6 +12,7 @@ plain tensors alone. ``restore_torch`` puts torch's own functions back.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,7 +156,9 @@ class GradientUtilities:
         else:
             # Whose gradients these are is known: nothing looks for them among those of all models.
             present = [gradient for gradient in gradients if gradient is not None]
-            total = self._total_norm(present, norm_type, error_if_nonfinite, foreach)
+            total = self._total_norm(present, norm_type, False, foreach)
+            if error_if_nonfinite:
+                total = self._total_norm([self._refusable(total, found)], norm_type, True, foreach)
         torch.nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
         return total
 
@@ -184,7 +187,12 @@ class GradientUtilities:
                 found[index] = None
         self._find_gradients(given, found)
         if not _spans_ranks(found):
-            return self._total_norm(given, norm_type, error_if_nonfinite, foreach)
+            total = self._total_norm(given, norm_type, False, foreach)
+            return (
+                self._total_norm([self._refusable(total, found)], norm_type, True, foreach)
+                if error_if_nonfinite
+                else total
+            )
         return self._norm(given, given, found, norm_type, error_if_nonfinite, foreach, "get_total_norm")
 
     def unscale(
@@ -199,8 +207,7 @@ class GradientUtilities:
 
         So do they for an optimizer that has parameters of a sharded model outside of units alone.
 
-        Raises:
-            ConfigError: gradients are fp16, which torch does not unscale.
+        Raises ConfigError: gradients are fp16, which torch does not unscale.
         """
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         found = sorted(
@@ -295,8 +302,23 @@ class GradientUtilities:
             norm_text(order, max_norm, error_if_nonfinite=error_if_nonfinite),
             named,
         )
+        if error_if_nonfinite:
+            total = self._refusable(total, found)
         # The norm of norms is the norm. Torch's own raises where that is asked for.
         return self._total_norm([total, *strange], order, error_if_nonfinite, foreach)
+
+    def _refusable(self, total: torch.Tensor, found: Sequence[ParameterLocation | None]) -> torch.Tensor:
+        """``total``, or not a number where any rank's norm is not finite: replicas raise alike."""
+        here = sorted((each for each in found if each is not None), key=lambda each: each.order)
+        groups = dict.fromkeys(group for each in here for group in each.unit.ranks.everyone)
+        if not groups:
+            return total
+        root = here[0].root
+        bad = (~total.isfinite()).to(root.collectives.device, torch.float32)
+        with root.meeting("comparison of a norm that must be finite", groups):
+            for group in groups:
+                group.all_reduce(bad, op=ReduceOp.MAX).wait()
+        return total.masked_fill(bad.to(total.device) > 0, math.nan)
 
     def _find_gradients(self, tensors: Sequence[torch.Tensor], found: list[ParameterLocation | None]) -> None:
         """Find what among ``tensors`` is a gradient of a sharded model, by where it lies: views of one count as it."""

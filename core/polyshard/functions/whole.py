@@ -93,8 +93,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
 def refuse_flat_parameters(units: Iterable[Unit], call: str) -> None:
     """Raise where modules have a flat parameter in the place of their own: FSDP's ``use_orig_params=False``.
 
-    Raises:
-        UnsupportedError: naming a parameter; ``call`` begins the message.
+    Raises UnsupportedError: naming a parameter; ``call`` begins the message.
     """
     for unit in units:
         for parameter in unit.parameters:

@@ -16,7 +16,7 @@ from ..errors import CollectiveError, StateError, UnsupportedError
 from ..functions.recorded_streams import RecordedStreams, StreamRecorder
 from ..functions.torch_functions import replacing_values
 from ..functions.whole import WholeGather, gather_inner, refuse_flat_parameters, whole_on_this_rank
-from ..io.progress import telling
+from ..io.progress import reporting_progress
 from ..runtime import graph
 from ..runtime.extended import ExtendedUnit
 from ..runtime.step import Phase
@@ -326,16 +326,16 @@ class ShardedModel:
         """Order the next gathers behind the current stream."""
         self._root.streams.begin_forward()
 
-    def telling(self, model: nn.Module, work: str) -> AbstractContextManager[None]:
+    def reporting_progress(self, model: nn.Module, work: str) -> AbstractContextManager[None]:
         """Inside, what this thread tells of its progress (``io.progress``) is for the listeners' ``on_progress``."""
         events = self._root.events
-        return telling(partial(events.on_progress, model, work)) if events.active else nullcontext()
+        return reporting_progress(partial(events.on_progress, model, work)) if events.active else nullcontext()
 
-    def tell_saved(self, model: nn.Module, path: Path | str) -> None:
+    def notify_saved(self, model: nn.Module, path: Path | str) -> None:
         """Call the listeners' ``on_save``."""
         self._root.events.on_save(model, path)
 
-    def tell_loaded(self, model: nn.Module, path: Path | str) -> None:
+    def notify_loaded(self, model: nn.Module, path: Path | str) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
 
@@ -397,5 +397,4 @@ class WaitingTimes:
 
     def read(self) -> tuple[float, float]:
         """Seconds of all measured steps that this rank did not wait for others, and seconds altogether."""
-        times = self._stalls.read()
-        return times.own_s, times.wall_s
+        return self._stalls.read()

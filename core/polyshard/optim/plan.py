@@ -222,8 +222,8 @@ def _compare(optimizer: torch.optim.Optimizer, wholes: Mapping[_Key, list[Whole]
         asked += [(each, each) for each in _across(model)]
         differences = [_difference(model.rank, mine.get(key, []), among.all_gather_object) for key, among in asked]
         # Those who exchange nothing with the ranks that differ raise as well.
-        told = next(filter(None, differences), "")
-        different = _difference(model.rank, mine.get(world, []), model.collectives.all_gather_object, told)
+        problem = next(filter(None, differences), "")
+        different = _difference(model.rank, mine.get(world, []), model.collectives.all_gather_object, problem)
         if different:
             raise RankMismatchError(
                 f"{type(optimizer).__name__} was given other parameters, or in another order, on some ranks "
@@ -231,11 +231,11 @@ def _compare(optimizer: torch.optim.Optimizer, wholes: Mapping[_Key, list[Whole]
             )
 
 
-def _difference(rank: int, mine: list[object], ask: Callable[[Any], list[Any]], told: str = "") -> str:
-    """Which rank differs, of those that ``ask`` asks, or what one of them was ``told``; empty for no difference."""
+def _difference(rank: int, mine: list[object], ask: Callable[[Any], list[Any]], problem: str = "") -> str:
+    """Which rank differs, of those that ``ask`` asks, or what one of them was ``problem``; empty for no difference."""
     # Of thousands of ranks, the texts would fill memory.
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
-    everyone = ask((rank, digest, told))
+    everyone = ask((rank, digest, problem))
     differing = (f"rank {other} differs from rank {rank}" for other, theirs, _ in everyone if theirs != digest)
     return next(differing, "") or next((theirs for _, _, theirs in everyone if theirs), "")
 

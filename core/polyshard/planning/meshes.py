@@ -168,7 +168,7 @@ def lists_of(config: ShardConfig, strategy: Strategy, world: WorldMesh) -> UnitL
 
 
 def refuse_absent_mesh(config: ShardConfig) -> None:
-    """Raise ``ConfigError`` where dimensions are named, and there is no mesh that could have them."""
+    """Raise ConfigError where dimensions are named, and there is no mesh that could have them."""
     for setting in ("shard", "replicate"):
         names = getattr(config, setting)
         if names is not None and config.mesh is None:
@@ -301,7 +301,7 @@ def divisor_of(choice: str | float, unit: UnitLists, model: UnitLists) -> float:
 
 
 def refuse_wrong_overrides(overrides: Mapping[str, Any], where: str) -> None:
-    """Raise ``ConfigError`` for a ``mesh`` or ``gradient_divisor`` that no unit can have. ``where`` is its module."""
+    """Raise ConfigError for a ``mesh`` or ``gradient_divisor`` that no unit can have. ``where`` is its module."""
     mesh, divisor = overrides.get("mesh"), overrides.get("gradient_divisor")
     if mesh is not None:
         names = (mesh,) if isinstance(mesh, str) else tuple(mesh) if isinstance(mesh, Sequence) else None

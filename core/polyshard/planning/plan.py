@@ -472,8 +472,7 @@ def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
 def modules_in(root: nn.Module) -> list[nn.Module]:
     """``root`` and all modules inside it, each once, in no order: without names, for a fraction of what these cost.
 
-    Raises:
-        ConfigTypeError: ``root`` is no module.
+    Raises ConfigTypeError: ``root`` is no module.
     """
     if not isinstance(root, nn.Module):
         raise ConfigTypeError(f"{type(root).__name__!r} was given as the model. Give a torch.nn.Module.")

@@ -134,8 +134,7 @@ def plan_units(
         is_root: Whether it is the outermost module, or split off that.
         rank: Of this process, for messages.
 
-    Raises:
-        PluginContractError: a plugin answered what its contract does not allow.
+    Raises PluginContractError: a plugin answered what its contract does not allow.
     """
     caster, shards = plugins.caster, len(lists.shard[0])
     units: list[PlannedUnit] = []

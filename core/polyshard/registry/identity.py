@@ -50,7 +50,7 @@ def local_options(group: Group, plugin: object, where: str) -> frozenset[str]:
 
 def options_of(options: Mapping[str, Any], local: Collection[str]) -> list[list[Any]]:
     """``options`` but for those that are ``local``, by name, as values that JSON holds and ranks compare."""
-    return [[name, described(options[name])] for name in sorted(options) if name not in local]
+    return [[name, comparable(options[name])] for name in sorted(options) if name not in local]
 
 
 def fields_of(plugin: object, local: Collection[str]) -> list[list[Any]]:
@@ -60,7 +60,7 @@ def fields_of(plugin: object, local: Collection[str]) -> list[list[Any]]:
     return options_of({field.name: getattr(plugin, field.name) for field in dataclasses.fields(plugin)}, local)
 
 
-def described(value: object) -> Any:
+def comparable(value: object) -> Any:
     """``value`` as JSON that is equal on two ranks that mean the same by it.
 
     Classes and functions go by their qualified names, dataclasses by their fields, other objects by their class and,
@@ -74,17 +74,17 @@ def described(value: object) -> Any:
         return repr(os.fspath(value))
     if isinstance(value, Mapping):
         # In order, which may matter: the first entry that fits.
-        return ["mapping", [[described(key), described(each)] for key, each in value.items()]]
+        return ["mapping", [[comparable(key), comparable(each)] for key, each in value.items()]]
     if isinstance(value, list | tuple):
-        return [described(each) for each in value]
+        return [comparable(each) for each in value]
     if isinstance(value, set | frozenset):
-        return ["set", sorted((described(each) for each in value), key=json.dumps)]
+        return ["set", sorted((comparable(each) for each in value), key=json.dumps)]
     if isinstance(value, type):
         return f"class {qualified(value)}"
     if isinstance(value, functools.partial):
-        return ["partial", described(value.func), described(value.args), described(value.keywords)]
+        return ["partial", comparable(value.func), comparable(value.args), comparable(value.keywords)]
     if isinstance(value, MethodType):
-        return ["method", described(value.__func__), described(value.__self__)]
+        return ["method", comparable(value.__func__), comparable(value.__self__)]
     if isinstance(value, FunctionType):
         # Of the functions of one scope that have no name, the line tells which is meant.
         line = f":{value.__code__.co_firstlineno}" if "<lambda>" in value.__qualname__ else ""

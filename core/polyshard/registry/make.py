@@ -52,18 +52,18 @@ class Resolved(Generic[_T_co]):
         except BaseException as error:
             options = ", ".join(f"{name}={value!r}" for name, value in self.options.items()) or "no options"
             raise PluginLoadError(
-                f"{self.described} failed while it was constructed with {options}: {type(error).__name__}: {error}"
+                f"{self.label} failed while it was constructed with {options}: {type(error).__name__}: {error}"
             ) from error
         contract = CONTRACTS[self.group]
         if instance is None or not isinstance(instance, contract):
             wanted = "an object" if contract is object else f"a polyshard.interfaces.{contract.__name__}"
             raise PluginContractError(
-                f"{self.described} must construct {wanted}, but {self.value} returned "
+                f"{self.label} must construct {wanted}, but {self.value} returned "
                 f"{'None' if instance is None else f'an instance of {qualified(type(instance))}'}."
             )
         # A class was checked before it was called.
         if self.factory is not type(instance):
-            where = f"{self.described}, an instance of {qualified(type(instance))},"
+            where = f"{self.label}, an instance of {qualified(type(instance))},"
             refuse_faults(where, instance_faults(self.group, instance))
         return cast("_T_co", instance)
 
@@ -81,7 +81,7 @@ class Resolved(Generic[_T_co]):
             signature.bind_partial(None)
         except TypeError as error:
             raise PluginContractError(
-                f"{self.described} must take a PluginContext as its first argument, but {self.value} has the "
+                f"{self.label} must take a PluginContext as its first argument, but {self.value} has the "
                 f"signature {signature}."
             ) from error
         try:
@@ -92,11 +92,11 @@ class Resolved(Generic[_T_co]):
             problem = f"does not take the option {unknown[0]!r}" if unknown else f"cannot take its options: {error}"
             suggestion = did_you_mean(unknown[0], taken) if unknown else ""
             raise ConfigError(
-                f"{self.described} {problem}.{suggestion} Its options: {', '.join(map(str, taken.values())) or 'none'}."
+                f"{self.label} {problem}.{suggestion} Its options: {', '.join(map(str, taken.values())) or 'none'}."
             ) from error
 
     @property
-    def described(self) -> str:
+    def label(self) -> str:
         """The plugin, its group and its package, for messages."""
         origin = f" (from {self.distribution} {self.version})" if self.distribution else ""
         return f"plugin {self.name!r} of {self.group.value}{origin}"
@@ -231,7 +231,7 @@ def construct(
     def usual(group: Group, choice: PluginChoice, asked_with: PluginContext) -> Constructed[Any]:
         return construct(resolve(group, choice), asked_with)
 
-    inner = _Inner(resolved.described, make_inner or usual)
+    inner = _Inner(resolved.label, make_inner or usual)
     try:
         instance = resolved.construct(replace(context, name=resolved.name, constructor=inner))
     finally:

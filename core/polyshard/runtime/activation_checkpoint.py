@@ -68,7 +68,8 @@ class _Running(threading.local):
     call: Checkpointed | None = None
 
 
-_running = _Running()
+#: Of each thread: the innermost checkpointed call that it runs; None for none.
+running = _Running()
 
 
 class Checkpointed:
@@ -76,7 +77,7 @@ class Checkpointed:
 
     def __init__(self, function: Callable[..., Any], reentrant: bool) -> None:
         self._function = function
-        around = _running.call
+        around = running.call
         if around is not None and around.region.complete:
             # Called again with the function around it.
             self.region: Region = around.next_inner(reentrant)
@@ -102,7 +103,7 @@ class Checkpointed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result."""
-        around = _running.call
+        around = running.call
         self._inner = 0
         self.entered.clear()
         if self._called:
@@ -110,11 +111,11 @@ class Checkpointed:
         else:
             self._called = True
             self.again = None if around is None else around.again
-        _running.call = self
+        running.call = self
         try:
             return self._function(*args, **kwargs)
         finally:
-            _running.call = around
+            running.call = around
             # No cycles, which would keep what the function refers to until garbage is collected.
             self.again, self.region.outer = None, None
             self.region.complete = True
@@ -122,9 +123,4 @@ class Checkpointed:
 
 def may_have_backward() -> bool:
     """Whether a backward may come back to what this thread computes. The same on all ranks, whatever their outputs."""
-    return torch.is_grad_enabled() or (_running.call is not None and _running.call.region.recorded)
-
-
-def running() -> Checkpointed | None:
-    """The innermost checkpointed call that this thread runs; None for none."""
-    return _running.call
+    return torch.is_grad_enabled() or (running.call is not None and running.call.region.recorded)

@@ -56,7 +56,9 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_dynamo_compiling():
         if not (torch.is_grad_enabled() and weight.requires_grad) or torch.is_autocast_enabled(input.device.type):
             return functional.linear(input, weight, bias)
-        compiled: torch.Tensor = CompiledLinear.apply(input, weight, bias, getattr(module, _KEY))  # type: ignore[no-untyped-call]
+        compiled: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
+            input, weight, bias, None, getattr(module, _KEY), False
+        )
         return compiled
     if (
         not (torch.is_grad_enabled() and weight.requires_grad)
@@ -72,7 +74,7 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     unfilled = recomputes and direct.ends_recomputation and not _torch_private.in_dispatch_mode()
     try:
         output: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
-            input, weight, bias, direct, unfilled
+            input, weight, bias, direct, None, unfilled
         )
     except BaseException:
         direct.ends_recomputation |= recomputes
@@ -90,57 +92,33 @@ class DirectLinear(torch.autograd.Function):
     """``functional.linear`` that writes its weight gradient into the memory from ``direct.claim``.
 
     Autograd keeps the tensor that backward returns as the leaf's ``.grad`` when nothing else holds it, so the gradient
-    is computed in place and neither copied nor held twice.
+    is computed in place and neither copied nor held twice. Compiled code gets ``key`` instead: what it writes to is
+    found when the backward's graph runs.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, direct: Direct, unfilled: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        direct: Direct | None,
+        key: torch.Tensor | None,
+        unfilled: bool,
     ) -> torch.Tensor:
         """``x``: ``[*, in]``; ``weight``: ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``.
 
-        ``unfilled``: the output is memory without values.
+        ``key``: 0-dim, int64, on the CPU. ``unfilled``: the output is memory without values.
         """
-        ctx.save_for_backward(x, weight)
-        ctx.claim = direct.claim
+        ctx.save_for_backward(x, weight, key)
         output = x.new_empty((*x.shape[:-1], weight.shape[0])) if unfilled else functional.linear(x, weight, bias)
-        direct.output = output
+        if direct is not None:
+            ctx.claim = direct.claim
+            direct.output = output
         return output
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
-        """The gradients of ``x``, ``weight`` and ``bias``, where they need one."""
-        x, weight = ctx.saved_tensors
-        of_x = of_weight = of_bias = None
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        if ctx.needs_input_grad[0]:
-            of_x = rows.mm(weight).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            columns, inputs = rows.t(), x.reshape(-1, x.shape[-1])
-            place = ctx.claim()
-            of_weight = columns.mm(inputs) if place is None else torch.mm(columns, inputs, out=place)
-        if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None, None
-
-
-class CompiledLinear(torch.autograd.Function):
-    """``DirectLinear`` for graphs: what it writes to is found when the backward's graph runs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, key: torch.Tensor
-    ) -> torch.Tensor:
-        """As of ``DirectLinear``; ``key``: 0-dim, int64, on the CPU."""
-        ctx.save_for_backward(x, weight, key)
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(
-        ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of ``x``, ``weight`` and ``bias``, where they need one."""
         x, weight, key = ctx.saved_tensors
         of_x = of_weight = of_bias = None
@@ -148,10 +126,15 @@ class CompiledLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = rows.mm(weight).view(x.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = torch.ops.polyshard.weight_gradient(rows, x.reshape(-1, x.shape[-1]), key)
+            inputs = x.reshape(-1, x.shape[-1])
+            if key is not None:
+                of_weight = torch.ops.polyshard.weight_gradient(rows, inputs, key)
+            else:
+                place = ctx.claim()
+                of_weight = rows.t().mm(inputs) if place is None else torch.mm(rows.t(), inputs, out=place)
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None
+        return of_x, of_weight, of_bias, None, None, None
 
 
 @cache

@@ -59,8 +59,7 @@ class ExtendedUnit(Unit):
     def require_insides(self, call: str) -> None:
         """Raise where the values of a parameter cannot be told by plain tensors; ``call`` begins the message.
 
-        Raises:
-            UnsupportedError: naming the parameter, its class and the reason.
+        Raises UnsupportedError: naming the parameter, its class and the reason.
         """
         for parameter in self.parameters:
             found = parameter.insides
@@ -190,8 +189,7 @@ class RowsOfParameters(MasterViews):
     def adopt_changes(self) -> bool:
         """As ``MasterViews``; a whole parameter of the same class gives its values.
 
-        Raises:
-            ParameterChangedError: one was removed, replaced by something else, or has another dtype or device.
+        Raises ParameterChangedError: one was removed, replaced by something else, or has another dtype or device.
         """
         for parameter, kind in zip(self._unit.parameters, self._kinds, strict=True):
             own = parameter.original
@@ -234,8 +232,7 @@ class RowsOfParameters(MasterViews):
     def refuse_changes(self, *, held: bool) -> None:
         """Raise for parameters replaced between forward and backward: autograd has saved the old ones.
 
-        Raises:
-            ParameterMovedError: naming the parameter.
+        Raises ParameterMovedError: naming the parameter.
         """
         for parameter, kind in zip(self._unit.parameters, self._kinds, strict=True):
             own = parameter.original
@@ -427,8 +424,7 @@ class _Extended:
     def agree(self, everyone: Sequence[list[Any] | str]) -> None:
         """Take over the sizes of what the first rank sends, which has the most rows; others' are padded to these.
 
-        Raises:
-            ParameterError: a rank failed, or sends what does not fit.
+        Raises ParameterError: a rank failed, or sends what does not fit.
         """
         failed = {rank: each for rank, each in enumerate(everyone) if isinstance(each, str)}
         if failed:
@@ -460,8 +456,7 @@ class _Extended:
     def send(self, own: torch.Tensor) -> None:
         """Bring this rank's part together once more.
 
-        Raises:
-            ParameterError: it sends another number of tensors, or of other sizes or dtypes, than the first time.
+        Raises ParameterError: it sends another number of tensors, or of other sizes or dtypes, than the first time.
         """
         with self._named("fsdp_pre_all_gather"):
             inputs = self._ask(own)
@@ -477,8 +472,7 @@ class _Extended:
     def receive(self, own: torch.Tensor) -> bool:
         """Make the parameter of what arrived, or fill it anew; returns whether it was made.
 
-        Raises:
-            ParameterError: the parameter's method failed, or answered no tensor of the parameter's shape.
+        Raises ParameterError: the parameter's method failed, or answered no tensor of the parameter's shape.
         """
         outputs, post = tuple(lane.whole for lane in self.lanes), own.fsdp_post_all_gather  # type: ignore[attr-defined]
         metadata, self._metadata = self._metadata, None

@@ -135,8 +135,7 @@ def compute_with_forms(
 
     ``claim``: as of ``write_directly``; None where each gradient has memory of its own.
 
-    Raises:
-        StateError: a layer got another forward since it was sharded.
+    Raises StateError: a layer got another forward since it was sharded.
     """
     swaps = []
     for index, parameter in enumerate(parameters):

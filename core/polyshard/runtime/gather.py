@@ -5,7 +5,7 @@ A gather works on records: code that moves bytes reads a unit's record and never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,12 +88,16 @@ def start_gathers(records: Sequence[GatherRecord]) -> Sequence[Work]:
             else:
                 works.append(_start_many(group, members))
     except BaseException:
-        # Others are on their way into memory that is released next.
-        for work in works:
-            with suppress(PolyshardError):
-                work.wait()
+        wait_quietly(works)
         raise
     return works
+
+
+def wait_quietly(works: Iterable[Work]) -> None:
+    """Let operations end that were issued with one that failed: they write into memory that is released next."""
+    for work in works:
+        with suppress(PolyshardError):
+            work.wait()
 
 
 def end_gather(record: GatherRecord) -> None:

@@ -22,8 +22,6 @@ from .streams import CommStreams
 
 _gradient_of = attrgetter("grad")
 _is_trained = attrgetter("requires_grad")
-#: Attribute of a module under which ``_Direct`` stands.
-_DIRECT = "_polyshard_direct"
 
 
 class Reducible(Protocol):
@@ -124,11 +122,6 @@ class Gradients:
         sums = self.sums
         return (sums.has_sum or self._shard is not None or self._shards_coming > 0) and sums.gradients is None
 
-    @property
-    def waits_for_replicas(self) -> bool:
-        """Whether this rank keeps its shard of a sum that replicas have not added up."""
-        return self._shard is not None or self._shards_coming > 0
-
     def send_sums_whole(self) -> None:
         """Let sums of several backwards travel in the dtype in which they add up, instead of rounding them."""
         if self.input.dtype != self.input.result_dtype:
@@ -159,15 +152,11 @@ class Gradients:
         with streams.between(self.places):
             self.sums.accumulate(gradients)
 
-    def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
-        """Reduce ``gradients`` and the sum over ranks.
+    def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
+        """The unit's contribution to the reduction that follows: ``gradients`` and the sum.
 
         ``.grad`` has the result after ``Reducer.flush`` and ``CommStreams.drain``.
         """
-        reducer.reduce(self.contribute(gradients, reducer.streams), gradients)
-
-    def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
-        """The unit's contribution to the reduction that follows: ``gradients`` and the sum."""
         input = self.sums if self.sums.has_sum else self.input
         missed = input.missing(gradients)
         if self._shard is not None or self._shards_coming:
@@ -189,7 +178,8 @@ class Gradients:
         """As ``contribute``, to a reduction whose result waits on this rank for one that is over the replicas."""
         input = self.sums if self.sums.has_sum else self.input
         missed = input.missing(gradients)
-        self._shard_missed = missed & self._shard_missed if self.waits_for_replicas else missed
+        waits = self._shard is not None or self._shards_coming
+        self._shard_missed = missed & self._shard_missed if waits else missed
         self.computed_at(streams.here())
         contribution = self._contribution(input, tuple(self.places))
         self._shards_coming += 1

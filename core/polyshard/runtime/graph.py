@@ -86,8 +86,7 @@ def step_obstacle(root: Root) -> str | None:
 def prepare_recording(root: Root) -> None:
     """Do everything that a forward does before its first operation, and release all buffers.
 
-    Raises:
-        ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+    Raises ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
     """
     root.adopt_changes()
     release_buffers(root)

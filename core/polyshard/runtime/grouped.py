@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from ..errors import StateError
+from .guards import refuse_escape
 from .hooks import ForwardHooks
 from .module_state import ModuleState, StateKind
 from .root import root_of
 from .step import Phase, Step
-from .unit import refuse_escape
 
 
 class GroupedState(ModuleState):

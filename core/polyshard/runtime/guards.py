@@ -16,6 +16,8 @@ another parameter's.
 
 ``refuse_copies``: a copy or pickle of a module inside a unit would hold pieces under the names of whole parameters, and
 compute with these where their shapes allow it. The module states' own modules refuse by their module state.
+
+``refuse_escape``: an output that lies in memory of a unit. ``refuse_moved_views``: a parameter that got other memory.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch_private
-from ..errors import ParameterChangedError, StateError, UnshardedUseError
+from ..errors import ParameterChangedError, ParameterMovedError, StateError, UnshardedUseError
+from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter
 from .bindings import Shown
 from .module_state import ModuleState
 from .step import Step
-from .unit import Unit
+from .unit import Unit, UnitState
 
+_address_of = torch.Tensor.data_ptr
 #: Under which the hooks stand; torch's own keys are numbers.
 _KEY = "polyshard"
 #: Functions that compute gradients; ``manual_backward`` is Lightning's.
@@ -213,8 +217,7 @@ class RegistrationGuard:
     def refuse_ties(self) -> None:
         """Raise for sharded parameters that were tied to others. Called before changed values are taken over.
 
-        Raises:
-            ParameterChangedError: naming both.
+        Raises ParameterChangedError: naming both.
         """
         for (module, key), parameter in self._sites.items():
             held = module._parameters.get(key)
@@ -227,8 +230,7 @@ class RegistrationGuard:
         A parameter with a hook behind its gradient's accumulation is the program's, which averages the gradient there.
         ``trains``: whether gradients may follow; new parameters stay noted where not.
 
-        Raises:
-            ParameterChangedError: naming them.
+        Raises ParameterChangedError: naming them.
         """
         trained = trains and any(parameter.requires_grad for parameter in self._new.values())
         # Removing a parameter or a module calls no hook.
@@ -254,8 +256,7 @@ class RegistrationGuard:
     def refuse_moved(self) -> None:
         """Raise for parameters under names that others had when the model was sharded, which are the names in state.
 
-        Raises:
-            ParameterChangedError: naming one.
+        Raises ParameterChangedError: naming one.
         """
         names = {name: parameter for parameter in self._managed.values() for name in parameter.names}
         for prefix, module in self._modules():
@@ -383,3 +384,68 @@ class _Uncopied:
             "copy would take the piece for the whole. Copy it before sharding, or inside of 'with "
             "polyshard.unsharded(model)'."
         )
+
+
+def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
+    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
+
+    Raises UnshardedUseError: naming the parameter.
+    """
+    held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
+    if not held:
+        return
+    tensors: Iterable[torch.Tensor] = (
+        (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
+    )
+    for tensor in tensors:
+        for unit in held:
+            if tensor.device == unit.buffer.device and tensor.numel() and unit.buffer.holds(tensor):
+                raise UnshardedUseError(
+                    f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
+                    f"on rank {unit.ranks.world.rank}, which is released when the forward ends. Return a clone, or "
+                    "compute with it inside the forward."
+                )
+
+
+def _owner(unit: Unit, tensor: torch.Tensor) -> str:
+    offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
+    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+        if slot.offset <= offset < slot.end:
+            return parameter.names[0]
+    return unit.name
+
+
+def refuse_moved_views(unit: Unit) -> None:
+    """Raise ParameterMovedError where a forward gave a leaf memory of its own, which later gathers would not reach.
+
+    The parameter is as it was before then.
+    """
+    if not unit.packed or unit.resident or not unit.buffer.attached:
+        return
+    leaves, views = unit.leaves, unit.buffer.views
+    with _torch_private.without_torch_function():
+        addresses, wanted = list(map(_address_of, leaves)), list(map(_address_of, views))
+        if addresses == wanted:
+            return
+        moved = [index for index, address in enumerate(addresses) if address != wanted[index]]
+        for index in moved:
+            leaves[index].data = views[index].data
+            unit.packed[index].restore()
+    parameter = unit.parameters[moved[0]]
+    raise ParameterMovedError(
+        f"The forward of a {type(parameter.sites[0][0]).__name__} gave '{parameter.names[0]}' memory of its own (rank "
+        f"{unit.ranks.world.rank}), which would stay whole on this rank. Let it compute with the parameter as it is. "
+        "Linear4bit of bitsandbytes does this in eval mode on CPUs with AVX512-BF16: set support_avx512bf16_for_cpu = "
+        "False on each."
+    )
+
+
+def refuse_differentiable_gradients(unit: Unit) -> None:
+    """Raise StateError if a view's gradient has a graph of its own."""
+    for leaf, parameter in zip(unit.leaves, unit.parameters, strict=True):
+        if leaf.grad is not None and leaf.grad.requires_grad:
+            raise StateError(
+                "polyshard does not support gradients of gradients: backward(create_graph=True) reached "
+                f"'{parameter.names[0]}' on rank {unit.ranks.world.rank}. Differentiate twice outside of sharded "
+                "modules."
+            )

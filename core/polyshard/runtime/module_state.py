@@ -6,8 +6,8 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, is_not
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -20,6 +20,7 @@ from ..planning.groups import UnitRanks
 from ..planning.plan import ManagedParameter, modules_called, names_behind
 from .activation_checkpoint import may_have_backward
 from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
+from .reduce import Contribution
 from .step import Step
 from .unit import Reshard, Unit, UnitState, unshard_due, unshard_together
 
@@ -290,16 +291,15 @@ class ModuleState:
         self.awaits_backward = False
         joins, self.joins_reduction = self.joins_reduction, False
         synchronises = step.synchronises and self._synchronises
-        reduced: list[tuple[Unit, list[torch.Tensor | None]]] = []
+        reduced: list[tuple[Contribution, list[torch.Tensor | None]]] = []
         for unit in self.units:
             if unit.resident:
                 continue
             for observer in unit.observers:
                 observer.computed(unit.spec, True)
             gradients = unit.take_gradients() if unit.trainable else []
-            arrived = bool(gradients) and (
-                gradients[0] is not None or any(gradient is not None for gradient in gradients)
-            )
+            # At C speed, as every unit asks in every backward.
+            arrived = any(map(is_not, gradients, repeat(None)))
             # Before the reduction takes its buffers: the two are never alive together. A forward around this backward
             # goes on with the parameters.
             if not self.releases_after_backward:
@@ -317,38 +317,27 @@ class ModuleState:
             elif not (unit.trainable and joins and step.accumulates) or unit.ranks.alone:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
-            if synchronises and (self.all_reduces or _reduces_without_replicas(unit)):
-                reduced.append((unit, gradients))
-                unit.reduced |= self.all_reduces or unit.ranks.replicate is None
-            else:
-                unit.gradients.keep(gradients, step.streams)
-                step.awaits_optimizer = True
-        if not self.all_reduces:
-            self._reduce_without_replicas(reduced)
-        elif len(reduced) == 1:
-            unit, gradients = reduced[0]
-            unit.gradients.reduce(gradients, step.reducer)
-        elif reduced:
-            step.reducer.reduce_together(
-                [(unit.gradients.contribute(gradients, step.streams), gradients) for unit, gradients in reduced]
-            )
-
-    def _reduce_without_replicas(self, reduced: Sequence[tuple[Unit, list[torch.Tensor | None]]]) -> None:
-        step = self.step
-        assert step is not None
-        contributions = []
-        for unit, gradients in reduced:
             its = unit.gradients
-            contribute = its.contribute if unit.ranks.replicate is None else its.contribute_without_replicas
-            contributions.append((contribute(gradients, step.streams), gradients))
-        step.reducer.reduce_together(contributions)
+            if synchronises and (self.all_reduces or unit.ranks.replicate is None):
+                reduced.append((its.contribute(gradients, step.streams), gradients))
+                unit.reduced = True
+            elif synchronises and unit.ranks.reduction is not None:
+                reduced.append((its.contribute_without_replicas(gradients, step.streams), gradients))
+            else:
+                its.keep(gradients, step.streams)
+                step.awaits_optimizer = True
+        if len(reduced) == 1:
+            step.reducer.reduce(*reduced[0])
+        elif reduced:
+            step.reducer.reduce_together(reduced)
 
     def _waits(self, unit: Unit) -> bool:
         """Whether gradients of earlier backwards are to be reduced in one that synchronises."""
         if self.all_reduces or unit.ranks.replicate is None:
             return unit.gradients.unreduced
+        # Anything of its reduction is left without that over the replicas.
         sums = unit.gradients.sums
-        return sums.has_sum and sums.gradients is None and _reduces_without_replicas(unit)
+        return sums.has_sum and sums.gradients is None and unit.ranks.reduction is not None
 
     def late_post_backward(self) -> None:
         """``post_backward`` where no gradient called it: the backward ended, or does not come through here."""
@@ -388,8 +377,7 @@ class ModuleState:
 
         For a backward that gathers nothing, and may need them on this rank.
 
-        Raises:
-            StateError: the memory is the backend's, which gives it to others meanwhile.
+        Raises StateError: the memory is the backend's, which gives it to others meanwhile.
         """
         for unit in self.units:
             if not keeps:
@@ -405,8 +393,7 @@ class ModuleState:
     def refuse_unseen_backward(self) -> None:
         """Raise if gradients came while the parameters were not whole.
 
-        Raises:
-            StateError: a backward came through no tensor that the forward returned.
+        Raises StateError: a backward came through no tensor that the forward returned.
         """
         if all(unit.permanent or unit.state is UnitState.UNSHARDED for unit in self.units):
             return
@@ -451,18 +438,14 @@ class ModuleUse:
     """Whether all do."""
 
 
-def _reduces_without_replicas(unit: Unit) -> bool:
-    """Whether anything of its reduction is left without that over the replicas."""
-    return unit.ranks.reduction is not None or unit.ranks.replicate is None
-
-
 def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept: bool = False) -> None:
     """Gather ``units``, order compute behind the gather, and let modules see whole parameters.
 
     ``kept``: units that were kept for this recomputation are whole; other ranks do not gather them now.
     """
     for unit in units:
-        unit.choose_buffer(training)
+        if unit.follows_mode:
+            unit.choose_buffer(training)
     unshard_due([unit for unit in units if not unit.kept] if kept else units)
     for unit in units:
         unit.wait()
@@ -500,8 +483,7 @@ def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:
 def _merge(module_state: ModuleState, parent: ModuleState, unit: Unit, parameter: str) -> None:
     """Another module computes with ``parameter`` of ``unit``: from now on ``parent`` owns the units.
 
-    Raises:
-        UnshardedUseError: outside of a forward and of a backward of the parent.
+    Raises UnshardedUseError: outside of a forward and of a backward of the parent.
     """
     if not (parent.entered or parent.in_backward):
         raise UnshardedUseError(

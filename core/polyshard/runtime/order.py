@@ -50,34 +50,23 @@ MOST_ROUTES = 8
 class _Order(Generic[S]):
     """Module states in the order in which they are expected, in batches."""
 
-    def __init__(self, module_states: Sequence[S], batch_nbytes: int) -> None:
+    def __init__(self, module_states: Sequence[S], ahead: int, batch_nbytes: int) -> None:
         self.module_states = list(module_states)
         #: The order that the next forward took when one had taken this.
         self.then: _Order[S] = self
-        if batch_nbytes == 0:
-            self._ends = list(range(1, len(self.module_states) + 1))
-            return
         # The first one is entered before anything can be prefetched.
         sizes = [module_state.launch_nbytes for module_state in self.module_states[1:]]
-        self._ends = [1, *(1 + end for end in batch_ends(sizes, batch_nbytes))]
-
-    @property
-    def launches(self) -> int:
-        """How many batches there are."""
-        return len(set(self._ends))
-
-    def behind(self, position: int, ahead: int) -> list[list[S]]:
-        """The batches of the ``ahead`` modules behind ``position``, and of one module of the next batch at least."""
-        if not ahead:
-            return []
-        last = min(max(position + ahead, self._ends[position]), len(self.module_states) - 1)
-        batches = []
-        position += 1
-        while position <= last:
-            end = self._ends[position]
-            batches.append(self.module_states[position:end])
-            position = end
-        return batches
+        batched = batch_ends(sizes, batch_nbytes) if batch_nbytes else range(1, len(sizes) + 1)
+        ends = [1, *(1 + end for end in batched)]
+        #: How many batches there are.
+        self.launches = len(set(ends))
+        #: By position: the batches of the ``ahead`` modules behind it, and of one module of the next batch at least.
+        self.behind: list[list[list[S]]] = [[] for _ in self.module_states]
+        for position in range(len(self.module_states)) if ahead else ():
+            last, next_one = max(position + ahead, ends[position]), position + 1
+            while next_one <= min(last, len(sizes)):
+                self.behind[position].append(self.module_states[next_one : ends[next_one]])
+                next_one = ends[next_one]
 
 
 class ExecutionOrder(Generic[S]):
@@ -96,7 +85,7 @@ class ExecutionOrder(Generic[S]):
         # Those that finished forwards took, the last one first. One that is kept leads to one that is kept: what came
         # after it is more recent.
         self._routes: list[_Order[S]] = []
-        self._backward_order: _Order[S] = _Order((), 0)
+        self._backward_order: _Order[S] = _Order((), 0, 0)
         self._backward_stale = False
         self._entered: list[S] = []
         # The one that the forward follows; None where it follows none.
@@ -136,7 +125,7 @@ class ExecutionOrder(Generic[S]):
         if taken is None or taken.module_states != self._entered:
             taken = next((route for route in self._routes if route.module_states == self._entered), None)
         if taken is None:
-            taken = _Order(self._entered, self.batch_nbytes)
+            taken = _Order(self._entered, self._forward_ahead, self.batch_nbytes)
         if self._routes:
             self._routes[0].then = taken
             if self._routes[0] is taken:
@@ -156,14 +145,11 @@ class ExecutionOrder(Generic[S]):
         if route is None:
             return []
         if position >= len(route.module_states) or route.module_states[position] is not module_state:
-            route = self._route = self._beginning_as_entered()
+            taken = (each for each in self._routes if each.module_states[: position + 1] == self._entered)
+            route = self._route = next(taken, None)
             if route is None:
                 return []
-        return route.behind(position, self._forward_ahead)
-
-    def _beginning_as_entered(self) -> _Order[S] | None:
-        count = len(self._entered)
-        return next((route for route in self._routes if route.module_states[:count] == self._entered), None)
+        return route.behind[position]
 
     @property
     def turning(self) -> S | None:
@@ -212,8 +198,8 @@ class ExecutionOrder(Generic[S]):
             self._backward_stale = False
             left = self._left[::-1]
             if self._backward_order.module_states != left:
-                self._backward_order = _Order(left, self.batch_nbytes)
-        return self._backward_order.behind(len(self._left) - 1 - position, self._backward_ahead)
+                self._backward_order = _Order(left, self._backward_ahead, self.batch_nbytes)
+        return self._backward_order.behind[len(self._left) - 1 - position]
 
     def end_backward(self) -> None:
         """The backward ended; the next one starts from fresh forwards."""

@@ -144,13 +144,11 @@ class Originals(MasterViews):
         return part_of_master(self._master, self._layout.slots[index], self._pieces.get(index), whole=self._whole)
 
     def adopt_changes(self) -> bool:
-        """Take over the user's changes since the last forward; returns whether any ``requires_grad`` changed.
+        """As of ``MasterViews``. Called while modules hold the originals.
 
-        Called while modules hold the originals.
-
-        Raises:
-            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+        Raises ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
+        before = self._trained
         # An empty tensor has no address: on a rank without a piece, only its dtype shows that it was replaced.
         if (
             list(map(_address_of, self.tensors)) != self._addresses
@@ -159,24 +157,21 @@ class Originals(MasterViews):
         ):
             for index, parameter in enumerate(self._parameters):
                 self._write_back(index, parameter)
-            before = self._trained
             self._remember()
-            return before != self._trained
-        return self.retrained()
+        else:
+            self._trained = list(map(_is_trained, self.tensors))
+        return before != self._trained
 
     def retrained(self) -> bool:
-        trained = list(map(_is_trained, self.tensors))
-        changed = trained != self._trained
-        self._trained = trained
-        return changed
+        before, self._trained = self._trained, list(map(_is_trained, self.tensors))
+        return before != self._trained
 
     def refuse_changes(self, *, held: bool) -> None:
         """Raise for parameters replaced between forward and backward: autograd has saved the old ones.
 
         ``held``: modules hold the originals now, and not the views that compute.
 
-        Raises:
-            ParameterMovedError: naming the parameter.
+        Raises ParameterMovedError: naming the parameter.
         """
         if list(map(_address_of, self.tensors)) == self._addresses and not (held and self._replaced()):
             return
@@ -293,8 +288,7 @@ class FlatMaster:
     def follow_requires_grad(self) -> None:
         """Train it where the originals are trained.
 
-        Raises:
-            StateError: only some of them are: weight decay and momentum would move the others.
+        Raises StateError: only some of them are: weight decay and momentum would move the others.
         """
         trained = set(self._originals.trained)
         self._mixed = len(trained) > 1

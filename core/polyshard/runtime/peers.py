@@ -231,8 +231,7 @@ def refuse_different_batches(
 
     ``rank``: this one's among all of the model. Waits for the device.
 
-    Raises:
-        RankMismatchError: naming the first argument that differs, and the ranks.
+    Raises RankMismatchError: naming the first argument that differs, and the ranks.
     """
     named = [(f"{index}", value) for index, value in enumerate(args)]
     named += [(f"'{name}'", value) for name, value in sorted(kwargs.items())]
@@ -296,12 +295,9 @@ class Audit:
         self.gathered: set[str] = set()
 
     def agree(self, world: Collectives, unit: str, operation: str, numel: int, dtype: torch.dtype) -> None:
-        """Raise on every rank of ``world`` if any is about to do something else.
+        """Raise RankMismatchError on every rank of ``world`` if any is about to do something else.
 
         ``numel``, ``dtype``: of the elements that travel, of all ranks together.
-
-        Raises:
-            RankMismatchError: with the call of each rank.
         """
         if not world.capabilities.can_communicate:
             return
@@ -319,8 +315,7 @@ class Audit:
         ``buffer``: the whole unit, compute ordered after its gather; ``own``: this rank's slice of it; ``sent``: the
         values that the slice must have, None where they are not known. Waits for the device, in the first forward only.
 
-        Raises:
-            PluginContractError: naming the collectives, the unit, and the ranks that hold something else.
+        Raises PluginContractError: naming the collectives, the unit, and the ranks that hold something else.
         """
         if not group.capabilities.can_communicate:
             return

@@ -72,8 +72,7 @@ class Recorder:
     def issue(self, operation: str, units: Sequence[UnitSpec] = (), backward: bool | None = None) -> Issued:
         """Record that a communication of ``units`` begins; called before anything of it is compared or sent.
 
-        Raises:
-            StateError: an earlier one failed.
+        Raises StateError: an earlier one failed.
         """
         if self._unready:
             self._get_ready(operation)
@@ -90,11 +89,7 @@ class Recorder:
             self.watch.start()
 
     def refuse_behind_failure(self, call: str) -> None:
-        """Raise if a communication of this model failed; ``call`` begins the message.
-
-        Raises:
-            StateError: naming it.
-        """
+        """Raise StateError if a communication of this model failed; ``call`` begins the message."""
         if self.failure is not None:
             raise StateError(
                 f"{call} is refused on rank {self.rank}, because an earlier communication of this model did not end: "
@@ -152,8 +147,7 @@ class Recorder:
 
         An error with a communication is raised as it is. Posts of other ranks that failed are added.
 
-        Raises:
-            PeerFailedError: another rank's program raised an error; with its text.
+        Raises PeerFailedError: another rank's program raised an error; with its text.
         """
         self.fail(error, entry)
         if entry is None or error.located:

@@ -15,27 +15,20 @@ from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUse
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .budget import Budget
-from .guards import IdleCallGuard, RegistrationGuard
+from .guards import IdleCallGuard, RegistrationGuard, refuse_differentiable_gradients, refuse_escape
 from .module_state import ModuleState, ModuleUse, StateKind
 from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
 from .peers import refuse_different_batches
 from .step import Phase, Step
 from .streams import CommStreams
-from .unit import UnitState, refuse_escape
+from .unit import UnitState
 from .used_parameters import UsedParameters
 
 _reduced = attrgetter("reduced")
 
 
-def _never() -> None:
-    """No backward was entered yet."""
-
-
 def root_of(module_state: ModuleState) -> Root:
-    """The root of the model that ``module_state`` is inside.
-
-    Raises StateError: there is none yet, a wrapper may find it in the first forward.
-    """
+    """The root of the model that ``module_state`` is inside. Raises StateError: there is none yet."""
     root = module_state.step
     if not isinstance(root, Root):
         raise StateError(
@@ -82,16 +75,14 @@ class Root(Step):
         #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
         # Gives None once the backward that was entered last cannot end any more.
-        self._backward_may_end: Callable[[], object] = _never
+        self._backward_may_end: Callable[[], object] = lambda: None
         # Whether other ranks know that it raised.
         self._failure_reported = False
         self._backward_order: BackwardOrder[ModuleState] = BackwardOrder()
         # Since the last backward, the last record of each inner module that was called by itself with gradients on.
         self._apart: dict[object, ForwardRecord[ModuleState]] = {}
         self._followed = False
-        # The thread that the forward runs in that began last.
-        self._thread = 0
-        #: Whether an optimizer changed parameters inside of that forward.
+        #: Whether an optimizer changed parameters inside of the forward that began last.
         self.outdated = False
         #: Finds modules and parameters that came into the model later; None where nobody looks.
         self.registrations: RegistrationGuard | None = None
@@ -144,8 +135,7 @@ class Root(Step):
     def compare_batch(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Compare the arguments of the outermost forward among the ranks that must see the same, in the first step.
 
-        Raises:
-            RankMismatchError: they differ; on all of these ranks. Others are told.
+        Raises RankMismatchError: they differ; on all of these ranks. Others are told.
         """
         group, self.same_batch = self.same_batch, None
         if group is None or self.audit is None or self.audit.done or self.phase is not Phase.IDLE:
@@ -225,11 +215,7 @@ class Root(Step):
             raise
 
     def refuse_moved(self) -> None:
-        """Raise where modules moved, so that a name is another parameter's now.
-
-        Raises:
-            ParameterChangedError: naming one. Other ranks are told.
-        """
+        """Raise ParameterChangedError where modules moved, so that a name is another parameter's now."""
         if self.registrations is not None:
             try:
                 self.registrations.refuse_moved()
@@ -275,23 +261,18 @@ class Root(Step):
             self.begin_audit()
 
     def refuse_escape(self, output: object) -> None:
-        """Raise if ``output`` lies in memory of a unit.
-
-        Raises:
-            UnshardedUseError: naming the parameter.
-        """
+        """Raise UnshardedUseError if ``output`` lies in memory of a unit."""
         refuse_escape(self.units, output, "")
 
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
-        if self.phase is not Phase.IDLE:
-            if self.phase is Phase.BACKWARD:
-                if self._backward_may_end() is not None:
-                    return
-                # An earlier one raised.
-                self.abandon()
-            else:
-                self.refuse_open_stream("A backward")
+        if self.phase is Phase.BACKWARD:
+            if self._backward_may_end() is not None:
+                return
+            # An earlier one raised.
+            self.abandon()
+        elif self.phase is not Phase.IDLE:
+            self.refuse_open_stream("A backward")
         self.refuse_ended("A backward")
         if self.outdated and self.active is not None:
             self._refuse_outdated()
@@ -312,32 +293,13 @@ class Root(Step):
         if not self.accumulates and _torch_private.may_recompute_reentrantly():
             self.accumulates = any(unit.trainable for unit in self.units)
 
-    def _refuse_replaced(self) -> None:
-        if self.replaced is not None:
-            context, values = self.replaced
-            raise StateError(
-                f"A backward inside of {context} would give the parameters gradients of their {values} (rank "
-                f"{self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
-            )
-
     def _refuse_outdated(self) -> NoReturn:
+        label = next((each.label for each in self.module_states if each is self.active), "(root)")
         raise StateError(
-            f"A backward came behind an optimizer's step inside of one forward of '{self.active_label}' (rank "
+            f"A backward came behind an optimizer's step inside of one forward of '{label}' (rank "
             f"{self.rank}): what is gathered there has the values from before the step. Let each step be a call of its "
             "own: name the method that makes one step with polyshard.register_forward_method, and not a loop over them."
         )
-
-    @property
-    def active_label(self) -> str:
-        """The name, in messages, of the module state whose forward runs."""
-        return next(
-            (module_state.label for module_state in self.module_states if module_state is self.active), "(root)"
-        )
-
-    @property
-    def runs_here(self) -> bool:
-        """Whether a forward of the model runs in this thread, and no backward inside of it."""
-        return self.phase is Phase.FORWARD and self._thread == threading.get_ident()
 
     def end_inner_backward(self) -> None:
         """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.
@@ -346,8 +308,7 @@ class Root(Step):
         noticed it. Nothing else would take these gradients where no other backward follows, and a step of the optimizer
         inside of the forward would not find them.
 
-        Raises:
-            StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
+        Raises StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
         """
         if not self.runs_here:
             return
@@ -359,7 +320,7 @@ class Root(Step):
             if self.outdated:
                 self._refuse_outdated()
             for unit in pending:
-                unit.refuse_differentiable_gradients()
+                refuse_differentiable_gradients(unit)
         except StateError:
             for unit in pending:
                 unit.discard_gradients()
@@ -470,11 +431,7 @@ class Root(Step):
             self.events.step_end(self.module_states[0].module)
 
     def reduce_waiting(self) -> None:
-        """Reduce gradients that backwards left whole, and hand them over. Every rank calls it, between backwards.
-
-        Raises:
-            StateError: the model was closed, or a communication had failed before.
-        """
+        """Reduce gradients that backwards left whole, and hand them over. Every rank calls it, between backwards."""
         self.leave_failed_backward()
         self.refuse_ended("A reduction")
         self.phase = Phase.BACKWARD
@@ -546,11 +503,7 @@ class Root(Step):
         return self._used_parameters
 
     def abandon(self) -> None:
-        """Give up an unfinished forward or backward: release everything, drop its gradients.
-
-        Raises:
-            StateError: the model was closed, or a communication had failed before.
-        """
+        """Give up an unfinished forward or backward: release everything, drop its gradients. Or ``refuse_ended``."""
         # A forward of a closed model is found here, and not by a check in every step.
         if self.phase in (Phase.CLOSED, Phase.FAILED):
             self.refuse_ended("A forward")
@@ -573,11 +526,7 @@ class Root(Step):
                 unit.discard_gradients()
 
     def start_over(self) -> None:
-        """Give up a forward or backward that raised, and drop gradients that wait to be reduced.
-
-        Raises:
-            StateError: the model was closed, or a communication had failed before.
-        """
+        """As ``abandon``, and drop gradients that wait to be reduced."""
         self.abandon()
         for unit in self.units:
             unit.gradients.discard_sums()
@@ -607,31 +556,6 @@ class Root(Step):
         if self.phase is Phase.IDLE:
             self.phase = Phase.FAILED
 
-    def refuse_ended(self, call: str) -> None:
-        """Raise if the model was closed, or if a communication failed; ``call`` begins the message.
-
-        Raises:
-            StateError: saying so.
-        """
-        if self.phase is Phase.CLOSED:
-            raise StateError(
-                f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
-                "more, and its parameters are this rank's pieces. Close a model behind its last use."
-            )
-        self.recorder.refuse_behind_failure(call)
-
-    def refuse_open_stream(self, call: str) -> None:
-        """Raise while weights are handed out; ``call`` begins the message.
-
-        Raises:
-            StateError: saying how to end that.
-        """
-        if self.phase is Phase.STREAM:
-            raise StateError(
-                f"{call} came while a polyshard.stream() of the model is open (rank {self.rank}). Go through all of "
-                "it, or end it by its close(), on every rank."
-            )
-
     def close(self) -> None:
         """Release the gather buffers and the collectives that were made for this model.
 
@@ -653,17 +577,14 @@ class Root(Step):
             if attached is not None:
                 attached.close(self)
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        if self.streams.here() is not None:
-            # What was issued must have run before its communicators end.
-            torch.cuda.synchronize(self.collectives.device)
-        self.phase = Phase.CLOSED
-        if self.recorder.watch is not None:
-            self.recorder.watch.stop()
-        for collectives in self.owned:
-            collectives.close()
+            if self.streams.here() is not None:
+                # What was issued must have run before its communicators end.
+                torch.cuda.synchronize(self.collectives.device)
+            self.phase = Phase.CLOSED
+            if self.recorder.watch is not None:
+                self.recorder.watch.stop()
+            for collectives in self.owned:
+                collectives.close()
 
     @property
     def budget_pending(self) -> bool:

@@ -92,8 +92,7 @@ def _exchange(group: Collectives, rank: int, uses: Sequence[ModuleUse]) -> None:
 def skip(module: nn.Module) -> None:
     """Pass ``module`` by, where the forward that runs calls it on other ranks.
 
-    Raises:
-        StateError: outside of a forward, without an agreement, or where this rank said that it uses the module.
+    Raises StateError: outside of a forward, without an agreement, or where this rank said that it uses the module.
     """
     state = next(_states_in(module), None)
     # A recomputation enters nothing: backward follows the record.

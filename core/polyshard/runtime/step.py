@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from ..errors import StateError
 from ..interfaces import Collectives
 from .order import ForwardRecord
 from .peers import Audit
@@ -66,6 +68,8 @@ class Step:
         self.phase = Phase.IDLE
         #: The outermost module state, while its forward runs.
         self.active: object | None = None
+        # The thread that the forward runs in that began last.
+        self._thread = 0
         #: Which module states that forward, or the last one, entered and left with gradients on.
         self.forward_record: ForwardRecord[Any] = ForwardRecord(None)
         #: Whether parameters may have come into the model that nobody reduces gradients of (``registrations.py``).
@@ -98,6 +102,36 @@ class Step:
     def rank(self) -> int:
         """This process's rank among all that share the model."""
         return self.collectives.rank
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a forward of the model runs in this thread, and no backward inside of it."""
+        return self.phase is Phase.FORWARD and self._thread == threading.get_ident()
+
+    def refuse_ended(self, call: str) -> None:
+        """Raise StateError if the model was closed, or if a communication failed; ``call`` begins the message."""
+        if self.phase is Phase.CLOSED:
+            raise StateError(
+                f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
+                "more, and its parameters are this rank's pieces. Close a model behind its last use."
+            )
+        self.recorder.refuse_behind_failure(call)
+
+    def refuse_open_stream(self, call: str) -> None:
+        """Raise StateError while weights are handed out; ``call`` begins the message."""
+        if self.phase is Phase.STREAM:
+            raise StateError(
+                f"{call} came while a polyshard.stream() of the model is open (rank {self.rank}). Go through all of "
+                "it, or end it by its close(), on every rank."
+            )
+
+    def _refuse_replaced(self) -> None:
+        if self.replaced is not None:
+            context, values = self.replaced
+            raise StateError(
+                f"A backward inside of {context} would give the parameters gradients of their {values} (rank "
+                f"{self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
+            )
 
     @contextmanager
     def meeting(self, operation: str, groups: Iterable[Collectives | None], told: str = "") -> Iterator[None]:

@@ -38,7 +38,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
 from ..interfaces import Collectives, Work
 from ..planning.groups import ThenAllReduce
-from .gather import FlatBuffer, GatherRecord, PostForwardShard, end_gather, start_gathers
+from .gather import FlatBuffer, GatherRecord, PostForwardShard, end_gather, start_gathers, wait_quietly
 from .recorder import Issued, Recorder
 
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -226,12 +226,12 @@ class HostStreams(CommStreams):
                 work.wait()
         except CollectiveError as error:
             if not isinstance(error, CollectiveTimeoutError | CollectiveAbortedError):
-                _wait_for(left)
+                wait_quietly(left)
             if self.recorder is None:
                 raise
             self.recorder.refuse(error, entry)
         except PolyshardError:
-            _wait_for(left)
+            wait_quietly(left)
             raise
         finally:
             self.waiting = False
@@ -248,16 +248,12 @@ class HostStreams(CommStreams):
             return
         while self._reductions:
             work, reduction, _ = self._reductions.popleft()
-            with suppress(PolyshardError):
-                work.wait()
+            wait_quietly((work,))
             reduction.deliver()
             reduction.retire()
         batches = list(dict.fromkeys(self._gathers.values()))
         self._gathers.clear()
-        for work in (work for batch in batches for work in batch.works):
-            # Their memory is written until they end.
-            with suppress(PolyshardError):
-                work.wait()
+        wait_quietly(work for batch in batches for work in batch.works)
 
     def _retire_oldest(self) -> None:
         work, reduction, entry = self._reductions.popleft()
@@ -273,13 +269,6 @@ class _Batch:
     records: Sequence[GatherRecord]
     works: Sequence[Work]
     issued: Issued | None
-
-
-def _wait_for(works: Iterable[Work]) -> None:
-    """Let operations end that were issued with one that failed: they write into memory that is released next."""
-    for work in works:
-        with suppress(PolyshardError):
-            work.wait()
 
 
 class CudaStreams(CommStreams):
@@ -503,14 +492,6 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-class Times(NamedTuple):
-    """The measured time, in seconds."""
-
-    wall_s: float
-    own_s: float
-    """Without the time spent waiting for other ranks; at least 0."""
-
-
 class Stalls(ABC):
     """Measures how long compute waits for other ranks, from its construction to ``stop``."""
 
@@ -535,8 +516,11 @@ class Stalls(ABC):
         """End the measurement."""
 
     @abstractmethod
-    def read(self) -> Times:
-        """The measured time. Blocks until the device has reached ``stop``."""
+    def read(self) -> tuple[float, float]:
+        """Seconds that were not spent waiting for other ranks, at least 0, and seconds altogether.
+
+        Blocks until the device has reached ``stop``.
+        """
 
 
 class HostStalls(Stalls):
@@ -558,8 +542,8 @@ class HostStalls(Stalls):
     def stop(self) -> None:
         self._wall = time.monotonic() - self._begun
 
-    def read(self) -> Times:
-        return Times(self._wall, max(0.0, self._wall - self._stalled))
+    def read(self) -> tuple[float, float]:
+        return max(0.0, self._wall - self._stalled), self._wall
 
 
 class StreamStalls(Stalls):
@@ -585,13 +569,13 @@ class StreamStalls(Stalls):
     def stop(self) -> None:
         self._last = _mark()
 
-    def read(self) -> Times:
+    def read(self) -> tuple[float, float]:
         self._last.synchronize()
         wall = self._first.elapsed_time(self._last)
         pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
         # Two streams that waited at once are counted twice.
         stalled = sum(before.elapsed_time(behind) for before, behind in pairs)
-        return Times(wall / 1000, max(0.0, wall - stalled) / 1000)
+        return max(0.0, wall - stalled) / 1000, wall / 1000
 
 
 def _mark() -> torch.cuda.Event:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 
-from .. import _torch_private
-from ..errors import (
-    CollectiveError,
-    ParameterError,
-    ParameterMovedError,
-    StateError,
-    UnshardedUseError,
-    UnsupportedError,
-)
+from ..errors import CollectiveError, ParameterError
 from ..interfaces import (
     Collectives,
     LinearForm,
@@ -30,7 +21,6 @@ from ..interfaces import (
     UnitSpec,
     WireSpec,
 )
-from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.answers import is_packed
 from ..planning.groups import UnitRanks
 from ..planning.launches import alike
@@ -40,13 +30,11 @@ from .bindings import Bindings, Shown, Swap
 from .direct import write_directly
 from .formed import FormBuffer, compute_with_forms
 from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
-from .gradients import Gradients
-from .parameters import FlatMaster, MasterViews, Originals
+from .master import UnitMaster
 from .peers import Audit
 from .step import Phase, Step
 
 _gradient_of = attrgetter("grad")
-_address_of = torch.Tensor.data_ptr
 
 
 class UnitState(enum.Enum):
@@ -93,7 +81,7 @@ class Reshard(enum.Enum):
     """Kept until the end of its backward."""
 
 
-class Unit:
+class Unit(UnitMaster):
     """Parameters that are gathered together.
 
     Three tensors carry a parameter's values:
@@ -108,12 +96,6 @@ class Unit:
 
     #: Whether large linear layers write their weight gradients into the reduction's input.
     writes_gradients_directly = True
-    #: Whether a drop-in makes state dicts of its modules and of optimizers whole.
-    answers_state_dicts = False
-    #: Whether its parameters gather themselves. Its master is on the meta device then.
-    extended = False
-    #: Whether its originals may compute by themselves, on a single rank.
-    may_be_resident = True
 
     def __init__(
         self,
@@ -135,51 +117,20 @@ class Unit:
         """Make what a unit knows before its first forward.
 
         Args:
-            spec: What plugins know of it.
-            layout: Where its parameters lie.
-            parameters: In the layout's order.
-            ranks: Who has its parts.
+            spec, ranks, dtypes, caster, offload, parks, wire, forms: As planned.
+            layout, parameters: Where its parameters lie, and these in the same order.
             master: Where it lives, parked already if ``parks``.
-            dtypes: In which it computes and travels.
-            caster: What casts it.
-            offload: What parks it.
             reshard: Whether it is released after forward.
-            parks: Whether ``offload`` keeps the master and the gradient.
-            wire: How it travels where ``caster`` encodes it; None to travel as it computes.
-            forms: How linear layers compute with what a gather brings, one a segment; empty to compute in a dtype.
             neighbours: Ranks among which it is gathered for backward under ``Reshard.PARTLY``; None under no other.
         """
-        self.spec = spec
-        self.layout = layout
-        self.parameters = tuple(parameters)
-        self.ranks = ranks
-        self.dtypes = dtypes
-        self.caster = caster
-        self.offload = offload
-        self.reshard_policy = reshard
-        self.neighbours = neighbours
-        self.observers: tuple[Observer, ...] = ()
-        self.step: Step | None = None
-        self.trainable = any(parameter.original.requires_grad for parameter in parameters)
-        # Parameters that are parts of whole tensors: modules see them as ``DTensor``.
-        self._parts = [(index, each.part) for index, each in enumerate(parameters) if each.part is not None]
-        # Their gradients are redistributed by name: uneven ones may lie in another order on other ranks of their mesh.
-        self._parts.sort(key=lambda pair: parameters[pair[0]].names)
-        #: The classes of all parameters, or of none.
-        self.packed = [each.packed for each in parameters if each.packed is not None]
-        for packed in self.packed:
-            packed.move(spec.device)
-        #: Elements by which launches of communication are planned: the same on all ranks of the world, whichever part
-        #: of the unit they hold.
-        self.launch_numel = layout.padded_numel
-        #: Whether ``offload`` keeps the master and the gradient.
-        self.parks = parks
-        self.flat: FlatMaster | None = None
-        self.pieces = layout.pieces(ranks.shard_rank)
+        super().__init__(spec, layout, parameters, ranks, dtypes, caster, offload, parks=parks, forms=forms)
         #: How the unit travels where its caster encodes it; None for as it computes.
         self.wire = wire
-        #: How its linear layers compute with the bytes of a gather; empty where they compute in a dtype.
-        self.forms = tuple(forms)
+        self.reshard_policy = reshard
+        self.neighbours = neighbours
+        #: Told of gathers, compute and reductions.
+        self.observers: tuple[Observer, ...] = ()
+        self.step: Step | None = None
         self.buffer: FlatBuffer
         #: What the next gather knows of the unit, or the last one did; made anew whenever something in it changes.
         self.record: GatherRecord
@@ -207,45 +158,22 @@ class Unit:
         self._use_master(master)
 
     def _use_master(self, master: torch.Tensor) -> None:
-        """Build what depends on the master: its dtype, its place, and the parameters that view it."""
-        dtypes = self.dtypes
-        self.master = master
-        # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
-        same = self.ranks.owner is None and dtypes.compute == self.master.dtype
-        self.permanent = same and not (self.parks or self.extended or self.forms)
+        super()._use_master(master)
         #: Whether the parameters are to be gathered: neither there, nor on their way, or of another step.
         self.due = not self.permanent
-        self._follow_ranks()
-        self.originals = self._make_originals()
-        self.gradients = self._make_gradients()
-        self._take_gradient_dtype(self.originals.tensors)
         self.prepared = False
         self._training_buffer: FlatBuffer | None = None
         self._eval_buffer: FlatBuffer | None = None
+        #: Whether the caster wants another dtype in eval mode.
+        self.follows_mode = self.caster.full_precision_in_eval(self.spec)
         self._full_precision_in_eval = (
-            not self.permanent
-            and dtypes.compute != self.spec.master_dtype
+            self.follows_mode
+            and not self.permanent
+            and self.dtypes.compute != self.spec.master_dtype
             and self.wire is None
             and not (self.extended or self.forms)
-            and self.caster.full_precision_in_eval(self.spec)
         )
         self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
-
-    def _take_gradient_dtype(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        if self.dtypes.grad != self.spec.master_dtype:
-            # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
-            for parameter in parameters:
-                parameter.grad_dtype = self.dtypes.grad
-
-    def _make_originals(self) -> MasterViews:
-        return Originals(
-            self.parameters,
-            self.layout,
-            self.pieces,
-            self.master,
-            whole=self.ranks.owner is None,
-            rank=self.ranks.world.rank,
-        )
 
     def _make_bindings(self) -> Bindings:
         gathers = (
@@ -257,84 +185,10 @@ class Unit:
             beside = compute_with_forms(self.parameters, self.buffer, self.claim_gradient if direct else None)
         return Bindings(self.parameters, self.leaves, guarded=not self.permanent, gathers=gathers, beside=beside)
 
-    def _make_gradients(self) -> Gradients:
-        return Gradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
-
-    @property
-    def name(self) -> str:
-        """Its name in messages: that of its module, ``(root)`` for the outermost, and what sets it apart there."""
-        return self.spec.label
-
-    @property
-    def keeper(self) -> OffloadManager | None:
-        """The manager that the unit is parked with; None where it is not."""
-        return self.offload if self.parks else None
-
-    def _follow_ranks(self) -> None:
-        ranks = self.ranks
-        #: Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast.
-        self.resident = (
-            self.may_be_resident and self.permanent and ranks.alone and ranks.scale is None and not self._parts
-        )
-
     def watch(self, observers: tuple[Observer, ...]) -> None:
         """Tell ``observers`` of gathers, compute and reductions from now on."""
         self.observers = observers
         self._renew_record()
-
-    def flatten(self) -> list[torch.nn.Parameter]:
-        """One 1-D parameter over the whole master, for an optimizer that treats all elements alike.
-
-        Gradients arrive there from now on, and no longer in the originals. A resident unit keeps its originals, whose
-        gradients come from autograd itself.
-
-        Raises:
-            StateError: an original has a gradient already, or only some of them are trained.
-        """
-        if self.resident:
-            return list(self.originals.tensors)
-        if self.flat is None:
-            self.flat = FlatMaster(self.originals, self.master, lambda: self.name, self.ranks.world.rank)
-            self._take_gradient_dtype([self.flat.parameter])
-            self.gradients.set_targets([self.flat.gradient_target])
-        return [self.flat.parameter]
-
-    @property
-    def receivers(self) -> Sequence[torch.nn.Parameter]:
-        """The parameters whose ``.grad`` the reduced gradient arrives in."""
-        return self.originals.tensors if self.flat is None else (self.flat.parameter,)
-
-    def held_for(self, slot: int) -> tuple[torch.nn.Parameter, ...]:
-        """What the user may hold for the parameter at ``slot``, outside of compute."""
-        return (self.parameters[slot].original,)
-
-    def local_parameters(self) -> Sequence[torch.nn.Parameter]:
-        """Plain parameters over this rank's elements, in whose ``.grad`` gradients arrive from now on."""
-        return self.originals.tensors
-
-    def slots_of_receivers(self) -> Iterator[tuple[int | None, torch.nn.Parameter]]:
-        """``receivers``, each with its index in the layout; None of a flat one, which stands for all parameters."""
-        receivers = self.receivers
-        return zip(range(len(receivers)) if len(receivers) == len(self.parameters) else (None,), receivers, strict=True)
-
-    def refuse_extended(self, call: str) -> None:
-        """Raise where the unit has no flat master, which ``call`` needs.
-
-        Raises:
-            UnsupportedError: naming the first parameter.
-        """
-        if self.extended:
-            parameter = self.parameters[0]
-            raise UnsupportedError(
-                f"{call}: '{parameter.names[0]}' gathers itself (fsdp_pre_all_gather), and lies in no flat buffer "
-                f"(rank {self.ranks.world.rank}). Give model.parameters() to an optimizer of torch; "
-                "polyshard.checkpoint, polyshard.state and polyshard.stream have its values."
-            )
-
-    @property
-    def own_nbytes(self) -> int:
-        """Bytes of this rank's part."""
-        return self.master.nbytes
 
     @property
     def gathered_nbytes(self) -> int:
@@ -417,19 +271,8 @@ class Unit:
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
 
-    @cached_property
-    def copies(self) -> tuple[int, ...]:
-        """How many ranks of the model hold the same elements: for each parameter, or one number for all of them."""
-        if not self._parts:
-            return (self.ranks.copies(),)
-        found = tuple(self.ranks.copies(each.part) for each in self.parameters)
-        return found if len(set(found)) > 1 else found[:1]
-
     def use_ranks(self, ranks: UnitRanks) -> None:
-        """Communicate over ``ranks`` from now on, whose sizes are those of the ranks before."""
-        self.ranks = ranks
-        self._follow_ranks()
-        self.__dict__.pop("copies", None)
+        super().use_ranks(ranks)
         self._renew_record()
 
     def use_neighbours(self, neighbours: Collectives) -> None:
@@ -440,20 +283,7 @@ class Unit:
     def join(
         self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], ranks: UnitRanks | None
     ) -> None:
-        """Become a unit of a larger model, of its module ``module_name``, and of the ranks of ``ranks`` if given.
-
-        Nobody else keeps ``spec`` or ``ranks``: they change here.
-        """
-        if ranks is not None:
-            self.use_ranks(ranks)
-        for each in self.parameters:
-            each.names = names_of(each)
-        self.spec = dataclasses.replace(
-            self.spec,
-            name=f"{module_name}{self.spec.suffix}",
-            parameter_names=tuple(each.names[0] for each in self.parameters),
-            is_root=False,
-        )
+        super().join(module_name, names_of, ranks)
         self._renew_record()
 
     @property
@@ -504,26 +334,8 @@ class Unit:
             self.take_gradients()
         self.gradients.discard()
 
-    def refuse_differentiable_gradients(self) -> None:
-        """Raise if a view's gradient has a graph of its own.
-
-        Raises:
-            StateError: naming the parameter.
-        """
-        for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
-            if leaf.grad is not None and leaf.grad.requires_grad:
-                raise StateError(
-                    "polyshard does not support gradients of gradients: backward(create_graph=True) reached "
-                    f"'{parameter.names[0]}' on rank {self.ranks.world.rank}. Differentiate twice outside of sharded "
-                    "modules."
-                )
-
     def follow_requires_grad(self) -> None:
-        """Take over a ``requires_grad`` that the user changed on an original.
-
-        Raises:
-            ParameterError: the unit is packed, and has no gradients.
-        """
+        """Take over a ``requires_grad`` that the user changed on an original, unless the unit can have no gradients."""
         if (self.packed or is_packed(self.spec.master_dtype)) and any(self.originals.trained):
             kind = self.packed[0].cls.__name__ if self.packed else str(self.spec.master_dtype)
             raise ParameterError(
@@ -541,12 +353,9 @@ class Unit:
         """Compute in the master dtype while the module is in eval mode, where the caster wants that."""
         if not self._full_precision_in_eval:
             return
-        if training:
-            wanted = self._training_buffer
-        else:
-            if self._eval_buffer is None:
-                self._eval_buffer = self._make_buffer(self.spec.master_dtype)
-            wanted = self._eval_buffer
+        if not training and self._eval_buffer is None:
+            self._eval_buffer = self._make_buffer(self.spec.master_dtype)
+        wanted = self._training_buffer if training else self._eval_buffer
         if wanted is not None and wanted is not self.buffer:
             self.reshard()
             self._bind(wanted)
@@ -673,25 +482,24 @@ class Unit:
         self.record = self._shard_record
         self.state = UnitState.SHARDED
 
-    def keep(self) -> None:
-        """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
+    def _hide_whole(self) -> bool:
+        """Hide, and keep no part; returns whether there are gathered parameters."""
         self.hide()
         if self.state is UnitState.SHARDED_POST_FORWARD:
             self._drop_post_forward()
-        if self.permanent or self.state is UnitState.SHARDED:
-            return
-        self.wait()
-        self.due = self.kept = True
+        return not (self.permanent or self.state is UnitState.SHARDED)
+
+    def keep(self) -> None:
+        """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
+        if self._hide_whole():
+            self.wait()
+            self.due = self.kept = True
 
     def retain(self) -> None:
         """Keep the parameters whole for later forwards, until an optimizer steps."""
-        self.hide()
-        if self.state is UnitState.SHARDED_POST_FORWARD:
-            self._drop_post_forward()
-        if self.permanent or self.state is UnitState.SHARDED:
-            return
-        assert self.step is not None
-        self.retained = self.step.awaits_optimizer = True
+        if self._hide_whole():
+            assert self.step is not None
+            self.retained = self.step.awaits_optimizer = True
 
     def outdate(self) -> None:
         """The master gets other values: parameters that are retained, or kept in part, are gathered again at their next
@@ -712,7 +520,9 @@ class Unit:
         self.ahead = False
         if self.permanent:
             self.places.clear()
-        self.gradients.drop_unreduced()
+        gradients = self.gradients
+        if gradients.places or gradients.input.claimed:
+            gradients.drop_unreduced()
 
     def releases(self, turns: bool) -> bool:
         """Whether the unit is released after a forward; ``turns``: its backward is expected to follow at once."""
@@ -720,11 +530,7 @@ class Unit:
         return policy is Reshard.ALWAYS or policy is Reshard.PARTLY or (policy is Reshard.UNLESS_TURNING and not turns)
 
     def adopt_changes(self) -> None:
-        """Take over changes that the user made to the originals since the last forward.
-
-        Raises:
-            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
-        """
+        """Take over changes that the user made to the originals since the last forward. As of ``MasterViews``."""
         if self.ahead:
             # Modules may hold views, which are no changes.
             self.hide()
@@ -734,38 +540,11 @@ class Unit:
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:
-        """Refuse parameters replaced between forward and backward; take over a changed ``requires_grad``.
-
-        Raises:
-            ParameterChangedError: naming the parameter.
-        """
+        """Refuse parameters replaced between forward and backward; take over a changed ``requires_grad``."""
         self.originals.refuse_changes(held=self.bindings.shown is Shown.ORIGINALS)
         # Autograd asks a leaf whether it wants its gradient when that arrives.
         if self.originals.retrained():
             self.follow_requires_grad()
-
-    def refuse_moved_views(self) -> None:
-        """Raise where a forward gave what computes memory of its own, which later gathers would not reach.
-
-        Raises:
-            ParameterMovedError: naming the parameter, which is as it was before.
-        """
-        if not self.packed or self.resident or not self.buffer.attached:
-            return
-        views = self.buffer.views
-        with _torch_private.without_torch_function():
-            if list(map(_address_of, self.leaves)) == list(map(_address_of, views)):
-                return
-            moved = [index for index, leaf in enumerate(self.leaves) if leaf.data_ptr() != views[index].data_ptr()]
-            for index in moved:
-                self.leaves[index].data = views[index].data
-                self.packed[index].restore()
-        raise ParameterMovedError(
-            f"The forward of a {type(self.parameters[moved[0]].sites[0][0]).__name__} gave "
-            f"'{self.parameters[moved[0]].names[0]}' memory of its own (rank {self.ranks.world.rank}), which would "
-            "stay whole on this rank. Let it compute with the parameter as it is. Linear4bit of bitsandbytes does this "
-            "in eval mode on CPUs with AVX512-BF16: set support_avx512bf16_for_cpu = False on each."
-        )
 
     def give_up_gather(self) -> None:
         """Release the memory of a gather that could not be issued."""
@@ -819,33 +598,3 @@ def unshard_together(units: Sequence[Unit]) -> None:
         raise
     for unit in units:
         unit._issued()
-
-
-def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
-    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
-
-    Raises:
-        UnshardedUseError: naming the parameter.
-    """
-    held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
-    if not held:
-        return
-    tensors: Iterable[torch.Tensor] = (
-        (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
-    )
-    for tensor in tensors:
-        for unit in held:
-            if tensor.device == unit.buffer.device and tensor.numel() and unit.buffer.holds(tensor):
-                raise UnshardedUseError(
-                    f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
-                    f"on rank {unit.ranks.world.rank}, which is released when the forward ends. Return a clone, or "
-                    "compute with it inside the forward."
-                )
-
-
-def _owner(unit: Unit, tensor: torch.Tensor) -> str:
-    offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
-    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-        if slot.offset <= offset < slot.end:
-            return parameter.names[0]
-    return unit.name

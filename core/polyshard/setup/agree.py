@@ -192,10 +192,15 @@ class StoreAgreement:
         self._leads, self._is_listed = [], False
         self._deadline = time.monotonic() + self._timeout_s
         self._turn = self._store.add(f"{self._prefix}/turns/{self._rank}", 1)
-        if error is not None:
-            self._leave_failure(words(error))
-        else:
+        if error is None:
             self._compare()
+        else:
+            # What explains a verdict is there before the verdict.
+            number = self._store.add(self._key("failures"), 1)
+            if number <= _LISTED:
+                text = words(error)[:_LONGEST_FAILURE]
+                self._store.set(self._key(f"failure/{number}"), json.dumps([self._rank, text]))
+            self._set_verdict(_Verdict.FAILED)
         self._arrived = self._store.add(self._key("came"), 1)
         if self._arrived == len(self._ranks):
             self._set_verdict(_Verdict.SAME)
@@ -236,13 +241,6 @@ class StoreAgreement:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self._turn}/{name}"
-
-    def _leave_failure(self, text: str) -> None:
-        # What explains a verdict is there before the verdict.
-        number = self._store.add(self._key("failures"), 1)
-        if number <= _LISTED:
-            self._store.set(self._key(f"failure/{number}"), json.dumps([self._rank, text[:_LONGEST_FAILURE]]))
-        self._set_verdict(_Verdict.FAILED)
 
     def _compare(self) -> None:
         for scope, rows in self._report.by_scope().items():

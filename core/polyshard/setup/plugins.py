@@ -39,8 +39,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def compute_device(config: ShardConfig, module: nn.Module, ignored_modules: Collection[nn.Module]) -> torch.device:
-    """Where ``module`` computes: where the configuration says, or its collectives; else where its parameters are."""
+def compute_device(
+    config: ShardConfig, module: nn.Module, ignored_modules: Collection[nn.Module], index: int | None = None
+) -> torch.device:
+    """Where ``module`` computes: where the configuration says, or its collectives; else where its parameters are.
+
+    ``index``: of a CUDA device that is named without one; None for the current one.
+    """
     if config.device is not None:
         device = config.device
     else:
@@ -61,7 +66,7 @@ def compute_device(config: ShardConfig, module: nn.Module, ignored_modules: Coll
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             device = accelerator or torch.device("cpu")
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     return device
 
 
@@ -88,7 +93,7 @@ class ChosenPlugins:
         resolved: registry.Resolved[Any] = registry.resolve(group, choice)
         return registry.construct(resolved, self.context)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """All of them, in words."""
         return ", ".join(f"{each.resolved.group.value} {registry.used(each)}" for each in self.used)
 
@@ -190,7 +195,7 @@ def construct_plugins(
         caster.instance,
         manager.instance,
         wraps.instance,
-        NamedLayout(arranges.instance, layout.described),
+        NamedLayout(arranges.instance, layout.label),
         Events([(each.resolved.name, each.instance) for each in watching]),
         used,
         chosen.options if chosen.distribution else collectives,

@@ -76,7 +76,7 @@ def shard_module(request: Request) -> Root:
         plugins = choose_plugins(request, agreement)
         plan = plan_shards(request, plugins)
         _fill_in(report, plan, plugins, agreement)
-    _tell(plan, plugins)
+    _log(plan, plugins)
     with ExitStack() as unfinished:
         with ExitStack() as undo:
             with agreement.phase():
@@ -198,7 +198,7 @@ def _plan_units(
         }
         layout = plugins.layout
         if "layout" in overrides:
-            layout = NamedLayout(overrides["layout"].instance, overrides["layout"].resolved.described)
+            layout = NamedLayout(overrides["layout"].instance, overrides["layout"].resolved.label)
         serving = ModulePlugins(
             overrides["precision"].instance if "precision" in overrides else plugins.caster,
             overrides["offload"].instance if "offload" in overrides else plugins.offload,
@@ -234,8 +234,7 @@ def _plan_units(
         )
     modules = decide_parking(planned, rank)
     for each in modules:
-        _refuse_unextended(each, plugins.collectives)
-        _refuse_unformed(each, plugins.collectives, request.make_unit is unit_of)
+        _refuse_beside_buffers(each, plugins.collectives, request.make_unit is unit_of)
     return modules
 
 
@@ -250,39 +249,20 @@ def _refuse_packed_meta(owners: Sequence[ModuleParameters], rank: int) -> None:
             )
 
 
-def _refuse_unextended(module: PlannedModule, collectives: Collectives) -> None:
-    """Raise where parameters that gather themselves meet what needs them to be a part of a flat buffer."""
+def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives, native: bool) -> None:
+    """Raise where parameters that gather themselves, or compute as bytes, meet what needs them in a flat buffer."""
     for unit, group in zip(module.units, module.groups, strict=True):
-        parameter = group[0]
-        if not parameter.extended:
+        parameter, rank = group[0], f"(rank {collectives.rank})"
+        if parameter.extended:
+            where = f"'{parameter.names[0]}', a {type(parameter.original).__name__} that gathers itself {rank}"
+            instead = "pass it in ignored_parameters"
+        elif unit.forms:
+            caster = type(module.plugins.caster).__name__
+            where = f"'{unit.spec.parameter_names[0]}', which {caster} keeps in bytes of its own {rank}"
+            instead = "another precision"
+        else:
             continue
-        kind = type(parameter.original).__name__
-        where = f"'{parameter.names[0]}', a {kind} that gathers itself (rank {collectives.rank})"
-        if module.post_forward_size is not None:
-            raise UnsupportedError(
-                f"reshard_after_forward={module.post_forward_size} for {where}: it is gathered from the shards of all "
-                "ranks alone. Give True or False."
-            )
-        if unit.parked:
-            raise UnsupportedError(
-                f"{type(module.plugins.offload).__name__} would park {where}, and takes flat buffers alone. Leave "
-                "offloading out, or pass the parameter in ignored_parameters."
-            )
-        if collectives.capabilities.fixed_addresses:
-            raise UnsupportedError(
-                f"{type(collectives).__name__} gathers into memory of its own, and {where} has memory of its own, too. "
-                "Take other collectives, or pass it in ignored_parameters."
-            )
-
-
-def _refuse_unformed(module: PlannedModule, collectives: Collectives, native: bool) -> None:
-    """Raise where weights that compute as bytes meet what needs them in a buffer of a dtype."""
-    for unit in module.units:
-        if not unit.forms:
-            continue
-        caster = type(module.plugins.caster).__name__
-        where = f"'{unit.spec.parameter_names[0]}', which {caster} keeps in bytes of its own (rank {collectives.rank})"
-        if not native:
+        if unit.forms and not native:
             raise UnsupportedError(
                 f"What shows parameters in a dtype cannot have {where}. Shard with polyshard.shard, or choose another "
                 "precision."
@@ -292,10 +272,15 @@ def _refuse_unformed(module: PlannedModule, collectives: Collectives, native: bo
                 f"reshard_after_forward={module.post_forward_size} for {where}: it is gathered from the shards of all "
                 "ranks alone. Give True or False."
             )
+        if parameter.extended and unit.parked:
+            raise UnsupportedError(
+                f"{type(module.plugins.offload).__name__} would park {where}, and takes flat buffers alone. Leave "
+                "offloading out, or pass the parameter in ignored_parameters."
+            )
         if collectives.capabilities.fixed_addresses:
             raise UnsupportedError(
                 f"{type(collectives).__name__} gathers into memory of its own, and {where} has memory of its own, too. "
-                "Take other collectives, or another precision."
+                f"Take other collectives, or {instead}."
             )
 
 
@@ -352,7 +337,7 @@ def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
     modules_called(plan.request.module)[0].__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
 
 
-def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
+def _log(plan: ShardPlan, plugins: ChosenPlugins) -> None:
     configured, collectives = plan.request.config.strategy, plugins.collectives
     if plan.ranks.strategy is not configured:
         warn_once(
@@ -365,7 +350,7 @@ def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
             collectives.rank,
             collectives.world_size,
             type(plan.request.module).__name__,
-            plugins.told(),
+            plugins.summary(),
         )
 
 

@@ -2,8 +2,8 @@
 
 [Note: forms of a state in blocks]
 A piece that is made of whole blocks of its parameter has a range of the whole parameter's scales. Codes and scales are
-then told as parts of the whole's, which any other number of ranks takes over, and so does one process. Other pieces
-count blocks from a place inside of the whole's: their scales are told by themselves, under a name that says which
+then saved as parts of the whole's, which any other number of ranks takes over, and so does one process. Other pieces
+count blocks from a place inside of the whole's: their scales are saved by themselves, under a name that says which
 elements they are of (``absmax1[1044:2088]``), and only a rank with the same piece takes them.
 
 Ranks may have pieces of one parameter in different forms: those of few elements are in full precision. No rank knows
@@ -33,7 +33,7 @@ _LAYOUT = "layout={'name': 'blocks', 'size': 4096}"
 def entry_of(
     parameter: ShardedParameter, name: str, value: torch.Tensor, role: Role, elements: int
 ) -> tuple[str, CheckpointTensor]:
-    """``value``, a number for every ``elements`` of ``parameter``, as a part of the whole's; and how it is told."""
+    """``value``, a number for every ``elements`` of ``parameter``, as a part of the whole's; and its name."""
     value = value.detach()
     label = label_of(parameter)
     found: CheckpointTensor | None
@@ -69,10 +69,10 @@ def label_of(parameter: ShardedParameter) -> str:
     if found is not None:
         return f"[{found[0]}:{found[1]}]"
     boxes = [chunk.box for chunk in of_parameter(parameter, parameter.tensor).chunks]
-    told = [
+    ranges = [
         ",".join(f"{start}:{start + size}" for start, size in zip(box.offsets, box.sizes, strict=True)) for box in boxes
     ]
-    return f"[{';'.join(told)}]"
+    return f"[{';'.join(ranges)}]"
 
 
 def _range_of(parameter: ShardedParameter) -> tuple[int, int] | None:
@@ -99,12 +99,12 @@ def _in_a_row(value: torch.Tensor) -> torch.Tensor:
 
 
 def is_in_blocks(keys: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state, with the names ``keys``, has something in blocks, or told by pieces."""
+    """Whether a parameter's state, with the names ``keys``, has something in blocks, or saved by pieces."""
     return any(role_of(_stem(key)) is not None or is_of_piece(key) for key in keys)
 
 
 def is_of_piece(key: str) -> bool:
-    """Whether what is told as ``key`` is of one piece of a parameter."""
+    """Whether what is saved as ``key`` is of one piece of a parameter."""
     return _stem(key) != key
 
 
@@ -173,14 +173,14 @@ class SavedBlocks:
             target = None if key is None else self._target(stem, key)
             if key is None or target is None:
                 raise ConfigError(self._not_there(state, stem))
-            what = f"optimizer state '{stem}' of {self._holding.described}"
+            what = f"optimizer state '{stem}' of {self._holding.label}"
             wrong = problem_with(self._source, key, what, target, self._where)
             if wrong is not None:
                 raise ConfigError(wrong)
             self.targets[key] = target
 
     def _not_there(self, state: str, stem: str) -> str:
-        what = f"optimizer state '{state}' of {self._holding.described}"
+        what = f"optimizer state '{state}' of {self._holding.label}"
         if "" in self._forms[stem]:
             return (
                 f"{opening(self._source)} has {what} in blocks of {self._blocks.size} elements, and this rank's piece, "
@@ -204,7 +204,7 @@ class SavedBlocks:
         entry = self._source.entry(key)
         if entry is None:
             raise ConfigError(
-                f"'{key}' is no tensor in {self._source.described} {self._where}. Load it into the model and the "
+                f"'{key}' is no tensor in {self._source.label} {self._where}. Load it into the model and the "
                 "optimizer that it was saved from."
             )
         return entry
@@ -242,7 +242,7 @@ class SavedBlocks:
         if not fits:
             raise ConfigError(
                 f"{opening(self._source)} has {numbers} numbers of '{stem}' for {numel} elements of "
-                f"{self._holding.described}, and the optimizer has blocks of {size} {self._where}. Make the optimizer "
+                f"{self._holding.label}, and the optimizer has blocks of {size} {self._where}. Make the optimizer "
                 "as it was when it was saved."
             )
 

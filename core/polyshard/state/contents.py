@@ -65,7 +65,7 @@ class Joint:
         return kinds if len(kinds) > 1 else kinds[0]
 
     @property
-    def described(self) -> str:
+    def signature(self) -> str:
         """For ranks to compare: the classes, and how many groups each has."""
         return ", ".join(f"{type(each).__qualname__} of {len(each.param_groups)} group(s)" for each in self.members)
 
@@ -209,7 +209,7 @@ def packed_entries(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def settled_entries(sharded: ShardedModel) -> set[str]:
+def compared_entries(sharded: ShardedModel) -> set[str]:
     """Those of ``packed_entries`` that no attribute shares memory with, as settings: they are compared, not loaded."""
     entries = packed_entries(sharded)
     held = {each.untyped_storage().data_ptr() for unit in sharded.units for each in unit.attribute_tensors}
@@ -285,7 +285,7 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def names_within(sharded: ShardedModel, module: nn.Module, *, inside: bool = True) -> dict[str, tuple[str, ...]]:
     """All names in ``module`` of each parameter and buffer there, by the one under which ``model_state`` has it.
 
-    ``inside``: whether of parameters that are told as tensors inside of them it has the names of these.
+    ``inside``: whether of parameters that are saved as the tensors inside of them it has the names of these.
     """
     outermost = sharded.module
     named = (*outermost.named_parameters(), *outermost.named_buffers())
@@ -320,7 +320,7 @@ def names_within(sharded: ShardedModel, module: nn.Module, *, inside: bool = Tru
 
 
 def _made_of_others(sharded: ShardedModel) -> dict[str, Insides]:
-    """By first name of each parameter that is told as the tensors inside of it, what these are."""
+    """By first name of each parameter that is saved as the tensors inside of it, what these are."""
     return {name: insides for unit in sharded.units for name, insides in unit.insides.items()}
 
 
@@ -383,7 +383,7 @@ def require_state(holding: Holding, state: Mapping[str, Any], rank: int) -> None
             _require_entry(holding, key, value, rank)
         elif holding.unit is not None:
             raise ConfigError(
-                f"The optimizer's state '{key}' of {holding.described} is in blocks (rank {rank}), which know nothing "
+                f"The optimizer's state '{key}' of {holding.label} is in blocks (rank {rank}), which know nothing "
                 "of the parameters that it stands for. Give the optimizer model.parameters()."
             )
 
@@ -391,19 +391,19 @@ def require_state(holding: Holding, state: Mapping[str, Any], rank: int) -> None
 def _require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
     if isinstance(value, (dict, list, tuple)):
         raise ConfigError(
-            f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), whose "
+            f"The optimizer's state '{key}' of {holding.label} is a {type(value).__name__} (rank {rank}), whose "
             "sharding is not known. Use an optimizer whose state is tensors and numbers."
         )
     if isinstance(value, torch.Tensor) and holding.sharded and value.ndim > 0:
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise ConfigError(
-                f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), and "
+                f"The optimizer's state '{key}' of {holding.label} is a {type(value).__name__} (rank {rank}), and "
                 "where its elements lie is not known. Save the model without this optimizer, and the optimizer's "
                 "state_dict() of each rank beside it."
             )
         if holding.partial and value.numel() != 1 and value.shape != holding.parameter.shape:
             raise ConfigError(
-                f"The optimizer's state '{key}' of {holding.described} has shape {tuple(value.shape)} on rank {rank}: "
+                f"The optimizer's state '{key}' of {holding.label} has shape {tuple(value.shape)} on rank {rank}: "
                 f"neither a scalar nor the shard's shape {tuple(holding.parameter.shape)}, so it means nothing to "
                 "other ranks. Use an optimizer whose state has the parameter's shape, or save the model without it, "
                 "and the optimizer's state_dict() of each rank beside it."

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,17 +25,26 @@ from ..inspect import (
     units_in,
 )
 from .blocks import SavedBlocks, is_in_blocks
-from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of, settled_entries
+from .contents import Joint, Kind, compared_entries, frozen_names, kind_of, model_state, names_of
+from .flat import FlatState
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
-from .source import SavedState, Source, in_lines, listed, opening, problem_with
+from .source import (
+    SavedState,
+    Source,
+    fits,
+    in_lines,
+    listed,
+    opening,
+    problem_with,
+    require_dtype,
+    same_values,
+)
 
 #: How a step is carried out, not what it computes: left as the optimizer was made.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_COMPARED = _IMPLEMENTATION | {"params", "param_names"}
 #: Begins the key of a tensor that is filled by pieces. No key of a source begins so.
 _IN_BLOCKS = "\0in blocks "
-#: For a flat parameter that differs from the parameters that it stands for.
-_REMEDY = "Give the optimizer model.parameters() instead."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,72 +55,101 @@ class Unmatched:
     unexpected: tuple[str, ...] = ()
 
 
-class ModelRestore:
-    """A model's values on their way out of a source. Made before anything is read; ``targets`` are to be filled."""
+class Restore:
+    """Values of a model and an optimizer on their way out of a source.
+
+    Made before anything is read. ``targets`` are to be filled from the source, and ``commit`` then hands the optimizer
+    its own: it is as it was until then, but for state tensors that it had already and that are read into in place.
+    """
 
     def __init__(
-        self, source: Source, model: nn.Module, rank: int, *, strict: bool = True, frozen: bool = True
+        self,
+        source: Source,
+        sharded: ShardedModel,
+        model: nn.Module | None,
+        optimizer: Joint | None,
+        kind: Kind | None = None,
+        *,
+        rank: int,
+        strict: bool = True,
+        frozen: bool = True,
     ) -> None:
-        """Match ``model`` with the source's; a tied parameter is taken from any of its names.
+        """Match ``model`` and ``optimizer`` with the source's; None for what is not read.
 
-        ``strict``: whether all names must be in both. ``frozen``: whether parameters that need no gradient must be in
-        the source.
+        ``kind``: the optimizer's saved class; None where the source does not name it. ``strict``, ``frozen``: whether
+        all of the model's names, and those that need no gradient, must be in both. ``rank``: for messages.
 
-        Raises ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all
-        that is wrong.
+        Raises ConfigError: they do not fit.
         """
-        wanted = model_state(model)
-        for unit in units_in(model):
-            unit.refuse_added("Loading")
-        saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
-        names = names_of(model)
-        needing_none = frozen_names(model)
-        optional = set() if frozen else needing_none
-        where = f"(rank {rank})"
-        remedy = "Load it into the model that it was saved from."
         self.targets: dict[str, Any] = {}
-        missing: list[str] = []
-        wrong: list[str] = []
-        for name, value in wanted.items():
-            key = next((saved[each] for each in names.get(name, (name,)) if each in saved), None)
-            if key is not None:
-                self.targets[key] = value
-                problem = problem_with(source, key, f"'{name}'", value, where)
-                wrong += [] if problem is None else [problem]
-            elif name not in optional and (source.complete or not isinstance(value, CheckpointTensor) or value.chunks):
-                missing.append(name)
-        known = {each for name in wanted for each in names.get(name, (name,))}
-        unexpected = [name for name in saved if name not in known]
-        if unexpected and strict:
-            wrong.insert(0, f"{opening(source)} has {listed(unexpected)}, which the model lacks {where}. {remedy}")
-        if missing and strict:
-            if needing_none.issuperset(missing):
-                remedy = (
-                    "They need no gradient: if they were left out on purpose, let the model have their values, and "
-                    "load with frozen=False."
-                )
-            wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
-        settled = {saved[name]: name for name in settled_entries(savable_model(model, "Loading")) if name in saved}
-        if settled and not wrong:
-            values: dict[str, Any] = {key: source.blank(key) for key in settled}
-            source.read(values)
-            wrong += [
-                f"{opening(source)} has '{name}' otherwise than the model {where}: its bytes were quantized in another "
-                "way. Load it into the model that it was saved from, quantized as it was then."
-                for key, name in settled.items()
-                if not same_values(values[key].cpu(), wanted[name].cpu())
-            ]
-        if wrong:
-            raise ConfigError(in_lines(wrong))
-        self.unmatched = Unmatched(tuple(missing), tuple(unexpected))
+        self.unmatched = Unmatched()
+        if model is not None:
+            self.targets, self.unmatched = _match_model(source, model, rank, strict=strict, frozen=frozen)
+        self._optimizer = None if optimizer is None else _OptimizerRestore(source, sharded, optimizer, kind)
+        if self._optimizer is not None:
+            self.targets.update(self._optimizer.targets)
+
+    def commit(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.commit(self.targets)
 
 
-class OptimizerRestore:
-    """An optimizer's state on its way out of a source.
+def _match_model(
+    source: Source, model: nn.Module, rank: int, *, strict: bool, frozen: bool
+) -> tuple[dict[str, Any], Unmatched]:
+    """The tensors of ``model`` by key of the source; a tied parameter is taken from any of its names.
 
-    Made before anything is read; ``targets`` are to be filled; ``commit`` then hands them to the optimizer, which is
-    as it was until then, but for state tensors that it had already and that are read into in place.
+    Raises ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all
+    that is wrong.
     """
+    wanted = model_state(model)
+    for unit in units_in(model):
+        unit.refuse_added("Loading")
+    saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
+    names = names_of(model)
+    needing_none = frozen_names(model)
+    optional = set() if frozen else needing_none
+    where = f"(rank {rank})"
+    remedy = "Load it into the model that it was saved from."
+    targets: dict[str, Any] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for name, value in wanted.items():
+        key = next((saved[each] for each in names.get(name, (name,)) if each in saved), None)
+        if key is not None:
+            targets[key] = value
+            problem = problem_with(source, key, f"'{name}'", value, where)
+            wrong += [] if problem is None else [problem]
+        elif name not in optional and (source.complete or not isinstance(value, CheckpointTensor) or value.chunks):
+            missing.append(name)
+    known = {each for name in wanted for each in names.get(name, (name,))}
+    unexpected = [name for name in saved if name not in known]
+    if unexpected and strict:
+        wrong.insert(0, f"{opening(source)} has {listed(unexpected)}, which the model lacks {where}. {remedy}")
+    if missing and strict:
+        if needing_none.issuperset(missing):
+            remedy = (
+                "They need no gradient: if they were left out on purpose, let the model have their values, and "
+                "load with frozen=False."
+            )
+        wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
+    compared = {saved[name]: name for name in compared_entries(savable_model(model, "Loading")) if name in saved}
+    if compared and not wrong:
+        values: dict[str, Any] = {key: source.blank(key) for key in compared}
+        source.read(values)
+        wrong += [
+            f"{opening(source)} has '{name}' otherwise than the model {where}: its bytes were quantized in another "
+            "way. Load it into the model that it was saved from, quantized as it was then."
+            for key, name in compared.items()
+            if not same_values(values[key].cpu(), wanted[name].cpu())
+        ]
+    if wrong:
+        raise ConfigError(in_lines(wrong))
+    return targets, Unmatched(tuple(missing), tuple(unexpected))
+
+
+class _OptimizerRestore:
+    """The optimizer's part of ``Restore``."""
 
     def __init__(self, source: Source, sharded: ShardedModel, optimizer: Joint, kind: Kind | None) -> None:
         """Match ``optimizer`` with the source's. ``kind``: the saved class; None where the source does not name it.
@@ -128,7 +166,7 @@ class OptimizerRestore:
         self.targets: dict[str, Any] = {}
         self._entries: list[tuple[nn.Parameter, str, str]] = []
         self._tensors: dict[str, torch.Tensor] = {}
-        self._flat: dict[nn.Parameter, _FlatState] = {}
+        self._flat: dict[nn.Parameter, FlatState] = {}
         #: Whose state is the source's afterwards. Of a parameter without elements here an optimizer may keep what
         #: it began with.
         self._taken: list[nn.Parameter] = []
@@ -149,7 +187,7 @@ class OptimizerRestore:
                         self._require_blocks(parameter, holding, each)
                 if holding.unit is not None:
                     beside = _on_parameters_device(group)
-                    flat = _FlatState(source, holding, saved, present, self._numbers, sharded.rank, beside=beside)
+                    flat = FlatState(source, holding, saved, present, self._numbers, sharded.rank, beside=beside)
                     self._flat[parameter] = flat
                     self._taken.append(parameter)
                     self.targets.update(flat.targets)
@@ -206,7 +244,7 @@ class OptimizerRestore:
 
     def _require_blocks(self, parameter: nn.Parameter, holding: Holding, name: str) -> None:
         if holding.unit is not None or self._optimizer.blocks_of(parameter) is None:
-            what = holding.described if holding.unit is not None else "the optimizer"
+            what = holding.label if holding.unit is not None else "the optimizer"
             raise ConfigError(
                 f"{opening(self._source)} has optimizer state of '{name}' in blocks of a few bits, and {what} has it "
                 f"for single elements in full precision (rank {self._rank}). Load it into the optimizer that saved it, "
@@ -242,7 +280,7 @@ class OptimizerRestore:
             own = each.value if isinstance(each, StateTensor) else each
             if is_inside(name) and (not isinstance(own, torch.Tensor) or own.dtype != tensor.dtype):
                 raise ConfigError(
-                    f"{opening(self._source)} has '{name}' of {holding.described} in {tensor.dtype}, which the "
+                    f"{opening(self._source)} has '{name}' of {holding.label} in {tensor.dtype}, which the "
                     f"optimizer does not make (rank {self._rank}). Load it into the optimizer that saved it."
                 )
         return like
@@ -314,7 +352,7 @@ class OptimizerRestore:
             different = sorted(names ^ set(settings["params"]))
             if different:
                 raise ConfigError(
-                    f"Group {index} of the optimizer and of {self._source.described} differ in "
+                    f"Group {index} of the optimizer and of {self._source.label} differ in "
                     f"{listed(different)} {where}. Make the optimizer as it was when the checkpoint was saved."
                 )
 
@@ -336,21 +374,21 @@ class OptimizerRestore:
             return None
         parameter, shape, dtype = holding.parameter, entry.shape, entry.dtype
         local = present.get(name)
-        what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
-        _require_dtype(local, dtype, what, self._source, where)
+        what, where = f"optimizer state '{name}' of {holding.label}", f"(rank {self._rank})"
+        require_dtype(local, dtype, what, self._source, where)
         whole_shape = holding.sharded[0].shape if holding.sharded else None
         if shape == whole_shape and (shape or name not in self._numbers):
-            if not _fits(local, parameter.shape, dtype):
+            if not fits(local, parameter.shape, dtype):
                 local = _zeros_like(parameter, dtype)
             target: torch.Tensor = of_parameter(holding.sharded[0], local)
         elif holding.partial and math.prod(shape) != 1:
             raise ConfigError(
-                f"{what} has shape {shape} in {self._source.described}, neither a scalar nor the "
+                f"{what} has shape {shape} in {self._source.label}, neither a scalar nor the "
                 f"parameter's shape {whole_shape}, so there is no part of it for this rank {where}. "
                 "Load it with the strategy that saved it, or without its optimizer."
             )
         else:
-            if not _fits(local, shape, dtype):
+            if not fits(local, shape, dtype):
                 device = parameter.device if shape or _on_parameters_device(group) else torch.device("cpu")
                 local = torch.zeros(shape, dtype=dtype, device=device)
             target = local
@@ -361,161 +399,12 @@ class OptimizerRestore:
         return target
 
 
-class _FlatState:
-    """State of one flat parameter on its way out of a source.
-
-    Made before anything is read. ``targets`` are to be filled and ``scalars`` to be read and taken; ``finish`` then
-    gives what belongs to the optimizer.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        holding: Holding,
-        saved: Mapping[str, Mapping[str, str]],
-        present: Mapping[str, Any],
-        numbers: Collection[str],
-        rank: int,
-        *,
-        beside: bool,
-    ) -> None:
-        """Match ``source``, whose keys for each parameter and state are ``saved``, with a flat parameter.
-
-        ``present``: the optimizer's state now; tensors that fit are filled in place. ``numbers``: names of states that
-        are one number for a parameter, a scalar one too. ``beside``: whether scalars lie on the parameter's device.
-
-        Raises ConfigError: the source's state is of another shape, or is there for some of the parameters only.
-        """
-        self._source = source
-        self._holding = holding
-        self._present = present
-        self._beside = beside
-        self._where = f"(rank {rank})"
-        self.targets: dict[str, CheckpointTensor] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._scalars: dict[str, dict[str, str]] = {}
-        self._agreed: dict[str, Any] = {}
-        own = {each: saved.get(each, {}) for each in holding.names}
-        for name in dict.fromkeys(name for states in own.values() for name in states):
-            keys = {each: states[name] for each, states in own.items() if name in states}
-            self._require_all(name, keys)
-            if name not in numbers and self._has_shapes(keys):
-                self._add_tensor(name, keys)
-            else:
-                self._add_scalar(name, keys)
-
-    def scalars(self) -> dict[str, Any]:
-        """Where values that the parameters share are to be read into, by key of the source."""
-        return {key: self._source.blank(key) for keys in self._scalars.values() for key in keys.values()}
-
-    def take_scalars(self, values: Mapping[str, Any]) -> None:
-        """Take the values in ``scalars``. Raises ConfigError: two parameters have different values."""
-        for name, keys in self._scalars.items():
-            (first, key), *others = keys.items()
-            for other, other_key in others:
-                if not same_values(values[key], values[other_key]):
-                    raise ConfigError(
-                        f"optimizer state '{name}' is {_shown(values[key])} for '{first}' but "
-                        f"{_shown(values[other_key])} for '{other}' in {self._source.described}, and "
-                        f"{self._holding.described} has one for both {self._where}. {_REMEDY}"
-                    )
-            self._agreed[name] = values[key]
-
-    def finish(self) -> dict[str, Any]:
-        """What the optimizer is to have, once ``targets`` are filled."""
-        for tensor in self._tensors.values():
-            self._clear_padding(tensor)
-        state: dict[str, Any] = dict(self._tensors)
-        for name, value in self._agreed.items():
-            present = self._present.get(name)
-            if not isinstance(value, torch.Tensor):
-                state[name] = value
-            elif _fits(present, value.shape, value.dtype):
-                # In place: a captured step reads it at this address.
-                state[name] = present.detach().copy_(value)
-            else:
-                on_device = value.ndim > 0 or self._beside
-                state[name] = value.to(self._holding.parameter.device) if on_device else value
-        return state
-
-    def _require_all(self, name: str, keys: Mapping[str, str]) -> None:
-        # Empty parameters may have none: no rank has a part of them. One rank of a pretended world saved its own parts.
-        needed = [
-            each.name
-            for each in self._holding.sharded
-            if (each.slot.numel if self._source.complete else each.piece is not None)
-        ]
-        missing = [each for each in needed if each not in keys]
-        if missing:
-            raise ConfigError(
-                f"{opening(self._source)} has optimizer state '{name}' of {listed(list(keys))} but "
-                f"not of {listed(missing)}, and {self._holding.described} has it for all {self._where}. {_REMEDY}"
-            )
-
-    def _has_shapes(self, keys: Mapping[str, str]) -> bool:
-        shapes = {each.name: each.shape for each in self._holding.sharded}
-        entries = {each: self._source.entry(key) for each, key in keys.items()}
-        return all(entry is not None and entry.shape == shapes[each] for each, entry in entries.items())
-
-    def _add_tensor(self, name: str, keys: Mapping[str, str]) -> None:
-        parameter = self._holding.parameter
-        dtype, *others = {entry.dtype for entry in map(self._source.entry, keys.values()) if entry}
-        if others:
-            raise ConfigError(
-                f"optimizer state '{name}' of {listed(list(keys))} has several dtypes in "
-                f"{self._source.described}, but {self._holding.described} has one {self._where}. {_REMEDY}"
-            )
-        local = self._present.get(name)
-        what = f"optimizer state '{name}' of {self._holding.described}"
-        _require_dtype(local, dtype, what, self._source, self._where)
-        if not _fits(local, parameter.shape, dtype):
-            local = torch.zeros_like(parameter, dtype=dtype)
-        self._tensors[name] = local.detach()
-        for each, target in self._holding.parts(local).items():
-            if each in keys:
-                wrong = problem_with(
-                    self._source, keys[each], f"optimizer state '{name}' of '{each}'", target, self._where
-                )
-                if wrong is not None:
-                    raise ConfigError(wrong)
-                self.targets[keys[each]] = target
-
-    def _add_scalar(self, name: str, keys: Mapping[str, str]) -> None:
-        for each, key in keys.items():
-            entry = self._source.entry(key)
-            if entry is not None and math.prod(entry.shape) != 1:
-                raise ConfigError(
-                    f"optimizer state '{name}' of '{each}' has shape {entry.shape} in "
-                    f"{self._source.described}, neither a scalar nor the parameter's shape, so it is no state of "
-                    f"{self._holding.described} {self._where}. {_REMEDY}"
-                )
-        self._scalars[name] = dict(keys)
-
-    def _clear_padding(self, tensor: torch.Tensor) -> None:
-        cursor = 0
-        for piece in (each.piece for each in self._holding.sharded):
-            if piece is not None:
-                tensor[cursor : piece.shard_offset].zero_()
-                cursor = piece.shard_offset + piece.numel
-        tensor[cursor:].zero_()
-
-
 def _zeros_like(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     """Plain zeros in the order of memory of ``parameter``."""
     like: Any = torch.zeros_like(parameter, dtype=dtype)
     if is_dtensor(like) or type(like) is torch.Tensor:
         return like  # type: ignore[no-any-return]
     return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-
-
-def same_values(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _shown(value: Any) -> str:
-    return str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _require_same_kinds(
@@ -583,7 +472,7 @@ def _require_same_kind(
             ]
         if different:
             raise ConfigError(
-                f"Group {index} of the optimizer does not fit the state in {source.described} (rank {rank}): "
+                f"Group {index} of the optimizer does not fit the state in {source.label} (rank {rank}): "
                 f"{'; '.join(different)}. Make the optimizer, here {mine['class']}, as it was when it was saved, or "
                 "load without it."
             )
@@ -595,18 +484,6 @@ def _choice(name: str, value: Any) -> object:
     return bool(value != 0) if name == "momentum" else "a value"
 
 
-def _fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
-    return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
-
-
 def _on_parameters_device(group: Mapping[str, Any]) -> bool:
     """Whether 0-dim state lies on the parameter's device: torch's optimizers keep it there if a kernel reads it."""
     return bool(group.get("capturable")) or bool(group.get("fused"))
-
-
-def _require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
-    if isinstance(present, torch.Tensor) and present.dtype != dtype:
-        raise ConfigError(
-            f"{what} is {dtype} in {source.described} but {present.dtype} in the optimizer {where}. Load it "
-            "into an optimizer of the dtypes that it was saved from."
-        )

@@ -231,7 +231,7 @@ class Holding:
     """The unit that a flat parameter stands for; None for a parameter of the model."""
 
     @property
-    def described(self) -> str:
+    def label(self) -> str:
         return f"'{self.names[0]}'" if self.unit is None else f"the flat parameter of unit '{self.unit}'"
 
     @property

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -39,6 +39,8 @@ class Entry:
 class Source(ABC):
     """Values by key, with shapes and dtypes known before any is read. A key stands for a path through containers."""
 
+    #: For the middle of an error's sentence.
+    label: str
     #: Whether all elements of everything are there; not so where one rank of a pretended world saved.
     complete: bool = True
     #: Whether values of a model are converted to its dtypes, instead of refused where they are of others.
@@ -46,11 +48,6 @@ class Source(ABC):
     _paths: dict[str, _Path]
     #: Why elements that a target needs may be missing, and what to do.
     remedy: str = "one rank of a pretended world saved it. Load it on the same rank of the same world size."
-
-    @property
-    @abstractmethod
-    def described(self) -> str:
-        """For the middle of an error's sentence."""
 
     @abstractmethod
     def read(self, targets: dict[str, Any]) -> None:
@@ -74,15 +71,15 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
     """Why not all of ``target`` can be read from ``source`` under ``key``; None where it can."""
     entry = source.entry(key)
     if entry is None:
-        return f"{what} is no tensor in {source.described} {where}. Load it into the model that it was saved from."
+        return f"{what} is no tensor in {source.label} {where}. Load it into the model that it was saved from."
     if entry.shape != tuple(target.shape):
         return (
-            f"{what} has shape {entry.shape} in {source.described} but {tuple(target.shape)} in the model "
+            f"{what} has shape {entry.shape} in {source.label} but {tuple(target.shape)} in the model "
             f"{where}. Load it into the model that it was saved from."
         )
     if entry.dtype != target.dtype and not source.converts:
         return (
-            f"{what} is {entry.dtype} in {source.described} but {target.dtype} in the model {where}. "
+            f"{what} is {entry.dtype} in {source.label} but {target.dtype} in the model {where}. "
             f"Convert the model before sharding, by to({entry.dtype}); after loading, it cannot be."
         )
     if sum(box.numel for box in entry.boxes) == math.prod(entry.shape):
@@ -97,14 +94,33 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
     return None
 
 
+def fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
+
+
+def require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
+    """Raise ConfigError where the optimizer has a state, ``present``, in another dtype than ``source``."""
+    if isinstance(present, torch.Tensor) and present.dtype != dtype:
+        raise ConfigError(
+            f"{what} is {dtype} in {source.label} but {present.dtype} in the optimizer {where}. Load it "
+            "into an optimizer of the dtypes that it was saved from."
+        )
+
+
+def same_values(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
 def _held(box: Box, boxes: Iterable[Box]) -> int:
     """How many elements of ``box`` are in ``boxes``, which have each element once."""
     return sum(common.numel for common in map(box.overlap, boxes) if common is not None)
 
 
 def opening(source: Source) -> str:
-    """``described`` for the beginning of a sentence."""
-    return f"{source.described[0].upper()}{source.described[1:]}"
+    """``label`` for the beginning of a sentence."""
+    return f"{source.label[0].upper()}{source.label[1:]}"
 
 
 def in_lines(problems: Sequence[str]) -> str:
@@ -161,6 +177,7 @@ class StateDictSource(Source):
         """
         self._collectives = collectives
         self._from_rank_0 = from_rank_0
+        self.label = "the state dict of rank 0" if from_rank_0 else "the state dict"
         self._gathered: list[str] = []
         if from_rank_0:
             self.remedy = "rank 0 must give whole tensors."
@@ -182,10 +199,6 @@ class StateDictSource(Source):
         if problem is not None:
             raise problem
         self._paths = {key: spec.path for key, spec in self._specs.items()}
-
-    @property
-    def described(self) -> str:
-        return "the state dict of rank 0" if self._from_rank_0 else "the state dict"
 
     def entry(self, key: str) -> Entry | None:
         spec, value = self._specs.get(key), cast(Any, self._values.get(key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from ..inspect import ShardedModel, as_dtensor, is_dtensor, placed_as, placement
 from .contents import Joint, Optimizers, frozen_names, in_order, model_state, names_within, optimizer_state
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
-from .restore import ModelRestore, OptimizerRestore, Unmatched
+from .restore import Restore, Unmatched
 from .sharded import Holding, holdings, parameters_of
 from .source import StateDictSource
 
@@ -141,7 +142,8 @@ def get_optimizer_state_dict(
         require_whole(sharded, "get_optimizer_state_dict()")
         with together(sharded.collectives, "Looking at the optimizer's state"):
             own = optimizer_state(model, optimizer)
-        return full_optimizer_state(sharded, joint, own, receives=_receives(sharded, options))
+        receives = options.form is StateForm.FULL or sharded.collectives.rank == 0
+        return full_optimizer_state(sharded, joint, own, receives=receives)
     state = optimizer_state(model, optimizer)
     if options.form is StateForm.DTENSOR:
         parameters = _parameters_as_dtensors(sharded)
@@ -228,16 +230,12 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizers) -> None:
             _make_state(each, sharded.rank)
 
 
-def _receives(sharded: ShardedModel, options: StateOptions) -> bool:
-    return options.form is StateForm.FULL or sharded.collectives.rank == 0
-
-
 def _parameters_as_dtensors(sharded: ShardedModel) -> dict[str, DTensor]:
     """The parameters that can be, by name. Every rank calls it, in the same order."""
     found: dict[str, DTensor] = {}
     for each in parameters_of(sharded):
         if type(each.tensor) is not nn.Parameter and not is_dtensor(each.tensor):
-            # Of a class of its own: told as the tensors inside of it.
+            # Of a class of its own: saved as the tensors inside of it.
             continue
         try:
             found[each.name] = as_dtensor(each.tensor)
@@ -254,7 +252,7 @@ def _state_like(parameter: DTensor, holding: Holding, value: object) -> DTensor 
     if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape != holding.parameter.shape:
         return None
     if type(value) not in (torch.Tensor, nn.Parameter):
-        # Told as the tensors that it is made of.
+        # Saved as the tensors that it is made of.
         return None
     if any(stop == start for start, stop in placement(holding.parameter).pieces):
         return None
@@ -293,26 +291,18 @@ def _set(
     options: StateOptions,
 ) -> Unmatched:
     collectives = sharded.collectives
+    make = partial(StateDictSource, model_values, optimizer_values, collectives)
     from_first = options.origin is StateOrigin.RANK_0
-    targets: dict[str, Any] = {}
-    unmatched = Unmatched()
-    restore: OptimizerRestore | None = None
-    if from_first:
-        source = StateDictSource(model_values, optimizer_values, collectives, from_rank_0=True)
+    # Every rank makes that of rank 0, and no rank raises alone.
+    source = make(from_rank_0=True) if from_first else None
     with together(collectives, "Matching the state dict"):
-        if not from_first:
-            source = StateDictSource(model_values, optimizer_values, collectives, from_rank_0=False)
-        if model_values is not None:
-            restored = ModelRestore(source, model, sharded.rank, strict=options.strict, frozen=options.frozen)
-            targets.update(restored.targets)
-            unmatched = restored.unmatched
-        if joint is not None:
-            restore = OptimizerRestore(source, sharded, joint, None)
-    if restore is not None:
-        targets.update(restore.targets)
-    source.agree(targets)
-    source.read(targets)
-    source.read_from_others(targets)
-    if restore is not None:
-        restore.commit(targets)
-    return unmatched
+        source = source or make(from_rank_0=False)
+        matched = None if model_values is None else model
+        restore = Restore(
+            source, sharded, matched, joint, rank=sharded.rank, strict=options.strict, frozen=options.frozen
+        )
+    source.agree(restore.targets)
+    source.read(restore.targets)
+    source.read_from_others(restore.targets)
+    restore.commit()
+    return restore.unmatched

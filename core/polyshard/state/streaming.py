@@ -27,7 +27,7 @@ from ..inspect import (
 )
 from ..interfaces import Collectives
 from ..io.boxes import Box, box_within
-from .contents import model_state, names_of, names_within, outside_units, packed_entries, settled_entries
+from .contents import compared_entries, model_state, names_of, names_within, outside_units, packed_entries
 from .exchange import numbers_of_all, speaks, together
 from .restore import Unmatched
 from .sharded import CheckpointTensor
@@ -150,7 +150,7 @@ def _handed_out(
                 kept = [weakref.ref(tensor) for tensor in tensors]
                 yield chosen, tensors
                 tensors.clear()
-                let_go(kept)
+                copy_kept(kept)
         finally:
             if coming is not None:
                 # Its memory is written until it ends.
@@ -194,7 +194,7 @@ def _weights(bucket: Sequence[_Wanted], flats: list[torch.Tensor], receivers: _R
 
 
 @torch.no_grad()
-def let_go(kept: Sequence[weakref.ref[torch.Tensor]]) -> None:
+def copy_kept(kept: Sequence[weakref.ref[torch.Tensor]]) -> None:
     """Give tensors that the caller still has memory of their own, and so the unit's back."""
     with torch.inference_mode(False):
         for reference in kept:
@@ -394,7 +394,7 @@ def load_stream(model: nn.Module, pairs: Iterable[tuple[str, torch.Tensor]], *, 
             target = targets.find(name, tensor)
             if target is None:
                 continue
-            if targets.came_before(name) or name in targets.settled:
+            if targets.came_before(name) or name in targets.compared:
                 targets.refuse_other(name, target, tensor)
             else:
                 _write(sharded, target, tensor.detach())
@@ -411,7 +411,7 @@ class _Targets:
         self._strict = strict
         self._targets = model_state(model)
         #: Names of settings, which must be as they are.
-        self.settled = settled_entries(sharded)
+        self.compared = compared_entries(sharded)
         #: Under each of its names, the first one of a tensor.
         self._first = {name: first for first, names in names_of(model).items() for name in names}
         #: The names that came.
@@ -466,7 +466,7 @@ class _Targets:
             if not torch.equal(given.to(each.view.device, each.view.dtype), each.view):
                 raise ConfigError(
                     f"load_stream() got other values for '{name}' than "
-                    f"{'the model has' if name in self.settled else 'under another name of the same tensor'} "
+                    f"{'the model has' if name in self.compared else 'under another name of the same tensor'} "
                     f"{self._where}. Give tied tensors once, or alike; of quantized ones, what was quantized alike."
                 )
 

@@ -72,14 +72,14 @@ def _print(explanation: Explanation, *, unfolded: bool) -> None:
     print()
     print_table([("plugin", "serves", "factory", "from", "file"), *_plugin_rows(explanation)])
     print()
-    told = []
+    lines = []
     for each in (inner for plugin in explanation.plugins for inner in plugin.walk()):
-        told += [f"{each.name} was not constructed here: {each.absent}"] if each.absent else []
-        told += [f"{each.name} chooses {each.reason}"] if each.reason else []
+        lines += [f"{each.name} was not constructed here: {each.absent}"] if each.absent else []
+        lines += [f"{each.name} chooses {each.reason}"] if each.reason else []
     # A plugin has the reason of what it constructed.
-    for line in dict.fromkeys(told):
+    for line in dict.fromkeys(lines):
         print(line)
-    if told:
+    if lines:
         print()
     print_table(_unit_rows(explanation, unfolded=unfolded))
     print(

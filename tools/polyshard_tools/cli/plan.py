@@ -202,17 +202,13 @@ def _plan(arguments: argparse.Namespace) -> int:
                 links=find_links(arguments.links) if arguments.links else None,
                 largest=batch is not None and (device is not None or memory is not None),
             )
-    return _told(found, arguments, stages)
-
-
-def _told(found: Plan, arguments: argparse.Namespace, pipeline: PipelinePlan | None = None) -> int:
     if arguments.picture:
         draw(found, arguments.picture)
     if arguments.json:
-        print(json.dumps((found if pipeline is None else pipeline).to_dict(), indent=1))
+        print(json.dumps((stages or found).to_dict(), indent=1))
     else:
-        if pipeline is not None:
-            _print_pipeline(pipeline)
+        if stages is not None:
+            _print_pipeline(stages)
         _print(found)
     return DOES_NOT_FIT if found.fits is False else 0
 

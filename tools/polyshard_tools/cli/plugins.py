@@ -206,7 +206,7 @@ def _check_options(resolved: registry.Resolved[Any]) -> None:
         shown = ", ".join(f"{name} = ..." for name in missing)
         one = "the option" if len(missing) == 1 else "the options"
         raise ConfigError(
-            f"{resolved.described} needs {one} {' and '.join(map(repr, missing))}: give --options '{{{shown}}}'"
+            f"{resolved.label} needs {one} {' and '.join(map(repr, missing))}: give --options '{{{shown}}}'"
         )
     dataclasses.replace(resolved, options=given).check_options()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from polyshard.config import ShardConfig, did_you_mean
 from polyshard.errors import ConfigError
-from polyshard.io.progress import telling
+from polyshard.io.progress import reporting_progress
 from polyshard.planning.meshes import WorldMesh
 from torch import nn
 
@@ -102,7 +102,7 @@ def shown_progress(work: str, unit: str, rank: int = 0) -> Iterator[None]:
 
     line = ProgressLine(rank=rank, unit=unit)
     try:
-        with telling(partial(line, work)):
+        with reporting_progress(partial(line, work)):
             yield
     finally:
         line.end()

@@ -455,13 +455,6 @@ RULES: tuple[Rule, ...] = (
         _TORCH_NCCL,
     ),
     Rule(
-        "TORCH_NCCL_AVOID_RECORD_STREAMS",
-        _hint_if(_on),
-        "it has no effect any more: torch warns of it on every rank",
-        "unset it",
-        "warning of torch's ProcessGroupNCCL",
-    ),
-    Rule(
         "TORCH_DISTRIBUTED_DEBUG",
         _hint_if(lambda value: value.strip().upper() == "DETAIL"),
         "ranks compare every collective before it runs",
@@ -475,12 +468,5 @@ RULES: tuple[Rule, ...] = (
         "the driver allocates and frees every gather buffer, and waits for the device; steps cannot be captured",
         "unset it: memory of gathers comes and goes at every unit",
         _TORCH,
-    ),
-    Rule(
-        "PYTORCH_CUDA_ALLOC_CONF",
-        _hint_if(bool),
-        "it is the former name: torch warns of it on every rank",
-        "rename it to PYTORCH_ALLOC_CONF",
-        "warning of torch's allocator",
     ),
 )

@@ -26,7 +26,7 @@ from polyshard.errors import (
     WorldSizeError,
 )
 from polyshard.events import Events
-from polyshard.interfaces import MOST_RANKS, Collectives, Group, PluginContext, UnitPlan, WrapPolicy
+from polyshard.interfaces import MOST_RANKS, Group, PluginContext, UnitPlan, WrapPolicy
 from polyshard.planning.answers import refuse_unable
 from polyshard.planning.groups import ModelRanks, group_of
 from polyshard.planning.layout import NamedLayout
@@ -76,12 +76,14 @@ def explain(
         raise WorldSizeError(
             f"there is no world of {world_size!r} ranks. Give their number, 1 or more, and at most {MOST_RANKS}."
         )
-    placed = dataclasses.replace(config, device=_device(config, model, device, ignored_modules))
-    assert placed.device is not None
+    placed = config if device is None else dataclasses.replace(config, device=device)
+    # The current one of this process would have to be asked of CUDA, which takes memory on a device.
+    computes = compute_device(placed, model, ignored_modules, index=0)
+    placed = dataclasses.replace(placed, device=computes)
     _, process_group, mesh = group_of(config)
     context = PluginContext(
         name="",
-        device=placed.device,
+        device=computes,
         process_group=process_group,
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
@@ -100,7 +102,7 @@ def explain(
     if not collectives.absent:
         refuse_unable(collectives.instance, 0)
         refuse_unserved(collectives, context, world_size)
-    listeners = _listeners(config, workbench)
+    listeners = _listeners(config)
     policy = WatchedPolicy(made["policy"].instance)
     plugins = StoodInPlugins(
         context,
@@ -108,7 +110,7 @@ def explain(
         made["precision"].instance,
         made["offload"].instance,
         policy,
-        NamedLayout(layout.instance, layout.resolved.described),
+        NamedLayout(layout.instance, layout.resolved.label),
         Events([]),
         tuple(made.values()),
         collectives.instance,
@@ -130,7 +132,7 @@ def explain(
         shards=len(ranks.lists.shard[0]),
         replicas=len(ranks.lists.replicate[0]),
         strategy=ranks.strategy,
-        device=placed.device,
+        device=computes,
         settings=_settings(config, device),
         plugins=(
             *(_plugin(each, setting, partial(config.source_of, setting)) for setting, each in made.items()),
@@ -143,24 +145,6 @@ def explain(
         ),
         units=tuple(units),
     )
-
-
-def _device(
-    config: ShardConfig, model: nn.Module, given: torch.device | str | None, ignored_modules: Collection[nn.Module]
-) -> torch.device:
-    wanted = config if given is None else dataclasses.replace(config, device=given)
-    chosen = wanted.device
-    if (
-        chosen is None
-        and not isinstance(config.collectives, Collectives)
-        and all(p.is_meta for p in model.parameters())
-    ):
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        chosen = accelerator or torch.device("cpu")
-    if chosen is None:
-        return compute_device(config, model, ignored_modules)
-    # The current one of this process would have to be asked of CUDA, which takes memory on a device.
-    return torch.device("cuda", 0) if chosen.type == "cuda" and chosen.index is None else chosen
 
 
 def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[Value, ...]:
@@ -224,9 +208,9 @@ def _plugin(constructed: registry.Constructed[Any], serves: str, source: OptionS
 
 def _choice_reason(constructed: registry.Constructed[Any]) -> str:
     if isinstance(constructed, Tried) and constructed.absent:
-        told = getattr(constructed.resolved.factory, "reason", "")
+        reason = getattr(constructed.resolved.factory, "reason", "")
         # Of a class it is the property.
-        return told if isinstance(told, str) else ""
+        return reason if isinstance(reason, str) else ""
     return registry.used(constructed).reason
 
 
@@ -238,7 +222,7 @@ def _source_inside(outer: registry.Resolved[Any], source: OptionSource, choice: 
     return Source(Origin.CODE, f"plugin {outer.name}")
 
 
-def _listeners(config: ShardConfig, workbench: Workbench) -> list[ExplainedPlugin]:
+def _listeners(config: ShardConfig) -> list[ExplainedPlugin]:
     """They are resolved and not constructed, since they may write files."""
     # To see that the program's own have hooks.
     Events([(type(each).__name__, each) for each in config.listeners if not isinstance(each, str | Mapping)])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from polyshard.errors import ConfigError
 from polyshard.interfaces import BufferRole, Collectives, ReduceOp
-from polyshard.io.progress import tell
+from polyshard.io.progress import report_progress
 
 from .recording import Operation
 from .timing import Link, LinkModel, fitted
@@ -56,7 +56,7 @@ def bench(collectives: Collectives, sizes: Sequence[int] = SIZES, rounds: int = 
     for nbytes in sizes:
         shard = nbytes // 2 // ranks // _ALIGNMENT * _ALIGNMENT
         for operation in operations:
-            tell(len(timings), len(sizes) * len(operations))
+            report_progress(len(timings), len(sizes) * len(operations))
             mine = _Timed(collectives, operation, shard).times(rounds)
             everyone = collectives.all_gather_object(mine)
             slowest = [max(times) for times in zip(*everyone, strict=True)]

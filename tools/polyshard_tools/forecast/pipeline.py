@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from polyshard.api import report
 from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError
-from polyshard.io.progress import tell
+from polyshard.io.progress import report_progress
 from polyshard.pipelining import Gathers, PipelineStage
 from torch import nn
 
@@ -211,7 +211,7 @@ def plan_pipeline(
         memory_nbytes = device.memory_nbytes
     if largest and memory_nbytes is None:
         raise ConfigError("The largest batch needs a device or its memory.")
-    tell(samples, 0)
+    report_progress(samples, 0)
     sharing = world_size // pipeline.ranks
     chain = _Chain(config, stage_of, sharing, pipeline.stages, batch)
     alike: dict[tuple[Any, ...], list[int]] = {}
@@ -225,7 +225,7 @@ def plan_pipeline(
     times: list[StepTime] | None = None
     if device is not None:
         links = links or links_for(device, world_size)
-        times = [timed(_without_receives(step.issued), device, links) for step in steps]
+        times = [timed([each for each in step.issued if not _is_receive(each)], device, links) for step in steps]
     most = None
     if memory_nbytes is not None and largest:
 
@@ -252,20 +252,14 @@ def plan_pipeline(
     )
     if times is None or links is None:
         return PipelinePlan(pipeline, plans)
-    arrival = max((links.seconds(Operation.RECEIVE, row.nbytes, row.span) for row in _receives(steps)), default=0.0)
+    receives = [each for step in steps for each in step.issued if _is_receive(each)]
+    arrival = max((links.seconds(Operation.RECEIVE, each.nbytes, each.span) for each in receives), default=0.0)
     return PipelinePlan(pipeline, plans, _time_of(pipeline, list(alike.values()), times, arrival))
 
 
-def _receives(steps: Sequence[TracedStep]) -> Iterator[Transfer]:
-    """What arrives from other stages."""
-    for step in steps:
-        for each in step.issued:
-            if isinstance(each, Transfer) and each.operation is Operation.RECEIVE:
-                yield each
-
-
-def _without_receives(issued: Sequence[Issued]) -> list[Issued]:
-    return [each for each in issued if not (isinstance(each, Transfer) and each.operation is Operation.RECEIVE)]
+def _is_receive(issued: Issued) -> TypeGuard[Transfer]:
+    """Whether it arrives from another stage."""
+    return isinstance(issued, Transfer) and issued.operation is Operation.RECEIVE
 
 
 def _time_of(

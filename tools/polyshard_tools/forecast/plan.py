@@ -12,7 +12,7 @@ from polyshard.api import report
 from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError
 from polyshard.inspect import ShardedModel, ShardedUnit, Stream
-from polyshard.io.progress import tell
+from polyshard.io.progress import report_progress
 from torch import nn
 
 from .. import pictures
@@ -186,7 +186,7 @@ def plan(
     }
     if batch is None:
         return Plan(**common, groups=groups_of(traced, layout.over), **_of_layout(traced))
-    tell(samples, 0)
+    report_progress(samples, 0)
     step = traced.step(batch(samples))
     time = None
     if device is not None:
@@ -270,7 +270,7 @@ def largest_fitting(peak_of: Callable[[int], int], samples: int, peak: int, limi
 
     def tried(number: int) -> int:
         if number not in known:
-            tell(number, 0)
+            report_progress(number, 0)
             known[number] = peak_of(number)
         return known[number]
 

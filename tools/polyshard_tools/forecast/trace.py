@@ -288,7 +288,6 @@ def spans_of(unit: ShardedUnit) -> list[Span]:
     return [each.span for each in (unit.shard, unit.replicate) if isinstance(each, RecordedCollectives)]
 
 
-_META = torch.device("meta")
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
 
 
@@ -302,6 +301,19 @@ class RecordedCollectives(Collectives):
     """
 
     api_version = 1
+    rank = 0
+    device = torch.device("meta")
+    capabilities = CollectivesCapabilities(
+        devices=frozenset({"meta"}),
+        dtypes=_FLOATS,
+        reduce_ops=frozenset(ReduceOp),
+        widening=True,
+        stream_ordered=False,
+        capturable=False,
+        fixed_addresses=False,
+        can_communicate=False,
+        exchanges=True,
+    )
 
     def __init__(self, recorder: StepRecorder, members: Sequence[int], sizes: Mapping[str, int] | None = None) -> None:
         self._recorder = recorder
@@ -309,30 +321,8 @@ class RecordedCollectives(Collectives):
         self.span = Span(members, () if sizes is None else _over(members, sizes))
 
     @property
-    def capabilities(self) -> CollectivesCapabilities:
-        return CollectivesCapabilities(
-            devices=frozenset({"meta"}),
-            dtypes=_FLOATS,
-            reduce_ops=frozenset(ReduceOp),
-            widening=True,
-            stream_ordered=False,
-            capturable=False,
-            fixed_addresses=False,
-            can_communicate=False,
-            exchanges=True,
-        )
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
     def world_size(self) -> int:
         return self.span.ranks
-
-    @property
-    def device(self) -> torch.device:
-        return _META
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         return self._record(Operation.ALL_GATHER, [out])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -112,11 +113,14 @@ class JobLock(ABC, Generic[P]):
 class Attempt(ABC, Generic[P]):
     """The directory of one save."""
 
-    identity: str
-    """No other save has it."""
     path: P
     """Where ranks write."""
-    committed: bool
+
+    def __init__(self) -> None:
+        self.identity = uuid.uuid4().hex
+        """No other save has it."""
+        self.committed = False
+        self._stays = False
 
     @property
     @abstractmethod
@@ -130,9 +134,9 @@ class Attempt(ABC, Generic[P]):
         Raises ConfigError: another job is in the way.
         """
 
-    @abstractmethod
     def leave_to_others(self) -> None:
         """Let the directory stay when it is given back: others look there. The next save removes it."""
+        self._stays = True
 
     @abstractmethod
     def close(self) -> None:

@@ -152,11 +152,9 @@ class LocalAttempt(Attempt[Path]):
     """A directory that no other save writes to, locked for as long as this process works on it."""
 
     def __init__(self, folder: Path, name: str | None) -> None:
-        self.identity = uuid.uuid4().hex
+        super().__init__()
         self.path = folder / f"{_UNFINISHED}{self.identity}"
-        self.committed = False
         self._name = name
-        self._stays = False
         self._lock: int | None = None
         # Between the two, another job may take it for what an ended one left.
         while not self.path.is_dir():
@@ -192,9 +190,6 @@ class LocalAttempt(Attempt[Path]):
                 target.rename(self.path)
                 self.committed = False
             raise
-
-    def leave_to_others(self) -> None:
-        self._stays = True
 
     def close(self) -> None:
         if not self.committed and not self._stays:
@@ -312,16 +307,6 @@ class LocalJobLock(JobLock[Path]):
         write_at(descriptor, [memoryview(Holder.content())], 0, path)
         self._descriptor = descriptor
         # Forked helpers, such as a loader's workers, outlive a parent that is killed for a while, and would hold it.
-        os.register_at_fork(after_in_child=_Leaving(weakref.ref(self)))
-
-
-class _Leaving:
-    """Releases a lock in a forked child. Not a method: that would keep the lock for good."""
-
-    def __init__(self, lock: weakref.ref[LocalJobLock]) -> None:
-        self._lock = lock
-
-    def __call__(self) -> None:
-        lock = self._lock()
-        if lock is not None:
-            lock.release()
+        # A weak method: another would keep the lock for good.
+        release = weakref.WeakMethod(self.release)
+        os.register_at_fork(after_in_child=lambda: (release() or bool)())

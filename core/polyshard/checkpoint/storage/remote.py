@@ -15,7 +15,6 @@ import itertools
 import re
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,7 +35,7 @@ _PAUSES = (0.0, 0.1, 1.0)
 #: A file up to here is sent by one request.
 _MOST_AT_ONCE = 16 << 20
 #: Bytes behind which a rank says that it still writes.
-_TOLD = 128 << 20
+_SHOWN_NBYTES = 128 << 20
 #: Attempts of this process that have not ended.
 _LIVE: set[URL] = set()
 #: Locks of this process, by their folders.
@@ -258,7 +257,7 @@ class _Output(OutputFile):
         self._path = path
         self._beside = URL(f"{path}.part")
         self._append = append
-        self._told = 0
+        self._shown = 0
 
     def write(self, block: Sequence[memoryview], at: int) -> None:
         pass
@@ -267,12 +266,12 @@ class _Output(OutputFile):
         with _reached(self._path):
             for piece in block:
                 self._append(piece)
-        if at // _TOLD > self._told:
-            self._told = at // _TOLD
-            self._storage.write_whole(self._beside, b"." * self._told)
+        if at // _SHOWN_NBYTES > self._shown:
+            self._shown = at // _SHOWN_NBYTES
+            self._storage.write_whole(self._beside, b"." * self._shown)
 
     def end(self) -> None:
-        if self._told:
+        if self._shown:
             self._storage.remove(self._beside)
 
 
@@ -280,11 +279,9 @@ class RemoteAttempt(Attempt[URL]):
     """A directory with a name that no other save has: what it holds is never written over."""
 
     def __init__(self, storage: RemoteStorage, folder: URL, name: str) -> None:
-        self.identity = uuid.uuid4().hex
+        super().__init__()
         self.path = folder / f"{name}.{self.identity[:_DIGITS]}"
-        self.committed = False
         self._storage = storage
-        self._stays = False
 
     @property
     def target(self) -> URL:
@@ -316,9 +313,6 @@ class RemoteAttempt(Attempt[URL]):
                 self._storage.remove(self.path / _SAVING)
                 return
             time.sleep(pause)
-
-    def leave_to_others(self) -> None:
-        self._stays = True
 
     def close(self) -> None:
         _LIVE.discard(self.path)
