@@ -106,7 +106,7 @@ def find_managed(
         )
     # A module that is replicated in place exchanges its gradients itself.
     roots += [child for child in module.modules() if _torch_private.is_replicated_in_place(child)]
-    modules = {child for root in roots for child in root.modules() if _get_module_fsdp_state(child) is not child}
+    modules = {child for root in roots for child in root.modules() if _get_module_fsdp_state(child) is None}
     if module in modules:
         warn(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "

@@ -280,8 +280,7 @@ def gather(
             ordered[name] = gathered[name]
         elif name in plain and (wanted is None or (name,) in wanted):
             ordered[name] = {key: map_tensors(_copier(form), value) for key, value in plain[name].items()}
-    for name, entries in gathered.items():
-        ordered.setdefault(name, entries)
+    ordered.update(gathered)
     for key, value in state.items():
         if key not in keys:
             warn(

@@ -85,14 +85,14 @@ class FSDPInstance:
         self._handle: FlatParamHandle | None = None
         #: The engine's unit over the flat parameter.
         self._flat_unit: FlatUnit | None = None
-        self._buffer_dtypes = [
-            (holder, key, buffer.dtype)
+        self._buffer_dtypes = {
+            (holder, key): buffer.dtype
             for holder in managed.modules()
             for key, buffer in holder._buffers.items()
             if buffer is not None and buffer.is_floating_point()
-        ]
+        }
 
-    def _flatten(self, wrapper: nn.Module) -> None:
+    def _flatten(self) -> None:
         """Flatten the parameters that no inner instance has, and keep this rank's part of them."""
         module, params = self._managed.module, self._managed.parameters
         units = [self._make_unit(module, params)] if params else []
@@ -104,11 +104,9 @@ class FSDPInstance:
                 for holder, attribute in parameter.sites
                 if type(holder).__setattr__ is not nn.Module.__setattr__
             ]
-        self._module_state = FSDPModuleState(
-            self, wrapper, module, units, full_precision_in_eval=self._use_full_prec_in_eval
-        )
+        self._module_state = FSDPModuleState(self, module, units, full_precision_in_eval=self._use_full_prec_in_eval)
         self._forward = FSDPForward(self._module_state, observed)
-        wrapper.__dict__[MODULE_STATE_ATTRIBUTE] = self._module_state
+        self.__dict__[MODULE_STATE_ATTRIBUTE] = self._module_state
 
     def _make_unit(self, module: nn.Module, params: list[nn.Parameter]) -> FlatUnit:
         for name, parameter in self._managed.named_parameters():
@@ -279,14 +277,13 @@ class FSDPInstance:
 
     def _cast_buffers(self, full_precision: bool) -> None:
         wanted = None if full_precision else self.mixed_precision.buffer_dtype
-        original = {(holder, key): dtype for holder, key, dtype in self._buffer_dtypes}
         for holder in self._managed.modules():
             for key, buffer in holder._buffers.items():
                 if buffer is None:
                     continue
                 dtype = buffer.dtype
                 if buffer.is_floating_point():
-                    dtype = wanted or original.get((holder, key), dtype)
+                    dtype = wanted or self._buffer_dtypes.get((holder, key), dtype)
                 if buffer.dtype != dtype or buffer.device != self.compute_device:
                     holder._buffers[key] = buffer.to(device=self.compute_device, dtype=dtype)
 
@@ -312,7 +309,8 @@ def _make_root(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> FSD
     names = {module: name for name, module in instance._module_state.module.named_modules()}
     for each in instances:
         each._module_state.join(clean_tensor_name(f"{names[each._module_state.module]}.").rstrip("."), None)
-    order = ForwardOrder(_names_of_parameters(instances), world) if checks_order() and world.world_size > 1 else None
+    handles = [each._handle for each in instances if each._handle is not None]
+    order = ForwardOrder(handles, world) if checks_order() and world.world_size > 1 else None
     return FSDPRoot(world, [each._module_state for each in instances], 1 if instance.forward_prefetch else 0, order)
 
 
@@ -379,15 +377,6 @@ def _refuse_stepping_flat(instance: FSDPInstance, handle: FlatParamHandle) -> No
             "FSDP optimizer in backward only supported with use_orig_params=True! "
             f"'{handle.flat_param._fqns[0]}' on rank {instance.rank} is part of a flat parameter that has one."
         )
-
-
-def _names_of_parameters(instances: Sequence[FSDPInstance]) -> dict[FlatParamHandle, list[str]]:
-    names: dict[FlatParamHandle, list[str]] = {}
-    for each in instances:
-        if each._handle is not None:
-            prefix = f"{each._module_state.name}." if each._module_state.name else ""
-            names[each._handle] = [prefix + name for name in each._handle.flat_param._fqns]
-    return names
 
 
 def _refuse_misplaced(instance: FSDPInstance, handle: FlatParamHandle) -> None:

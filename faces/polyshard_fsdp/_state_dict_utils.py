@@ -358,9 +358,7 @@ class FullForm(_Form):
 
     def _convert_buffers(self, values: dict[str, Any], prefix: str) -> None:
         instance = self.instance
-        originals: dict[tuple[nn.Module, str], torch.dtype] = {}
-        if instance.mixed_precision.buffer_dtype is not None:
-            originals = {(holder, key): dtype for holder, key, dtype in instance._buffer_dtypes}
+        originals = {} if instance.mixed_precision.buffer_dtype is None else instance._buffer_dtypes
         for module_name, holder in instance._module_state.inner.named_modules(remove_duplicate=False):
             for attribute in holder._buffers:
                 key = prefix + clean_tensor_name(f"{module_name}.{attribute}" if module_name else attribute)

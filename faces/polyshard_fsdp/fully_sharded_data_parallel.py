@@ -134,7 +134,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         if sync_module_states:
             init.sync_module_states(managed, groups, computes_on)
         self._configure(given, strategy, groups, managed, computes_on)
-        self._flatten(self)
+        self._flatten()
         _state_dict_utils._register_all_state_dict_hooks(self)
         self._fsdp_wrapped_module = module
 
