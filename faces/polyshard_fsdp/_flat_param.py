@@ -39,24 +39,6 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 _tensor_grad: Any = torch.Tensor.grad
 
 
-class ParamInfo(NamedTuple):
-    """Where a flattened parameter belongs."""
-
-    param_name: str
-    module: nn.Module
-    module_name: str
-
-
-class _ShardParamInfo(NamedTuple):
-    """One parameter's part in a range of the flat parameter; both ends are inclusive."""
-
-    in_shard: bool
-    offset_in_shard: int | None
-    numel_in_shard: int | None
-    intra_param_start_idx: int | None
-    intra_param_end_idx: int | None
-
-
 class FlatParamShardMetadata(NamedTuple):
     """The parameters in a shard: names, whole shapes and sizes, and their ranges within the parameter (inclusive)."""
 
@@ -71,14 +53,10 @@ class FlatParamShardMetadata(NamedTuple):
 class FlatParameter(nn.Parameter):
     """A flat parameter: this rank's shard outside of compute, the whole of it in compute dtype inside."""
 
-    _param_infos: tuple[ParamInfo, ...]
     _fqns: tuple[str, ...]
-    _shapes: tuple[torch.Size, ...]
-    _numels: tuple[int, ...]
-    _num_params: int
     _unpadded_unsharded_size: torch.Size
     _sharded_size: torch.Size
-    _shard_param_infos: tuple[_ShardParamInfo, ...]
+    _shard_param_infos: tuple[Any, ...]
     _params: list[nn.Parameter] | None
     """With ``use_orig_params=True``, the parameters that it is made of; else None."""
     _numels_with_padding: tuple[int, ...]
@@ -219,30 +197,20 @@ class FlatParamHandle:
         return self.layout.padded_numel if self.use_orig_params else self.layout.numel
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        names, shapes, strides, contiguous, numels, offsets = [], [], [], [], [], []
-        for fqn, slot, info in zip(
-            self.flat_param._fqns, self.layout.slots, self.flat_param._shard_param_infos, strict=True
-        ):
-            if info.intra_param_start_idx is not None and info.intra_param_end_idx is not None:
-                names.append(fqn)
-                shapes.append(torch.Size(slot.shape))
-                numels.append(slot.numel)
-                offsets.append((info.intra_param_start_idx, info.intra_param_end_idx))
-                strides.append(slot.stride)
-                contiguous.append(slot.stride == contiguous_stride(slot.shape))
-        return FlatParamShardMetadata(names, shapes, strides, contiguous, numels, offsets)
+        pieces = self.flat_param._shard_param_infos
+        slots = [self.layout.slots[piece.slot] for piece in pieces]
+        return FlatParamShardMetadata(
+            [self.flat_param._fqns[piece.slot] for piece in pieces],
+            [torch.Size(slot.shape) for slot in slots],
+            [slot.stride for slot in slots],
+            [slot.stride == contiguous_stride(slot.shape) for slot in slots],
+            [slot.numel for slot in slots],
+            [(piece.start, piece.stop - 1) for piece in pieces],
+        )
 
-    def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[_ShardParamInfo, ...]:
-        """What of each parameter lies in these elements of the flat parameter, padding counted; ends are inclusive."""
-        pieces = {piece.slot: piece for piece in self.layout.pieces_in(unsharded_start_idx, unsharded_end_idx)}
-        infos = []
-        for index in range(len(self.layout.slots)):
-            piece = pieces.get(index)
-            if piece is None:
-                infos.append(_ShardParamInfo(False, None, None, None, None))
-            else:
-                infos.append(_ShardParamInfo(True, piece.shard_offset, piece.numel, piece.start, piece.stop - 1))
-        return tuple(infos)
+    def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[Any, ...]:
+        """The pieces of parameters in these elements of the flat parameter, padding counted; ends are inclusive."""
+        return self.layout.pieces_in(unsharded_start_idx, unsharded_end_idx)
 
     def _use_unsharded_views(self, as_params: bool) -> None:
         """Let modules see whole parameters: plain tensors for compute, ``nn.Parameter`` for ``summon_full_params``."""
@@ -296,7 +264,7 @@ class FlatParamHandle:
                     holder.__dict__[attribute] = view
         trained = any(each.original.requires_grad for each in managed)
         flat_param = FlatParameter(flat.narrow(0, 0, self.unsharded_numel), requires_grad=trained)
-        _describe(flat_param, managed, layout, self.module)
+        _describe(flat_param, managed, layout)
         flat_param._handle = self
         flat_param._params = [each.original for each in managed] if self.use_orig_params else None
         return flat_param, managed
@@ -312,12 +280,6 @@ def _find(params: Sequence[nn.Parameter], module: nn.Module, rank: int) -> list[
             if parameter is not None and parameter in wanted:
                 sites.setdefault(parameter, {})[holder, key] = None
                 names.setdefault(parameter, []).append(f"{prefix}.{key}" if prefix else key)
-    if len(sites) < len(wanted):
-        missing = [tuple(parameter.shape) for parameter in params if parameter not in sites]
-        raise ParameterError(
-            f"`params` were not found in `module`'s tree: parameters of shapes {missing}\nmodule: {module}\n"
-            f"(rank {rank}). Pass parameters that the module holds."
-        )
     found = []
     for each, places in sites.items():
         part = TensorPart.of(each, names[each][0], rank)
@@ -330,8 +292,6 @@ def _refuse_unflattenable(found: Sequence[ManagedParameter], use_orig_params: bo
     first = found[0].original
     for each in found:
         parameter, where = each.original, f"'{each.names[0]}' (rank {rank})"
-        if isinstance(parameter, FlatParameter):
-            raise ParameterError(f"Cannot flatten a `FlatParameter`: {where}. Pass the module's own parameters.")
         if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
             raise ParameterError(
                 f"Cannot flatten integer dtype tensors: {where} has {parameter.dtype}. Register it as a buffer, or "
@@ -347,11 +307,6 @@ def _refuse_unflattenable(found: Sequence[ManagedParameter], use_orig_params: bo
                 f"Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: {where}. Wrap frozen "
                 "modules by themselves, or pass use_orig_params=True."
             )
-        if parameter.device != first.device:
-            raise ParameterError(
-                f"Must flatten tensors on the same device but got both {first.device} and {parameter.device}: {where}. "
-                "Move the module to one device."
-            )
 
 
 def _stand_in(each: ManagedParameter) -> ManagedParameter:
@@ -361,16 +316,8 @@ def _stand_in(each: ManagedParameter) -> ManagedParameter:
     return replace(each, original=nn.Parameter(hollow, requires_grad=original.requires_grad))
 
 
-def _describe(
-    flat_param: FlatParameter, parameters: Sequence[ManagedParameter], layout: FlatLayout, module: nn.Module
-) -> None:
-    flat_param._param_infos = tuple(
-        ParamInfo(each.sites[0][1], each.sites[0][0], each.names[0].rpartition(".")[0]) for each in parameters
-    )
+def _describe(flat_param: FlatParameter, parameters: Sequence[ManagedParameter], layout: FlatLayout) -> None:
     flat_param._fqns = tuple(each.names[0] for each in parameters)
-    flat_param._shapes = tuple(torch.Size(slot.shape) for slot in layout.slots)
-    flat_param._numels = tuple(slot.numel for slot in layout.slots)
-    flat_param._num_params = len(parameters)
     ranges = sorted([(s.offset, s.numel, False) for s in layout.slots] + [(*gap, True) for gap in layout.gaps()])
     ranges = [each for each in ranges if each[0] < flat_param.numel()]
     flat_param._numels_with_padding = tuple(numel for _, numel, _ in ranges)

@@ -106,7 +106,7 @@ def find_managed(
         )
     # A module that is replicated in place exchanges its gradients itself.
     roots += [child for child in module.modules() if _torch_private.is_replicated_in_place(child)]
-    modules = {child for root in roots for child in root.modules() if _get_module_fsdp_state(child) is not child}
+    modules = {child for root in roots for child in root.modules() if _get_module_fsdp_state(child) is None}
     if module in modules:
         warn(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
@@ -172,20 +172,6 @@ class Groups:
     """This process's rank in ``process_group``."""
     world_size: int
     """Number of ranks in ``process_group``."""
-    device_mesh: DeviceMesh | None
-    """The mesh that the groups were taken from, if any."""
-    given: Any
-    """The constructor's ``process_group``."""
-
-    def for_children(self) -> Any:
-        """The ``process_group`` argument with which modules inside use the same groups.
-
-        Each instance would make groups of its own where a hybrid strategy was given none, and instances of one model
-        must share theirs.
-        """
-        if self.replicate_group is None or self.device_mesh is not None:
-            return self.given
-        return self.process_group, self.replicate_group
 
 
 def resolve_groups(
@@ -209,7 +195,6 @@ def resolve_groups(
             "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
         )
     replicate_group: Any | None = None
-    given = process_group
     if strategy not in HYBRID_SHARDING_STRATEGIES:
         if device_mesh is not None:
             process_group = device_mesh.get_group(mesh_dim=0)
@@ -240,7 +225,7 @@ def resolve_groups(
             f"torch.distributed.ProcessGroup that contains this rank (a pair of groups is for hybrid strategies)"
         )
     rank, world_size = rank_and_size(process_group)
-    return Groups(process_group, replicate_group, rank, world_size, device_mesh, given)
+    return Groups(process_group, replicate_group, rank, world_size)
 
 
 def _is_group(group: object) -> bool:
@@ -340,16 +325,12 @@ def check_parameters(
                 f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
             )
         if device is not None and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
-            _refuse_device(rank, parameter.device, device)
+            raise ConfigError(
+                f"Inconsistent compute device and `device_id` on rank {rank}: {parameter.device} vs {device}; move the "
+                f"module to {device} or leave `device_id` out"
+            )
     if param_init_fn is not None and not callable(param_init_fn) and managed.has_meta_tensors:
         raise ConfigError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
-
-
-def _refuse_device(rank: int, compute_device: torch.device, device: torch.device) -> None:
-    raise ConfigError(
-        f"Inconsistent compute device and `device_id` on rank {rank}: {compute_device} vs {device}; move the module "
-        f"to {device} or leave `device_id` out"
-    )
 
 
 def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
@@ -496,20 +477,14 @@ def move_to(managed: Managed, device: torch.device | None, device_type: str) -> 
                 buffer.data = buffer.data.to(device)
 
 
-def compute_device(managed: Managed, device: torch.device | None, device_type: str, rank: int) -> torch.device:
-    """Where the instance computes: where its parameters are, or the current device where they are on the CPU.
-
-    Raises:
-        ConfigError: that is not ``device``.
+def compute_device(managed: Managed, device: torch.device | None, device_type: str) -> torch.device:
+    """Where the instance computes: on ``device``, or where its parameters are, or on the current device where they are
+    on the CPU.
     """
+    if device is not None:
+        return device
     first = next((parameter for _, parameter in managed.named_parameters()), None)
-    if first is not None and first.device.type != "cpu":
-        chosen = first.device
-    else:
-        chosen = current_device(device_type)
-    if device is not None and chosen != device:
-        _refuse_device(rank, chosen, device)
-    return chosen
+    return current_device(device_type) if first is None or first.device.type == "cpu" else first.device
 
 
 def sync_module_states(managed: Managed, groups: Groups, device: torch.device) -> None:

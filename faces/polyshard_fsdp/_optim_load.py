@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class _Source:
     def whole(self, value: Any, flattened: Flattened) -> Any:
         """``value`` of ``state``, plain and whole if it is a tensor. All ranks ask for the same in the same order."""
         if isinstance(value, _Awaited):
-            return self._receive(value, flattened.device)
+            return self._receive(value, flattened.unit.spec.device)
         return _collect(value, flattened) if isinstance(value, torch.Tensor) else value
 
     def passed(self, value: Any) -> Any:
@@ -191,8 +192,8 @@ def _collect(value: torch.Tensor, flattened: Flattened) -> torch.Tensor:
         return on_mesh.full_tensor()
     if not _torch_private.is_sharded_tensor(value):
         return value
-    collectives = collectives_of(flattened.instance.process_group, flattened.device)
-    return gather_rows([value], collectives, _dtype_of(value), flattened.device)[0]
+    collectives = collectives_of(flattened.instance.process_group, flattened.unit.spec.device)
+    return gather_rows([value], collectives, _dtype_of(value), flattened.unit.spec.device)[0]
 
 
 def _dtype_of(value: Any) -> torch.dtype:
@@ -227,11 +228,8 @@ def _keyed_groups(
             found[key] = None
         keyed.append((group, sorted(found, key=lambda key: (isinstance(key, str), key))))
     if optim is not None and not named:
-        wanted: list[frozenset[Key]] = []
-        start = 0
-        for own in optim.param_groups:
-            wanted.append(frozenset(range(start, start + len(own["params"]))))
-            start += len(own["params"])
+        positions = itertools.count()
+        wanted = [frozenset[Key](next(positions) for _ in own["params"]) for own in optim.param_groups]
         by_keys = {frozenset(keys): (group, keys) for group, keys in keyed}
         if len(by_keys) == len(keyed) and set(by_keys) == set(wanted):
             keyed = [by_keys[each] for each in wanted]
@@ -270,8 +268,8 @@ def _check(flattened: Flattened, entries: Mapping[str, Mapping[str, Any]]) -> No
     rank = flattened.instance.rank
     having = [(name, entries[name]) for name in flattened.names if name in entries]
     for index, name in enumerate(flattened.names):
-        part = flattened.handle.parameters[index].part
-        shape = torch.Size(flattened.layout.slots[index].shape if part is None else part.shape)
+        part = flattened.unit.handle.parameters[index].part
+        shape = torch.Size(flattened.unit.layout.slots[index].shape if part is None else part.shape)
         for value in entries.get(name, {}).values():
             if _is_tensor(value) and shape_of(value) != shape:
                 raise ConfigError(
@@ -279,7 +277,7 @@ def _check(flattened: Flattened, entries: Mapping[str, Mapping[str, Any]]) -> No
                     f"for '{name}' on rank {rank}. Load the state of the same model."
                 )
             refuse_other_cut(value, flattened.instance.world_size, f"Optimizer state of '{name}'", rank)
-    if flattened.handle.use_orig_params or not having:
+    if flattened.unit.handle.use_orig_params or not having:
         return
     state_names = set(having[0][1])
     for name, state in having:
@@ -319,56 +317,52 @@ def _kind(value: Any) -> str:
 
 def _flat_state(flattened: Flattened, entries: Mapping[str, Mapping[str, Any]], source: _Source) -> dict[str, Any]:
     """The flat parameter's own shard of every kind of state; zeros where a parameter has none."""
-    having = {index: entries[name] for index, name in enumerate(flattened.names) if name in entries}
-    if not having:
-        return {}
     pieces = {piece.slot: piece for piece in flattened.unit.pieces}
-    given = next(iter(having.values()))
     state: dict[str, Any] = {}
-    # Sorted, for all ranks send alike whatever the order of their dicts.
-    for name in sorted(given):
-        shard: torch.Tensor | None = None
-        for index, values in having.items():
-            value = source.whole(values[name], flattened)
+    for index, first in enumerate(flattened.names):
+        for name, value in _own_elements(flattened, index, entries.get(first, {}), source).items():
             if not _is_tensor(value):
                 if value is not None or name not in state:
-                    state[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                    state[name] = value
                 continue
-            if shard is None:
-                shard = torch.zeros(flattened.layout.shard_numel, dtype=value.dtype, device=value.device)
-                state[name] = shard
-            piece = pieces.get(index)
-            if piece is not None:
-                flat = _in_storage_order(value, flattened, index)
-                shard.narrow(0, piece.shard_offset, piece.numel).copy_(flat[piece.start : piece.stop])
-    return {name: state[name] for name in given}
+            if name not in state:
+                numel = flattened.unit.layout.shard_numel
+                state[name] = torch.zeros(numel, dtype=value.dtype, device=value.device)
+            if index in pieces:
+                state[name].narrow(0, pieces[index].shard_offset, value.numel()).copy_(value)
+    return state
 
 
 def _original_state(flattened: Flattened, index: int, given: Mapping[str, Any], source: _Source) -> dict[str, Any]:
     """The state of this rank's elements of a parameter; nothing where it has none."""
-    piece = next((piece for piece in flattened.unit.pieces if piece.slot == index), None)
-    slot = flattened.layout.slots[index]
+    slot = flattened.unit.layout.slots[index]
+    state = _own_elements(flattened, index, given, source)
+    if not flattened.is_cut:
+        shape, stride = slot.shape, slot.stride
+        return {name: view_of(each, shape, stride, 0) if _is_tensor(each) else each for name, each in state.items()}
+    return state if not slot.numel or any(piece.slot == index for piece in flattened.unit.pieces) else {}
+
+
+def _own_elements(flattened: Flattened, index: int, given: Mapping[str, Any], source: _Source) -> dict[str, Any]:
+    """A copy of a parameter's state, with tensors (``[piece.numel]``) of this rank's elements in storage order."""
+    unit = flattened.unit
+    slot, part = unit.layout.slots[index], unit.handle.parameters[index].part
+    start, stop = next(((piece.start, piece.stop) for piece in unit.pieces if piece.slot == index), (0, 0))
     state: dict[str, Any] = {}
+    # Sorted, for all ranks send alike whatever the order of their dicts.
     for name in sorted(given):
         value = source.whole(given[name], flattened)
         if _is_tensor(value):
-            flat = _in_storage_order(value, flattened, index)
-            if flattened.is_cut:
+            value = value if part is None else part.cut(value)
+            dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
+            value = dense.as_strided((slot.numel,), (1,))
+            if stop - start < slot.numel:
                 # A copy, or the whole would live as long as the optimizer.
-                value = flat[piece.start : piece.stop].clone() if piece is not None else None
-            else:
-                value = view_of(flat, slot.shape, slot.stride, 0)
+                value = value[start:stop].clone()
         elif isinstance(value, torch.Tensor):
             value = value.detach().clone()
         state[name] = value
-    return {name: state[name] for name in given} if piece is not None or not slot.numel else {}
-
-
-def _in_storage_order(value: torch.Tensor, flattened: Flattened, index: int) -> torch.Tensor:
-    slot, part = flattened.layout.slots[index], flattened.handle.parameters[index].part
-    value = value if part is None else part.cut(value)
-    dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
-    return dense.as_strided((slot.numel,), (1,))
+    return {name: state[name] for name in given}
 
 
 def rekey(

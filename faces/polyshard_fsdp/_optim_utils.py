@@ -16,7 +16,7 @@ from polyshard.errors import (
     RankMismatchError,
     UnsupportedError,
 )
-from polyshard.extension import FlatLayout, Slot, gather_whole, map_tensors, view_of
+from polyshard.extension import Slot, gather_whole, map_tensors, view_of
 from polyshard.interfaces import Collectives
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +27,7 @@ from ._common_utils import _get_param_to_fqns, clean_tensor_name, warn
 from ._flat_param import FlatParamHandle
 from ._shard_utils import PartPlacement, own_rows
 from ._state import FSDPInstance
-from ._traversal_utils import _get_fsdp_states_with_modules
+from ._traversal_utils import _get_fsdp_states
 from ._unit import FlatUnit
 from .api import StateDictSettings
 
@@ -65,7 +65,7 @@ def settings_of(model: nn.Module) -> StateDictSettings:
         StateError: (a ``RuntimeError``) ``LOCAL_STATE_DICT`` with a device mesh.
     """
     settings = _state_dict_utils._get_state_dict_type(model)
-    for instance in _get_fsdp_states_with_modules(model)[0]:
+    for instance in _get_fsdp_states(model):
         _state_dict_utils.refuse_local(instance, settings.state_dict_type)
     return settings
 
@@ -78,7 +78,6 @@ class Flattened:
     """One flat parameter of the model, under the names that the unwrapped model has."""
 
     instance: FSDPInstance
-    handle: FlatParamHandle
     unit: FlatUnit
     names: tuple[str, ...]
     """The first fully-qualified name of each parameter inside."""
@@ -86,20 +85,12 @@ class Flattened:
     """By index, what an optimizer may have: the flat parameter alone, as ``WHOLE_FLAT``, or the others."""
 
     @property
-    def layout(self) -> FlatLayout:
-        return self.handle.layout
-
-    @property
     def is_cut(self) -> bool:
         return self.unit.ranks.owner is not None
 
-    @property
-    def device(self) -> torch.device:
-        return self.unit.spec.device
-
     def owners(self, index: int) -> range:
         """The ranks whose shard has elements of a parameter; all ranks for a parameter without elements."""
-        layout = self.layout
+        layout = self.unit.layout
         if index == WHOLE_FLAT or not layout.slots[index].numel:
             return range(layout.world_size)
         slot = layout.slots[index]
@@ -118,9 +109,9 @@ class ModelNames:
         self.names: dict[nn.Parameter, tuple[str, ...]] = {}
         #: Every name of a parameter, to the first of them.
         self.first: dict[str, str] = {}
-        for instance, module in zip(*_get_fsdp_states_with_modules(model), strict=True):
+        for instance in _get_fsdp_states(model):
             if instance._handle is not None:
-                self._add(instance, instance._handle, f"{places[module]}." if places[module] else "")
+                self._add(instance, instance._handle, f"{places[instance]}." if places[instance] else "")
         #: The parameters that FSDP does not manage.
         self.plain: dict[str, nn.Parameter] = {}
         for parameter, names in _get_param_to_fqns(model, dedup_shared_params=False).items():
@@ -140,7 +131,7 @@ class ModelNames:
         parameters: dict[int, nn.Parameter] = {WHOLE_FLAT: handle.flat_param}
         if handle.use_orig_params:
             parameters = {index: each.original for index, each in enumerate(handle.parameters)}
-        found = Flattened(instance, handle, handle.unit, tuple(names[0] for names in aliases), parameters)
+        found = Flattened(instance, handle.unit, tuple(names[0] for names in aliases), parameters)
         self.flattened.append(found)
         for names in aliases:
             self.first.update(dict.fromkeys(names, names[0]))
@@ -289,8 +280,7 @@ def gather(
             ordered[name] = gathered[name]
         elif name in plain and (wanted is None or (name,) in wanted):
             ordered[name] = {key: map_tensors(_copier(form), value) for key, value in plain[name].items()}
-    for name, entries in gathered.items():
-        ordered.setdefault(name, entries)
+    ordered.update(gathered)
     for key, value in state.items():
         if key not in keys:
             warn(
@@ -330,7 +320,7 @@ def _agree(
                     f"Tensor optimizer state does not have same shape as its parameter: {problem} for '{each[0]}' on "
                     f"rank {rank}. Only state of the parameter's own shape, and scalars, can be sharded with it."
                 )
-    if any(flattened.handle.use_orig_params for flattened in names.flattened):
+    if any(flattened.unit.handle.use_orig_params for flattened in names.flattened):
         return order, None
     wanted = list(everyone[0])
     lines = ""
@@ -350,7 +340,7 @@ def _misshapen(names: ModelNames, parameter: nn.Parameter, entries: Mapping[str,
     if parameter not in names.managed:
         return None
     flattened, index = names.managed[parameter]
-    shape = torch.Size([flattened.layout.shard_numel]) if index == WHOLE_FLAT else parameter.shape
+    shape = torch.Size([flattened.unit.layout.shard_numel]) if index == WHOLE_FLAT else parameter.shape
     for value in entries.values():
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() != shape.numel():
             return f"{value.shape} {shape}"
@@ -396,8 +386,8 @@ def _gather_flat(
 ) -> dict[str, dict[str, Any]]:
     """The whole state of each parameter in one flat parameter, by name; a parameter without state is left out."""
     results: dict[int, _Description] = {}
-    for index in range(len(flattened.layout.slots)):
-        description = _merge(flattened, index if flattened.handle.use_orig_params else WHOLE_FLAT, everyone)
+    for index in range(len(flattened.unit.layout.slots)):
+        description = _merge(flattened, index if flattened.unit.handle.use_orig_params else WHOLE_FLAT, everyone)
         if description is not None:
             # A plain optimizer that loads this counts in the very tensors: no two parameters may share one.
             results[index] = copy.deepcopy(description)
@@ -413,9 +403,9 @@ def _gather_flat(
     for name, _, dtype in wanted:
         whole = _whole_state(flattened, own, name, dtype)
         for index, result in results.items():
-            value, part = result.get(name), flattened.handle.parameters[index].part
+            value, part = result.get(name), flattened.unit.handle.parameters[index].part
             if isinstance(value, _TensorState) and value.dtype == dtype and (saves or part is not None):
-                view = _view(whole, flattened.layout.slots[index])
+                view = _view(whole, flattened.unit.layout.slots[index])
                 instance = flattened.instance
                 if part is not None and form.distributed and flattened.is_cut:
                     placement = PartPlacement.of(part, instance, flattened.names[index])
@@ -471,7 +461,7 @@ def _whole_state(
     flattened: Flattened, own: Mapping[int, Mapping[str, Any]], name: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """One kind of state of all parameters in a flat parameter, laid out as that is; zeros where there is none."""
-    layout, device = flattened.layout, flattened.device
+    layout, device = flattened.unit.layout, flattened.unit.spec.device
     if not flattened.is_cut:
         values = (entries.get(name) for entries in own.values())
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), device)

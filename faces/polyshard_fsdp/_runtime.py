@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from polyshard_plugins.precision import make_input_cast
 from torch import nn
 
 from . import _runtime_utils
-from ._common_utils import HandleTrainingState
+from ._common_utils import HandleTrainingState, _get_handle_fqns_from_root
 from ._flat_param import FlatParamHandle
 from ._unit import FlatUnit
 from .api import BackwardPrefetch
@@ -43,16 +43,15 @@ class FSDPModuleState(ModuleState):
     def __init__(
         self,
         instance: Any,
-        module: nn.Module,
         inner: nn.Module,
         units: Sequence[FlatUnit],
         *,
         full_precision_in_eval: bool,
     ) -> None:
         # Gathered in every module's backward, as in FSDP, whose users see whole parameters there.
-        super().__init__("", module, units, full_precision_in_eval=full_precision_in_eval)
+        super().__init__("", instance, units, full_precision_in_eval=full_precision_in_eval)
         self.instance = instance
-        #: The module that the user gave; ``module`` is the one that is called, a wrapper around it or the same.
+        #: The module that the user gave; ``module`` is the instance itself, the wrapper around it.
         self.inner = inner
         #: Whether its backward ends where its own gradients do, and not with the whole backward alone.
         self.ends_by_hook = True
@@ -319,9 +318,9 @@ class ForwardOrder:
     without gradients are left out: no backward tells where their iteration ends.
     """
 
-    def __init__(self, names: Mapping[FlatParamHandle, Sequence[str]], collectives: Collectives) -> None:
-        self._names = {handle: list(parameters) for handle, parameters in names.items()}
-        self._handles = list(names)
+    def __init__(self, handles: Sequence[FlatParamHandle], collectives: Collectives) -> None:
+        self._names = {handle: _get_handle_fqns_from_root(None, handle) or [] for handle in handles}
+        self._handles = handles
         self._collectives = collectives
         self._first: list[FlatParamHandle] = []
         self._is_first = True

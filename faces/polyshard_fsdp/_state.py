@@ -15,6 +15,7 @@ from polyshard.extension import MODULE_STATE_ATTRIBUTE, Reshard, Unit, UnitRanks
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _runtime_utils
 from ._collectives import collectives_of
@@ -47,22 +48,6 @@ _RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_
 class FSDPInstance:
     """The state of one wrapper, which ``FullyShardedDataParallel`` adds to ``nn.Module``."""
 
-    _is_root: bool | None
-    _root: FSDPRoot | None
-    _instances: tuple[FSDPInstance, ...]
-    """All under the same root; this one alone while that is not known."""
-    _handle: FlatParamHandle | None
-    _flat_unit: FlatUnit | None
-    """The engine's unit over the flat parameter."""
-    _module_state: FSDPModuleState
-    _forward: FSDPForward
-    _comm_hook: Callable[..., Any] | None
-    _comm_hook_state: object
-    _buffers_in_full_precision: bool | None
-    _state_dict_type: StateDictType
-    _state_dict_config: StateDictConfig
-    _optim_state_dict_config: OptimStateDictConfig
-
     def _configure(
         self,
         given: Mapping[str, Any],
@@ -83,28 +68,31 @@ class FSDPInstance:
         self.compute_device = device
         self._use_orig_params = given["use_orig_params"]
         self._use_full_prec_in_eval = os.environ.get(_FSDP_USE_FULL_PREC_IN_EVAL, "") == "1"
-        self._device_mesh = groups.device_mesh
+        self._device_mesh: DeviceMesh | None = given["device_mesh"]
         self._groups = groups
         self._managed = managed
         self._ignored_modules, self._ignored_params = set(managed.ignored_modules), set(managed.ignored_parameters)
         self._forget()
         self._summoned = False
-        self._comm_hook = self._comm_hook_state = None
-        self._buffers_in_full_precision = None
+        self._comm_hook: Callable[..., Any] | None = None
+        self._comm_hook_state: object = None
+        self._buffers_in_full_precision: bool | None = None
         #: This instance's part in a walk over modules that makes or loads a state dict.
         self._state_dict_walk: Any = None
         self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config = FullStateDictConfig()
-        self._optim_state_dict_config = FullOptimStateDictConfig()
-        self._handle = self._flat_unit = None
-        self._buffer_dtypes = [
-            (holder, key, buffer.dtype)
+        self._state_dict_config: StateDictConfig = FullStateDictConfig()
+        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+        self._handle: FlatParamHandle | None = None
+        #: The engine's unit over the flat parameter.
+        self._flat_unit: FlatUnit | None = None
+        self._buffer_dtypes = {
+            (holder, key): buffer.dtype
             for holder in managed.modules()
             for key, buffer in holder._buffers.items()
             if buffer is not None and buffer.is_floating_point()
-        ]
+        }
 
-    def _flatten(self, wrapper: nn.Module) -> None:
+    def _flatten(self) -> None:
         """Flatten the parameters that no inner instance has, and keep this rank's part of them."""
         module, params = self._managed.module, self._managed.parameters
         units = [self._make_unit(module, params)] if params else []
@@ -116,11 +104,9 @@ class FSDPInstance:
                 for holder, attribute in parameter.sites
                 if type(holder).__setattr__ is not nn.Module.__setattr__
             ]
-        self._module_state = FSDPModuleState(
-            self, wrapper, module, units, full_precision_in_eval=self._use_full_prec_in_eval
-        )
+        self._module_state = FSDPModuleState(self, module, units, full_precision_in_eval=self._use_full_prec_in_eval)
         self._forward = FSDPForward(self._module_state, observed)
-        wrapper.__dict__[MODULE_STATE_ATTRIBUTE] = self._module_state
+        self.__dict__[MODULE_STATE_ATTRIBUTE] = self._module_state
 
     def _make_unit(self, module: nn.Module, params: list[nn.Parameter]) -> FlatUnit:
         for name, parameter in self._managed.named_parameters():
@@ -237,8 +223,10 @@ class FSDPInstance:
             instance._forget()
 
     def _forget(self) -> None:
-        self._is_root = self._root = None
-        self._instances = (self,)
+        self._is_root: bool | None = None
+        self._root: FSDPRoot | None = None
+        #: All under the same root; this one alone while that is not known.
+        self._instances: tuple[FSDPInstance, ...] = (self,)
 
     def _abandon_state_dicts(self) -> None:
         """Leave every walk over modules under this instance's root that something inside it ended with an exception."""
@@ -289,14 +277,13 @@ class FSDPInstance:
 
     def _cast_buffers(self, full_precision: bool) -> None:
         wanted = None if full_precision else self.mixed_precision.buffer_dtype
-        original = {(holder, key): dtype for holder, key, dtype in self._buffer_dtypes}
         for holder in self._managed.modules():
             for key, buffer in holder._buffers.items():
                 if buffer is None:
                     continue
                 dtype = buffer.dtype
                 if buffer.is_floating_point():
-                    dtype = wanted or original.get((holder, key), dtype)
+                    dtype = wanted or self._buffer_dtypes.get((holder, key), dtype)
                 if buffer.dtype != dtype or buffer.device != self.compute_device:
                     holder._buffers[key] = buffer.to(device=self.compute_device, dtype=dtype)
 
@@ -322,7 +309,8 @@ def _make_root(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> FSD
     names = {module: name for name, module in instance._module_state.module.named_modules()}
     for each in instances:
         each._module_state.join(clean_tensor_name(f"{names[each._module_state.module]}.").rstrip("."), None)
-    order = ForwardOrder(_names_of_parameters(instances), world) if checks_order() and world.world_size > 1 else None
+    handles = [each._handle for each in instances if each._handle is not None]
+    order = ForwardOrder(handles, world) if checks_order() and world.world_size > 1 else None
     return FSDPRoot(world, [each._module_state for each in instances], 1 if instance.forward_prefetch else 0, order)
 
 
@@ -389,15 +377,6 @@ def _refuse_stepping_flat(instance: FSDPInstance, handle: FlatParamHandle) -> No
             "FSDP optimizer in backward only supported with use_orig_params=True! "
             f"'{handle.flat_param._fqns[0]}' on rank {instance.rank} is part of a flat parameter that has one."
         )
-
-
-def _names_of_parameters(instances: Sequence[FSDPInstance]) -> dict[FlatParamHandle, list[str]]:
-    names: dict[FlatParamHandle, list[str]] = {}
-    for each in instances:
-        if each._handle is not None:
-            prefix = f"{each._module_state.name}." if each._module_state.name else ""
-            names[each._handle] = [prefix + name for name in each._handle.flat_param._fqns]
-    return names
 
 
 def _refuse_misplaced(instance: FSDPInstance, handle: FlatParamHandle) -> None:

@@ -173,14 +173,11 @@ class _Hooks:
     def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before the module and those inside write their entries."""
         with self._leaving_on_failure(), torch.no_grad():
-            self._begin("When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.")
-            assert self._form is not None
-            self._form.before_save()
+            self._begin().before_save()
 
     def after_save(self, module: nn.Module, values: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """When all entries are there, under their names with the wrapper's prefix."""
-        form, self._form = self._form, None
-        assert form is not None
+        form = self._end()
         self._rename(values, prefix + FSDP_PREFIX, prefix)
         with self._leaving_on_failure(), torch.no_grad():
             form.after_save(values, prefix)
@@ -199,15 +196,12 @@ class _Hooks:
         """Before the module and those inside look for their entries."""
         self._errors = error_messages
         with self._leaving_on_failure(), torch.no_grad():
-            self._begin("When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict willbe returned.")
-            assert self._form is not None
-            self._form.before_load(values, prefix)
+            self._begin().before_load(values, prefix)
         self._rename(values, prefix, prefix + FSDP_PREFIX)
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """When everything was copied, and before torch reports what did not fit."""
-        form, self._form = self._form, None
-        assert form is not None
+        form = self._end()
         with self._leaving_on_failure(), torch.no_grad():
             form.after_load()
         for reported in (*incompatible_keys, self._errors):
@@ -220,26 +214,28 @@ class _Hooks:
         if form is not None:
             form.abandon()
 
-    def _begin(self, warning: str) -> None:
+    def _begin(self) -> FullForm | LocalForm:
         # A hook of a module inside may have raised last time, and then nothing was called after the walk.
         self.abandon()
-        self._form = self._choose(warning)
-
-    def _choose(self, warning: str) -> FullForm | LocalForm:
         instance = self._instance
         kind, config = instance._state_dict_type, instance._state_dict_config
         if instance.sharding_strategy is ShardingStrategy.NO_SHARD:
             if kind is not StateDictType.FULL_STATE_DICT:
-                warn(warning)
+                warn("When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.")
                 kind, config = StateDictType.FULL_STATE_DICT, FullStateDictConfig()
-        elif instance._device_mesh is not None:
+        else:
             refuse_local(instance, kind)
             _choose_kind_of_tensor(instance)
-        if kind is StateDictType.FULL_STATE_DICT:
-            return FullForm(instance, config)
-        if kind is StateDictType.SHARDED_STATE_DICT:
-            return ShardedForm(instance, config)
-        return LocalForm(instance, config)
+        if kind is StateDictType.LOCAL_STATE_DICT:
+            self._form = LocalForm(instance, config)
+        else:
+            self._form = (FullForm if kind is StateDictType.FULL_STATE_DICT else ShardedForm)(instance, config)
+        return self._form
+
+    def _end(self) -> FullForm | LocalForm:
+        form, self._form = self._form, None
+        assert form is not None
+        return form
 
     @contextmanager
     def _leaving_on_failure(self) -> Iterator[None]:
@@ -362,9 +358,7 @@ class FullForm(_Form):
 
     def _convert_buffers(self, values: dict[str, Any], prefix: str) -> None:
         instance = self.instance
-        originals: dict[tuple[nn.Module, str], torch.dtype] = {}
-        if instance.mixed_precision.buffer_dtype is not None:
-            originals = {(holder, key): dtype for holder, key, dtype in instance._buffer_dtypes}
+        originals = {} if instance.mixed_precision.buffer_dtype is None else instance._buffer_dtypes
         for module_name, holder in instance._module_state.inner.named_modules(remove_duplicate=False):
             for attribute in holder._buffers:
                 key = prefix + clean_tensor_name(f"{module_name}.{attribute}" if module_name else attribute)

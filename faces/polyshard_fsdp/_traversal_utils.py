@@ -1,4 +1,4 @@
-"""FSDP instances inside a module: wrappers, and modules that were sharded in place."""
+"""FSDP instances inside a module."""
 
 from __future__ import annotations
 
@@ -9,22 +9,9 @@ from torch import nn
 from ._common_utils import _get_module_fsdp_state
 
 
-def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[Any], list[nn.Module]]:
-    """Each FSDP state in ``module`` once, in the order of ``module.modules()``, and the module that has it.
-
-    A wrapper is its own state. Modules that share a state are represented by the first of them.
-    """
-    owners: dict[Any, nn.Module] = {}
-    for submodule in module.modules():
-        state = _get_module_fsdp_state(submodule)
-        if state is not None:
-            owners.setdefault(state, submodule)
-    return list(owners), list(owners.values())
-
-
 def _get_fsdp_states(module: nn.Module) -> list[Any]:
-    """The first of the two lists of ``_get_fsdp_states_with_modules``."""
-    return _get_fsdp_states_with_modules(module)[0]
+    """Each FSDP instance in ``module``, itself included, in the order of ``module.modules()``."""
+    return [each for each in module.modules() if _get_module_fsdp_state(each) is not None]
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[Any]:

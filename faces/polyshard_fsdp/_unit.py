@@ -303,16 +303,16 @@ class FlatUnit(Unit):
     def without_originals(self) -> Iterator[None]:
         """A context in which modules do not hold the parameters."""
         sites = [site for parameter in self.parameters for site in parameter.sites]
-        orders = {module: list(module._parameters) for module, _ in sites}
-        held = {(module, key): module._parameters.pop(key) for module, key in sites}
+        held = {module: dict(module._parameters) for module, _ in sites}
+        for module, key in sites:
+            del module._parameters[key]
         try:
             yield
         finally:
-            for (module, key), parameter in held.items():
-                module._parameters[key] = parameter
-            for module, order in orders.items():
-                for key in order:
-                    module._parameters[key] = module._parameters.pop(key)
+            for module, before in held.items():
+                now = {**before, **module._parameters}
+                module._parameters.clear()
+                module._parameters.update(now)
 
     def refuse_changes(self) -> None:
         if self._shown_addresses and not self._views_are_untouched():
@@ -371,41 +371,37 @@ class FlatUnit(Unit):
         """
         whole = self.whole_for_user
         assert whole is not None
-        views = [view_of(whole, slot.shape, slot.stride, slot.offset) for slot in self.layout.slots]
         self.flat_param.data = whole.narrow(0, 0, self.handle.unsharded_numel)
-        if self.handle.use_orig_params:
-            for parameter, view in zip(self.parameters, views, strict=True):
+        keeps = self.handle.use_orig_params
+        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+            view, part = view_of(whole, slot.shape, slot.stride, slot.offset), parameter.part
+            if keeps:
                 become(parameter.original, view)
-                if parameter.part is not None:
-                    trained = parameter.original.requires_grad
-                    shown = nn.Parameter(parameter.part.as_leaf(view), requires_grad=trained)
-                    for module, attribute in parameter.sites:
-                        module._parameters[attribute] = shown
-            return
-        for parameter, view in zip(self.parameters, views, strict=True):
-            whole = view if parameter.part is None else parameter.part.as_leaf(view)
-            shown = nn.Parameter(whole, requires_grad=self.flat_param.requires_grad)
+                if part is None:
+                    continue
+            trained = (parameter.original if keeps else self.flat_param).requires_grad
+            shown = nn.Parameter(view if part is None else part.as_leaf(view), requires_grad=trained)
             for module, attribute in parameter.sites:
                 module.__dict__.pop(attribute, None)
                 module._parameters[attribute] = shown
-        self.handle.deregister_flat_param()
+        if not keeps:
+            self.handle.deregister_flat_param()
 
     def withdraw_whole(self) -> None:
         """Undo ``expose_whole``."""
         self.whole_for_user = None
         self.flat_param.data = self.master
-        if not self.handle.use_orig_params:
-            for parameter in self.parameters:
-                for module, attribute in parameter.sites:
-                    module._parameters.pop(attribute, None)
+        keeps = self.handle.use_orig_params
+        for parameter in self.parameters:
+            for module, key in parameter.sites:
+                if keeps:
+                    module._parameters[key] = parameter.original
+                else:
+                    module._parameters.pop(key, None)
+        if not keeps:
             self.handle.register_flat_param()
             self.bindings.shown = Shown.VIEWS
             self.bindings.show(Shown.ORIGINALS)
-            self.originals.expose()
-            return
-        for parameter in self.parameters:
-            for module, key in parameter.sites:
-                module._parameters[key] = parameter.original
         self.originals.expose()
 
     def order_gathers_after_writes(self) -> None:

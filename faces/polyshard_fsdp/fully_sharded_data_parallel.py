@@ -120,17 +120,21 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         init.check_parameters(managed, device, groups.rank, param_init_fn)
         if auto_wrap_policy is not None:
             ignored = set(managed.ignored_modules), set(managed.ignored_parameters)
-            inside = {**given, "process_group": groups.for_children(), "ignored_states": managed.ignored_parameters}
+            inside = {**given, "ignored_states": managed.ignored_parameters}
+            if device_mesh is None:
+                # Instances of one model share their groups, also where a hybrid strategy made them here.
+                pair = groups.process_group, groups.replicate_group
+                inside["process_group"] = pair if groups.replicate_group is not None else groups.process_group
             _auto_wrap(module, auto_wrap_policy, *ignored, inside, FullyShardedDataParallel)
         strategy = init.effective_strategy(sharding_strategy, groups.world_size)
         init.check_devices(managed, device, groups.rank)
         init.materialize(managed, param_init_fn, device or init.current_device(device_type))
         init.move_to(managed, device, device_type)
-        computes_on = init.compute_device(managed, device, device_type, groups.rank)
+        computes_on = init.compute_device(managed, device, device_type)
         if sync_module_states:
             init.sync_module_states(managed, groups, computes_on)
         self._configure(given, strategy, groups, managed, computes_on)
-        self._flatten(self)
+        self._flatten()
         _state_dict_utils._register_all_state_dict_hooks(self)
         self._fsdp_wrapped_module = module
 

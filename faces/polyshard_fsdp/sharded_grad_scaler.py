@@ -60,14 +60,13 @@ class ShardedGradScaler(GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """``outputs`` times the scale: a tensor, or lists, tuples and iterables of tensors in any nesting."""
-        return self._scaled(outputs) if self.is_enabled() else outputs
-
-    def _scaled(self, outputs: Any) -> Any:
+        if not self.is_enabled():
+            return outputs
         if isinstance(outputs, torch.Tensor):
             # A scalar in half precision times the scale, which is fp32, would come out as fp32.
             return super().scale(outputs).to(outputs.dtype)
         if isinstance(outputs, Iterable):
-            scaled = map(self._scaled, outputs)
+            scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 

@@ -282,9 +282,6 @@ class Model(nn.Module):
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         return (torch.randn((2, 5)).to(device),)
 
-    def get_loss(self, model_input: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        return output.sum()
-
 
 def _pair(ranks: Ranks) -> tuple[DistributedDataParallel, FSDP]:
     """DDP and one FSDP unit of the same model. Inputs drawn afterwards differ from rank to rank."""
