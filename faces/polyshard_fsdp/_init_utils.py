@@ -325,12 +325,16 @@ def check_parameters(
                 f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
             )
         if device is not None and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
-            raise ConfigError(
-                f"Inconsistent compute device and `device_id` on rank {rank}: {parameter.device} vs {device}; move the "
-                f"module to {device} or leave `device_id` out"
-            )
+            _refuse_device(rank, parameter.device, device)
     if param_init_fn is not None and not callable(param_init_fn) and managed.has_meta_tensors:
         raise ConfigError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
+
+
+def _refuse_device(rank: int, compute_device: torch.device, device: torch.device) -> None:
+    raise ConfigError(
+        f"Inconsistent compute device and `device_id` on rank {rank}: {compute_device} vs {device}; move the module "
+        f"to {device} or leave `device_id` out"
+    )
 
 
 def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
@@ -477,14 +481,16 @@ def move_to(managed: Managed, device: torch.device | None, device_type: str) -> 
                 buffer.data = buffer.data.to(device)
 
 
-def compute_device(managed: Managed, device: torch.device | None, device_type: str) -> torch.device:
-    """Where the instance computes: on ``device``, or where its parameters are, or on the current device where they are
-    on the CPU.
+def compute_device(managed: Managed, device: torch.device | None, device_type: str, rank: int) -> torch.device:
+    """Where the instance computes: where its parameters are, or the current device where they are on the CPU.
+
+    Raises ConfigError: that is not ``device``. Of a module without parameters, too, as FSDP does.
     """
-    if device is not None:
-        return device
     first = next((parameter for _, parameter in managed.named_parameters()), None)
-    return current_device(device_type) if first is None or first.device.type == "cpu" else first.device
+    chosen = current_device(device_type) if first is None or first.device.type == "cpu" else first.device
+    if device is not None and chosen != device:
+        _refuse_device(rank, chosen, device)
+    return chosen
 
 
 def sync_module_states(managed: Managed, groups: Groups, device: torch.device) -> None:

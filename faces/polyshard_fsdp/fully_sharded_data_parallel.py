@@ -130,7 +130,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         init.check_devices(managed, device, groups.rank)
         init.materialize(managed, param_init_fn, device or init.current_device(device_type))
         init.move_to(managed, device, device_type)
-        computes_on = init.compute_device(managed, device, device_type)
+        computes_on = init.compute_device(managed, device, device_type, groups.rank)
         if sync_module_states:
             init.sync_module_states(managed, groups, computes_on)
         self._configure(given, strategy, groups, managed, computes_on)

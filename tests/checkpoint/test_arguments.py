@@ -60,6 +60,7 @@ DIFFERENT_SAVES: list[tuple[Mapping[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save], ids=["save", "async_save"])
 @pytest.mark.parametrize(
     ("other", "words", "own"), DIFFERENT_SAVES, ids=[next(iter(each[0])) for each in DIFFERENT_SAVES]
@@ -117,6 +118,7 @@ def test_settings_may_stand_in_any_order(tmp_path: Path) -> None:
     assert on_ranks(RANKS, on_rank) == ["step-00000001"] * RANKS
 
 
+@pytest.mark.slow
 def test_ranks_whose_learning_rates_drifted_apart_are_told(tmp_path: Path) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
@@ -144,6 +146,7 @@ DIFFERENT_LOADS: list[tuple[Mapping[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("other", "words"), DIFFERENT_LOADS, ids=[next(iter(each[0])) for each in DIFFERENT_LOADS])
 def test_ranks_that_load_otherwise_are_told_and_nothing_is_changed(
     tmp_path: Path, other: Mapping[str, Any], words: str
@@ -266,6 +269,7 @@ def test_a_root_that_can_be_no_folder_is_refused_on_all_ranks_and_nothing_is_cha
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "good"])
 
 
+@pytest.mark.slow
 def test_ranks_that_have_not_one_file_system_are_named_on_all_of_them(tmp_path: Path) -> None:
     """Each rank has a disk of its own, mounted under the name that all use: here that is a folder for each."""
     config = {"collectives": {"name": "fake", "world_size": 1}, "strategy": "no_shard"}
@@ -363,6 +367,7 @@ def test_long_arguments_do_not_travel_where_they_are_alike_and_few_do_where_not(
         assert ("'step' is 2 on rank 3, and 1 on rank 0, 1 on rank 1" if rank == 3 else "and 2 on rank 3") in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save], ids=["save", "async_save"])
 def test_a_save_takes_as_many_communications_on_many_ranks_as_on_few(tmp_path: Path, save: Callable[..., Any]) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> int:
@@ -433,6 +438,7 @@ class Raising:
         raise LookupError(f"on_load of {path.name}")
 
 
+@pytest.mark.slow
 def test_what_one_ranks_listener_raises_is_told_on_all(tmp_path: Path) -> None:
     config = {"collectives": {"name": "fake", "world_size": 1}, "strategy": "no_shard"}
     single = polyshard.shard(seeded(Net), polyshard.ShardConfig(**config))

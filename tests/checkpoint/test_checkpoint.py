@@ -124,6 +124,7 @@ def test_any_program_reads_whole_tensors_under_ordinary_names(tmp_path: Path) ->
     assert torch.equal(found["conv.weight"], reference.conv.weight)
 
 
+@pytest.mark.slow
 def test_an_unsharded_adamw_takes_the_optimizer_state_over(tmp_path: Path) -> None:
     def run(model: Net) -> Values:
         optimizer = adamw(model)
@@ -260,6 +261,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(
     alike(change_loading, 1, load)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_may_be_left_out_where_both_sides_say_so(tmp_path: Path) -> None:
     def save(model: Net) -> tuple[Path, Path, Values]:
         optimizer = adamw(model)

@@ -44,6 +44,7 @@ def made(rank: int, world: ThreadedWorld) -> tuple[Odd, torch.optim.Optimizer]:
     return model, adamw(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "keys"),
     [
@@ -70,6 +71,7 @@ def test_what_plain_torch_wrote_is_read(shape: Any, keys: DcpKeys | None, tmp_pa
         assert not differing(sorted_groups(plain), sorted_groups(found))
 
 
+@pytest.mark.slow
 def test_what_is_of_another_model_is_refused_at_once(tmp_path: Path) -> None:
     plain = plain_state()
     other = dict(plain["model"])

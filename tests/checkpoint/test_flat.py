@@ -169,6 +169,7 @@ def test_an_unsharded_model_and_optimizer_go_on(tmp_path: Path, world_size: int,
     assert_third_step([{name: value.detach() for name, value in plain.named_parameters()}], make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -190,6 +191,7 @@ def test_flat_state_goes_on_at_another_world_size(
     assert_third_step(resume(directory, make, after[0], strategy=after[1]), make)
 
 
+@pytest.mark.slow
 def test_flat_state_goes_on_in_groups_and_with_shards_on_the_cpu(tmp_path: Path) -> None:
     directory = save(tmp_path, adam, 4, strategy="hybrid_shard", shard_size=2)
     assert_third_step(resume(directory, adam, 3, offload="cpu"), adam)
@@ -205,6 +207,7 @@ def test_flat_and_own_parameters_load_each_others_checkpoints(tmp_path: Path, wo
     assert_third_step(resume(directory, make, 5 - world_size), make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_run_without_shards_goes_on_with_flat_parameters(tmp_path: Path, world_size: int, make: Make) -> None:
@@ -214,6 +217,7 @@ def test_a_run_without_shards_goes_on_with_flat_parameters(tmp_path: Path, world
     assert_third_step(resume(directory, make, world_size), make)
 
 
+@pytest.mark.slow
 def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
     plain, plain_optimizer = unsharded(adam, 2)
     written = {"model": dict(plain.named_parameters()), "optimizer": get_optimizer_state_dict(plain, plain_optimizer)}
@@ -234,6 +238,7 @@ def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
     assert_third_step(results, adam)
 
 
+@pytest.mark.slow
 def test_groups_and_names_of_parameters_are_the_models(tmp_path: Path) -> None:
     def grouped(model: nn.Module, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         # The loose parameter comes last; the second group is of its own learning rate.
@@ -260,6 +265,7 @@ def test_groups_and_names_of_parameters_are_the_models(tmp_path: Path) -> None:
     on_ranks(2, on_rank)
 
 
+@pytest.mark.slow
 def test_padding_of_the_state_is_zero_and_what_is_there_is_filled_in_place(tmp_path: Path) -> None:
     directory = save(tmp_path, adam, 2)
 
@@ -292,6 +298,7 @@ def test_padding_of_the_state_is_zero_and_what_is_there_is_filled_in_place(tmp_p
     on_ranks(2, on_rank)
 
 
+@pytest.mark.slow
 def test_numbers_and_empty_parameters_go_both_ways(tmp_path: Path) -> None:
     def empty(seed: int = 0) -> Net:
         model = Net(seed)
@@ -327,6 +334,7 @@ def test_numbers_and_empty_parameters_go_both_ways(tmp_path: Path) -> None:
     assert optimizer.state[plain.blocks[0].nothing]["step"] == 2.0
 
 
+@pytest.mark.slow
 def test_scalars_that_differ_between_parameters_of_a_unit_are_refused_by_name(tmp_path: Path) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = shard(Net(), rank, world, strategy="no_shard")

@@ -109,6 +109,7 @@ def line_of_three(root: Path) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_a_run_taken_up_at_an_earlier_step_goes_on_from_there(tmp_path: Path) -> None:
     line_of_three(tmp_path)
     model = alone()
@@ -225,6 +226,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert checkpoint.save(tmp_path, 400, model).name == "step-00000400"
 
 
+@pytest.mark.slow
 def test_ranks_that_were_given_different_checkpoints_are_told(tmp_path: Path) -> None:
     line_of_three(tmp_path)
 

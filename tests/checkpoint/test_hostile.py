@@ -353,6 +353,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_names_its_file_and_leaves_nothing(
     tmp_path: Path, small_files: Callable[[int], None]
 ) -> None:

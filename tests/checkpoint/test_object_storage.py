@@ -81,6 +81,7 @@ def plains() -> dict[int, State]:
     return {steps: plain_state(steps) for steps in (2, 3, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["save", "async_save"])
 @pytest.mark.parametrize("scheme", ["memory", "store"])
 def test_a_checkpoint_of_two_ranks_is_loaded_by_three_bit_for_bit(
@@ -130,6 +131,7 @@ def test_a_checkpoint_that_is_copied_to_a_disk_is_one_there(
     assert same(held(copied), plains[2])
 
 
+@pytest.mark.slow
 def test_a_large_file_is_sent_in_parts_and_read_in_ranges(store: type[ObjectStore], tmp_path: Path) -> None:
     model = nn.Linear(1 << 9, 11 << 10, bias=False)
     expected = model.weight.detach().clone()
@@ -157,6 +159,7 @@ def fail() -> None:
     raise OSError(errno.EIO, "Input/output error")
 
 
+@pytest.mark.slow
 def test_a_filesystem_with_folders_is_given_them(plains: dict[int, State], tmp_path: Path) -> None:
     fsspec.register_implementation("folders", WithFolders, clobber=True)
     root = URL(f"folders://{tmp_path}/deep/run")
@@ -231,6 +234,7 @@ def alone(value: float | None = None) -> nn.Module:
     return polyshard.shard(model, polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
 
 
+@pytest.mark.slow
 def test_damage_is_named(store: type[ObjectStore], plains: dict[int, State]) -> None:
     root = URL("store://bucket/run")
 
@@ -271,6 +275,7 @@ def stranger(key: str) -> None:
     put(key, b'{"process":["elsewhere",7,"1","2"],"since":1750000000}')
 
 
+@pytest.mark.slow
 def test_a_job_of_this_machine_is_refused_until_the_other_one_ends(store: type[ObjectStore]) -> None:
     root = URL("store://job0/run")
     entered = multiprocessing.get_context("fork").Event()
@@ -423,6 +428,7 @@ def test_ranks_that_do_not_see_one_store_are_named(store: type[ObjectStore]) -> 
     assert set(objects()) == {"b/run/.job-lock"}
 
 
+@pytest.mark.slow
 def test_a_slow_store_is_waited_for(store: type[ObjectStore], plains: dict[int, State]) -> None:
     chance = random.Random(0)
     store.before = store.behind = lambda kind, path: time.sleep(chance.uniform(0, 0.006))

@@ -133,6 +133,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(name, sharding, marks=() if name == "AdamW" else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sharding"), [*_cases()])
 def test_resuming_twice_is_not_stopping(tmp_path: Path, name: str, sharding: str) -> None:
     ranks, settings = SHARDINGS[sharding]
@@ -185,6 +186,7 @@ class Counter(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["full_shard 3", "no_shard 2", "hybrid_shard 2 x 2"])
 def test_numbers_that_are_no_tensors_come_from_ranks_that_count(tmp_path: Path, sharding: str) -> None:
     ranks, settings = SHARDINGS[sharding]
@@ -196,6 +198,7 @@ def test_numbers_that_are_no_tensors_come_from_ranks_that_count(tmp_path: Path, 
     assert on_ranks(ranks, on_rank) == [{TURNS}] * ranks
 
 
+@pytest.mark.slow
 def test_a_rank_without_elements_is_given_no_state(tmp_path: Path) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[int, int]:
         for turn in range(2):

@@ -139,6 +139,7 @@ def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
     return (pytest.mark.slow,) if starts or page.name in _SLOW else ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=_identify(page), marks=_marks(page)) for page in PAGES],

@@ -506,6 +506,7 @@ def test_ignoring_the_whole_model_is_warned_about() -> None:
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_default_initialisation_is_that_of_a_module_built_on_the_device() -> None:
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.LSTM(4, 2), nn.BatchNorm1d(2))
@@ -596,6 +597,7 @@ class TestMisplacedParameters:
         model.compute_device = torch.device("cpu")
         model(torch.ones(4, 2)).sum().backward()
 
+    @pytest.mark.slow
     def test_away_from_the_host_although_offloaded(self) -> None:
         model = FSDP(
             Net(),

@@ -425,6 +425,7 @@ class TestRowsOfEach(LayoutSuite):
         return rows_of_each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", [(301, 173), (7, 3, 2), (5,), (1, 9), (2, 4096)])
 def test_slices_are_the_chunks_of_torch(shape: tuple[int, ...], shards: int) -> None:

@@ -252,6 +252,7 @@ def test_a_parametrization_is_not_removed_from_pieces() -> None:
     on_ranks(2, on_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "settings"), [*CUT, WHOLE])
 def test_inside_of_unsharded_they_see_the_whole_model(world_size: int, settings: dict[str, Any]) -> None:
     plain, given = seeded(Net), other()

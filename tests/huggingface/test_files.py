@@ -54,6 +54,7 @@ def test_values_go_in_and_out(ranks: int, reads: Any, settings: dict[str, Any], 
     assert same(written, expected)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_writing(tmp_path: Path) -> None:
     expected = state()
     save_file(expected, tmp_path / "model.safetensors")
@@ -71,6 +72,7 @@ def test_replicas_share_the_writing(tmp_path: Path) -> None:
     assert max(each.nbytes for each in found) < total / 2
 
 
+@pytest.mark.slow
 def test_the_tied_tensor_is_found_under_either_name(tmp_path: Path) -> None:
     expected = state()
     other = {("head.weight" if name == "embed.weight" else name): value for name, value in expected.items()}

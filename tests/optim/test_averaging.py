@@ -291,6 +291,7 @@ def test_torchs_averaged_model_of_a_sharded_one_is_refused_and_says_what_there_i
     on_ranks(2, on_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "settings"), SETTINGS[:2])
 def test_torchs_averaged_model_that_is_sharded_like_its_model_averages_pieces(
     world_size: int, settings: dict[str, Any]

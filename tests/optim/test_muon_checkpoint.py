@@ -77,6 +77,7 @@ def test_resuming_elsewhere_gives_the_run_that_never_stopped(saves: str, loads: 
     assert most_apart(resumed, went_on) <= (0.0 if same_means else 1e-12)
 
 
+@pytest.mark.slow
 def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
         model = sharded_copy(seeded(Zoo), rank, world, policy=units_of(Cell))
@@ -101,6 +102,7 @@ def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:
         assert "int" in other
 
 
+@pytest.mark.slow
 def test_momentum_is_saved_whole_under_ordinary_names(tmp_path: Path) -> None:
     start = seeded(Zoo)
     plain = copy.deepcopy(start)
@@ -138,6 +140,7 @@ class Counting(WholeTensorOptimizer):
             parameter.add_(result, alpha=-group["lr"])
 
 
+@pytest.mark.slow
 def test_what_owners_keep_is_refused(tmp_path: Path) -> None:
     start = seeded(Zoo)
 

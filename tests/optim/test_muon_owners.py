@@ -29,6 +29,7 @@ def loads_of(works: list[int], owners: list[int], count: int) -> list[int]:
     return loads
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 3))
 def test_the_longest_load_is_near_the_least_possible(works: list[int], count: int) -> None:

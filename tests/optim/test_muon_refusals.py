@@ -151,6 +151,7 @@ def another_dtype_on(rank: int, model: nn.Module) -> torch.optim.Optimizer:
     return Muon(for_matrices(model).matrices, dtype=torch.float64 if rank else torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [reversed_on, fewer_on, other_groups_on, another_dtype_on])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_ranks_that_differ_all_say_so(make: Callable[[int, nn.Module], torch.optim.Optimizer], strategy: str) -> None:

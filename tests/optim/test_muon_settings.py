@@ -153,6 +153,7 @@ def test_a_closure() -> None:
         assert most_apart(parameters, whole_parameters(model)) < 1e-12
 
 
+@pytest.mark.slow
 def test_bf16_gradients_reach_fp32_masters() -> None:
     def muon(model: nn.Module) -> torch.optim.Optimizer:
         return exact(model, dtype=torch.float32)
@@ -184,6 +185,7 @@ def trained_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return whole_parameters(model)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_sharded() -> None:
     model = seeded(Zoo)
     split = for_matrices(model)
@@ -194,6 +196,7 @@ def test_a_model_that_is_not_sharded() -> None:
     assert not muon.keeps_at_owners
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
 def test_a_world_of_one_rank(strategy: str) -> None:
     model = seeded(Zoo)
@@ -215,6 +218,7 @@ def growing(model: nn.Module, steps: Callable[[int], Any]) -> None:
         model.zero_grad()
 
 
+@pytest.mark.slow
 def test_a_group_that_is_added_after_steps() -> None:
     start = seeded(Zoo)
 
@@ -298,6 +302,7 @@ def test_matrices_of_one_element_and_of_none(layout: str, ranks: int) -> None:
         assert most_apart(trained, {name: expected[name] for name in trained}) < 1e-12
 
 
+@pytest.mark.slow
 def test_parameters_that_are_sharded_between_steps() -> None:
     start, other = seeded(Zoo), seeded(Zoo, 1)
 
@@ -329,6 +334,7 @@ def test_parameters_that_are_sharded_between_steps() -> None:
         assert most_apart(trained, whole_parameters(start)) < 1e-11
 
 
+@pytest.mark.slow
 def test_a_copy_of_an_optimizer_goes_on_as_the_optimizer() -> None:
     model = seeded(Zoo)
     muon = Muon(for_matrices(model).matrices, lr=0.02, dtype=torch.float64)

@@ -102,6 +102,7 @@ def test_waiting_gradients_are_reduced_by_a_backward_through_a_child_alone(strat
     assert_parity(seeded(Net), accumulating(child_alone), world_size=2, settings=settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "full_shard"])
 def test_no_all_reduce_adds_replicas_up_with_the_last_microbatch(strategy: str) -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
@@ -145,6 +146,7 @@ def test_replicas_send_one_sum_a_step(accumulating: Callable[[nn.Module], Any], 
     assert 4 * whole <= sum(scattered) <= 4 * (whole + 8 * 128)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_numbers_of_tokens_train_on_the_mean_over_all_tokens() -> None:
     counts = [(4, 2), (0, 1), (3, 0)]
     strategies: dict[str, dict[str, Any]] = {each: {"strategy": each} for each in STRATEGIES}

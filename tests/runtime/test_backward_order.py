@@ -103,6 +103,7 @@ class Recomputing(Dropping):
 
 
 # Torch's word on a re-entrant checkpoint inside a re-entrant one, whose first forward runs without gradients.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize(("schedule", "dropped"), [*zip(SCHEDULES, [(0,), (2,), (1, 3)], strict=True), ({}, (0, 2))])
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -141,6 +142,7 @@ def test_all_that_is_trained_is_under_checkpoints_and_one_rank_drops_some_of_it(
     assert_parity(seeded(Bare), step, world_size=2, optimizer=adam, settings=BLOCKS)
 
 
+@pytest.mark.slow
 def test_two_forwards_of_which_one_rank_drops_what_a_unit_returns_of_a_unit_inside() -> None:
     """Both notice the gradient of one tensor. What comes next is gathered once, and nothing of the other forward's."""
 
@@ -169,6 +171,7 @@ def test_two_forwards_of_which_one_rank_drops_what_a_unit_returns_of_a_unit_insi
     assert_parity(seeded(Nested), step, world_size=2, settings=settings)
 
 
+@pytest.mark.slow
 def test_two_forwards_of_which_one_computes_a_dropped_block_again() -> None:
     """A rank keeps for its recomputation what the others release, and gathers it with them for the other forward."""
 
@@ -298,6 +301,7 @@ def test_what_no_microbatch_used_has_no_gradient_after_no_sync(users: tuple[int,
     assert_parity(seeded(Parts), step, world_size=2, optimizer=adam, settings=BLOCKS)
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_flat_parameters_leaves_a_unit_alone_that_no_rank_used() -> None:
     step = stepping(lambda model, x, turn, rank: model(x, turn == 0).square().mean(), grad=False)
 

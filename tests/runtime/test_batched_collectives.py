@@ -66,6 +66,7 @@ def test_twenty_four_small_blocks_are_gathered_by_six_communications() -> None:
     assert batches_of_a_step(24, batch_nbytes="16 MiB") == ([16, 8], [16, 8], 49)
 
 
+@pytest.mark.slow
 def test_the_report_says_how_many_launches_there_are_and_why() -> None:
     for settings, before, after in (
         ({}, "neighbours go together up to 128 MiB, at most 16", "25 modules in 3 launches: neighbours"),
@@ -290,6 +291,7 @@ def test_training_is_that_of_the_unsharded_model(world_size: int, settings: dict
     assert_parity(seeded(lambda: Net(7)), world_size=world_size, turns=4, optimizer=adam, settings=everything)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
 def test_hybrid_groups_batch_among_themselves(strategy: str) -> None:
     settings = {**BLOCKS, "strategy": strategy, "shard_size": 2, "batch_nbytes": pairs(2)}
@@ -336,6 +338,7 @@ def frozen() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [square_step, one_rank_without_gradient])
 def test_frozen_units_beside_trained_ones(step: Any) -> None:
     settings = {**BLOCKS, "batch_nbytes": pairs(3)}

@@ -100,6 +100,7 @@ def test_a_large_unit_waits_for_none_and_lets_none_wait() -> None:
     assert reductions([16, 16, 16, 64, 16, 16], batch_nbytes=32 * 1024) == [2 * 128, 64 * 64 // 4, 3 * 128]
 
 
+@pytest.mark.slow
 def test_by_default_units_of_4_mib_share_a_bucket_and_larger_ones_do_not() -> None:
     widths = [1024] * 5 + [1088]
     assert reductions(widths) == [1088 * 1088 // 4, 4 * 1024 * 1024 // 4, 1024 * 1024 // 4]
@@ -186,6 +187,7 @@ def test_units_of_two_groups_in_turns_share_buckets_with_their_own(
     assert polyshard.report(model).reduction_nbytes == kib * 1024
 
 
+@pytest.mark.slow
 def test_launches_follow_what_is_the_same_on_all_ranks_and_memory_what_this_rank_has() -> None:
     counts, reports = [], []
     for factor, limit in ((1, 4 * 1024), (2, 8 * 1024)):
@@ -206,6 +208,7 @@ def test_launches_follow_what_is_the_same_on_all_ranks_and_memory_what_this_rank
     assert reports == [(4 + 4 + 8) * 1024] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [0, 3, 4], ids=["alone", "grouped", "merged"])
 def test_training_over_two_groups_in_turns_is_that_of_the_unsharded_model(blocks: int) -> None:
     def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
@@ -250,6 +253,7 @@ def after_turn_2(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     return [gradients(twin) for twin in twins]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
 def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one(blocks: int) -> None:
     """Two backwards without zero_grad, after which the gradients of every other block are dropped, and a third one."""
@@ -273,6 +277,7 @@ def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one(blocks: i
     assert_mean_gradients(on_ranks(2, on_rank), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
 def test_accumulated_gradients_are_reduced_in_buckets(blocks: int) -> None:
     config = {**BLOCKS, "batch_nbytes": blocks * BLOCK_NBYTES}

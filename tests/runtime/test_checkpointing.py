@@ -143,6 +143,7 @@ def test_a_first_unit_under_a_checkpoint_whose_input_needs_no_gradient() -> None
     assert_parity(seeded(Root), plain, settings=BLOCKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_two_forwards_before_their_backwards(reentrant: bool) -> None:
     def twice(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:

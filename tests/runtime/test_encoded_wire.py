@@ -59,6 +59,7 @@ def test_an_encoded_wire_is_decoded_into_what_computes() -> None:
     assert [caster.prepared for caster in casters] == [[("",), ("",), ("",)]] * 4
 
 
+@pytest.mark.slow
 def test_an_encoded_wire_trains_within_its_quantisation_error() -> None:
     model = seeded(Net).float()
     turns = 30

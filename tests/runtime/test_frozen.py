@@ -180,6 +180,7 @@ class Packed(nn.Module):
         return (x @ weight.T) * self.scale * self.mask
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The checkpoint of step 1 .* no number")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ def test_the_unit_where_forward_turns_is_kept_beside_those_that_fit() -> None:
     assert kept(model) == ("1", "2", "3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_is_the_same_before_and_after_the_decision(world_size: int, blocks: int) -> None:
@@ -140,6 +141,7 @@ def test_training_is_the_same_before_and_after_the_decision(world_size: int, blo
     assert_parity(seeded(Net), world_size=world_size, turns=5, optimizer=adam, settings=BLOCKS, wrap=wrap)
 
 
+@pytest.mark.slow
 def test_hybrid_training_is_the_same_although_one_group_evaluates_in_between() -> None:
     model = seeded(Net)
     reference = train_reference(model, square_step, 4, turns=5, optimizer=adam)
@@ -244,6 +246,7 @@ def test_only_backwards_that_reduce_count() -> None:
     assert gathers_by_step(model, collectives, 3, optimizer) == [7, 7, 4]
 
 
+@pytest.mark.slow
 def test_without_any_step_the_decision_falls_in_the_end() -> None:
     model, collectives = seeded(Net), fake()
     polyshard.shard(model, with_budget(collectives, **BLOCKS))

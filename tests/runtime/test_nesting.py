@@ -54,6 +54,7 @@ def test_units_inside_units(policy: Any, strategy: str) -> None:
     assert_parity(seeded(lambda: Nest(3)), optimizer=adam, turns=2, settings={"policy": policy, "strategy": strategy})
 
 
+@pytest.mark.slow
 def test_deep_nesting_over_more_ranks_than_some_parameters_have_elements() -> None:
     assert_parity(seeded(lambda: Nest(8)), world_size=4, settings={"policy": "always"})
 

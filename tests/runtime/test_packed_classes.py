@@ -166,6 +166,7 @@ def test_a_caster_casts_none_of_it() -> None:
     on_ranks(2, on_rank)
 
 
+@pytest.mark.slow
 def test_state_dicts_and_checkpoints_have_what_the_bytes_mean(tmp_path: Path) -> None:
     start = make()
     wanted = {name: value.clone() for name, value in start.state_dict().items()}

@@ -63,6 +63,7 @@ def test_training_is_that_of_the_unsharded_model(make: Callable[[], nn.Module], 
     assert_parity(seeded(make), world_size=4, optimizer=adam, settings={**BLOCKS, **settings})
 
 
+@pytest.mark.slow
 def test_each_replica_keeps_parts_of_its_own() -> None:
     hybrid = {"strategy": "hybrid_shard", "shard_size": 4}
     assert_parity(seeded(lambda: Net(2)), world_size=8, turns=2, optimizer=adam, settings={**BLOCKS, **hybrid})

@@ -146,6 +146,7 @@ def test_waiting_gradients_are_added_in_the_reduction_dtype(wire: str) -> None:
 
 
 # As its reference does, it trains without one.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:AdamW steps without a torch.amp.GradScaler")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_loss_curve_is_that_of_fp32_masters_and_a_cast_copy(precision: str) -> None:

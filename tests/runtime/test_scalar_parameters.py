@@ -103,6 +103,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, turns: range) -> N
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saves", "loads", "flat"),
     [
@@ -149,6 +150,7 @@ def on_each(world_size: int, settings: dict[str, Any], function: Callable[[nn.Mo
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "settings"), WAYS[::2])
 def test_states_are_those_of_the_unsharded_model(world_size: int, settings: dict[str, Any]) -> None:
     """Whole, taken up again by another optimizer, and by the unsharded model's."""

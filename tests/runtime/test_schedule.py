@@ -197,6 +197,7 @@ WALKS = st.lists(ROUTES, min_size=1, max_size=4, unique=True).flatmap(
 )
 
 
+@pytest.mark.slow
 @given(WALKS, st.integers(0, 3))
 def test_what_is_asked_for_is_what_a_recorded_order_says(routes: list[tuple[int, ...]], ahead: int) -> None:
     execution_order: ExecutionOrder[Sized] = ExecutionOrder(ahead, 1)
@@ -211,6 +212,7 @@ def test_what_is_asked_for_is_what_a_recorded_order_says(routes: list[tuple[int,
         recorded.add(route)
 
 
+@pytest.mark.slow
 @given(st.lists(ROUTES, min_size=1, max_size=MOST_ROUTES, unique=True), st.integers(0, 3), st.integers(0, 3))
 def test_orders_that_come_in_turns_are_foreseen(routes: list[tuple[int, ...]], ahead: int, turns: int) -> None:
     execution_order: ExecutionOrder[Sized] = ExecutionOrder(ahead, 1)
@@ -273,6 +275,7 @@ class Wanders(Net):
         return self.last(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [(0, 2, 1, 3), (0, 3), (2, 3), (0, 1)])
 @pytest.mark.parametrize("batch", [0, "16 MiB"])
 def test_orders_that_alternate_lose_no_prefetch(other: tuple[int, ...], batch: int | str) -> None:

@@ -83,6 +83,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 BLOCKS, TOWER = units_of(Block), units_of(Block, Tower)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -98,6 +99,7 @@ def test_images_on_some_ranks(settings: dict[str, Any]) -> None:
     assert_parity(seeded(VisionLanguage), step_of(TURNS), 3, len(TURNS), adamw, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("frozen", ["tower", "patch"])
 def test_frozen_towers(strategy: str, frozen: str) -> None:
@@ -131,6 +133,7 @@ def test_microbatches(strategy: str) -> None:
     assert_parity(seeded(VisionLanguage), step, 4, 5, adamw, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_recomputed_blocks(strategy: str) -> None:
     """Each checkpoint holds one unit."""
@@ -195,6 +198,7 @@ class Routed(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_branches(strategy: str) -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:

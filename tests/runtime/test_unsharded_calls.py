@@ -222,6 +222,7 @@ def test_a_call_that_raises_leaves_the_parameters_whole() -> None:
     assert_all_close(on_ranks(2, on_rank), model(draw(4, 3)).detach())
 
 
+@pytest.mark.slow
 def test_side_outputs_are_still_watched_after_a_first_forward_without_gradients() -> None:
     class Routed(Net):
         loss: torch.Tensor

@@ -229,6 +229,7 @@ def test_the_setting_is_a_bool() -> None:
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_one_changed_byte_changes_the_checksum(data: st.DataObject) -> None:

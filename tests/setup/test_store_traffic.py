@@ -220,6 +220,7 @@ def test_a_rank_that_comes_too_late_and_all_may_call_again(monkeypatch: pytest.M
     assert texts.pop().startswith("Ranks [2] did not come to shard their model within 1 s, rank ")
 
 
+@pytest.mark.slow
 def test_a_rank_that_raised_is_heard_among_thousands_at_little_cost() -> None:
     world_size = 4096
     with tcp_store() as port:
@@ -237,6 +238,7 @@ def test_a_rank_that_raised_is_heard_among_thousands_at_little_cost() -> None:
     assert len(heard) <= 32
 
 
+@pytest.mark.slow
 def test_what_some_ranks_share_costs_each_of_them_as_little_and_leaves_nothing() -> None:
     def reported(rank: int, odd: int | None) -> Report:
         value = rank % 4 + 10 * (rank == odd)

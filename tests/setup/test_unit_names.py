@@ -143,6 +143,7 @@ def test_settings_by_pattern_hold_for_every_unit_of_a_module() -> None:
     assert wide == {"", "[float64, frozen]", "blocks.1", "blocks.1[float64]", "blocks.1[float64, frozen]"}
 
 
+@pytest.mark.slow
 def test_a_part_that_was_given_back_keeps_its_name_in_a_larger_model() -> None:
     class Peeks(nn.Module):
         """Computes with the head's weight outside of the head's forward."""

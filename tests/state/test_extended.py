@@ -59,6 +59,7 @@ WAYS: dict[str, Callable[[nn.Module, dict[str, Any], int], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_whole_state_dicts_have_the_class_and_come_back(way: str) -> None:
     """The unsharded model loads them, and so does a sharded one on any number of ranks, which goes on as this one."""
@@ -99,6 +100,7 @@ def test_whole_state_dicts_have_the_class_and_come_back(way: str) -> None:
     torch.testing.assert_close(on_ranks(2, loads)[1], wanted, rtol=1e-12, atol=0.0)
 
 
+@pytest.mark.slow
 def test_streams_hand_out_plain_tensors_that_can_be_written_back() -> None:
     source, other = seeded(), seeded(1)
 
@@ -208,6 +210,7 @@ def test_what_cannot_be_told_is_refused_by_name() -> None:
     on_ranks(2, on_rank)
 
 
+@pytest.mark.slow
 def test_checkpoints_go_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     source, other = seeded(0), seeded(1)
 

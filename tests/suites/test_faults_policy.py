@@ -184,6 +184,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @WITH_OTHERS
 @pytest.mark.parametrize("planted", FAULTS)
 def test_only_these_fail(planted: Fault, others: bool) -> None:
