@@ -93,6 +93,9 @@ def _alike(target: Callable[..., T], args: tuple[Any, ...], joined: Rank) -> T:
     warnings.simplefilter("error")
     # Tests that share ranks make groups of their own there, and not on all ranks as many.
     warnings.filterwarnings("ignore", message=".*share one communicator.*in different numbers of groups")
+    if _TOGETHER:
+        # Ranks on one device have no memory of each other's.
+        warnings.filterwarnings("ignore", message=".*(registering it failed|could not map the others' memory)")
     # What ran here before may have seeded each rank differently.
     seed_all(0)
     return target(joined.rank, *args)
