@@ -27,6 +27,8 @@ TITLES = {
     "writes": "ENOSPC and EIO at each call of a save",
     "object_store_kills": "Two ranks killed before each request of a save to an object store, and to memory by fsspec",
     "object_store_failures": "Each request of a save to an object store fails, or its answer is lost",
+    "flips": "Single flipped bits",
+    "manifests": "Values of a manifest replaced, and signed anew",
     "pickles": "Planted pickles",
     "soak": "Steps with saves on two ranks",
 }

@@ -453,7 +453,7 @@ def test_a_rank_that_sends_for_long_is_waited_for_as_long_as_it_sends(
     store: type[ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large file is in no listing before its end, and rank 0 gives up where nothing more comes."""
-    monkeypatch.setattr(remote, "_TOLD", 4 << 20)
+    monkeypatch.setattr(remote, "_SHOWN_NBYTES", 4 << 20)
     store.before = lambda kind, path: time.sleep(0.5) if kind == "part" and "rank-00001" in path else None
 
     def body(rank: int, world: ThreadedWorld) -> float:

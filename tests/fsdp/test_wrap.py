@@ -352,6 +352,22 @@ def group() -> DummyProcessGroup:
 class TestAutoWrap:
     """In one process, with a group through which nothing can be sent."""
 
+    @pytest.mark.parametrize("by_hand", [False, True])
+    def test_wrap(self, device: torch.device, group: DummyProcessGroup, by_hand: bool) -> None:
+        linear = nn.Linear(5, 5).to(device)
+        if by_hand:
+            with expected_warnings(), enable_wrap(wrapper_cls=FSDP, process_group=group):
+                layer: Any = wrap(linear)
+                other: Any = wrap(nn.Linear(5, 5), process_group=DummyProcessGroup(rank=0, size=2))
+            assert (other.rank, other.world_size) == (0, 2)
+        else:
+            policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)
+            layer = wrap_fsdp(linear, process_group=group, auto_wrap_policy=policy)
+        assert isinstance(layer, FSDP)
+        assert layer.module is linear
+        assert (layer.rank, layer.world_size) == (0, 1)
+        assert wrap(linear) is linear
+
     @pytest.mark.parametrize(("make", "policy", "wrapped"), CHOICES)
     @pytest.mark.parametrize("by_hand", [False, True])
     def test_policies_choose(

@@ -33,8 +33,6 @@ from polyshard.errors import AlreadyShardedError, ParameterChangedError, Polysha
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_testing.plugin import group_of_one
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
@@ -453,22 +451,17 @@ def sharded() -> nn.Module:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_torchs_own_ways_to_train_on_ranks_refuse_a_sharded_model(strategy: Any) -> None:
+def test_distributed_data_parallel_refuses_a_sharded_model(strategy: Any) -> None:
     fake = {"name": "fake", "world_size": 2}
     inner = polyshard.shard(nn.Linear(4, 2), ShardConfig(collectives=fake, strategy=strategy))
     around = nn.Sequential(inner, nn.Linear(2, 2))
-    for model, given in ((inner, inner), (around, [around])):
+    for model in (inner, around):
         with group_of_one(), pytest.raises(AlreadyShardedError, match=r"DistributedDataParallel got .*Leave it out"):
             nn.parallel.DistributedDataParallel(model)
-        with pytest.raises(AlreadyShardedError, match=r"fully_shard got '.*weight', which is sharded already"):
-            torch_fully_shard(given)
-        assert type(model) in (nn.Linear, nn.Sequential)
     inner(torch.ones(1, 4)).sum().backward()
     # Models beside it are theirs.
     with group_of_one():
         nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-        torch_fully_shard(plain := nn.Linear(4, 2), mesh=init_device_mesh("cpu", (1,)))
-    assert type(plain).__name__ == "FSDPLinear"
 
 
 def test_torch_gets_its_functions_back() -> None:

@@ -75,7 +75,8 @@ def test_weights_are_the_present_ones_and_two_units_whole(settings: dict[str, An
     for rank, (wrong, tensors, most) in enumerate(RANKS.run(WORLD_SIZE, handed_out, settings, only)):
         assert wrong == 0
         assert tensors == (3 * LAYERS if only in (None, rank) else 0)
-        # Beside them, what a comparison takes, its results' blocks of 512 bytes, and on its way to one rank the shards of a layout with segments.
+        # Beside them, what a comparison takes, blocks of 512 bytes of its results too, and on its way to one rank the
+        # shards of a layout with segments.
         assert most <= (2.5 if only is None or settings.get("layout") != "rows" else 3.5) * UNIT + 4096
 
 

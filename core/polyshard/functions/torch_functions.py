@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch_private
-from ..errors import AlreadyShardedError, ConfigError, StateError, UnsupportedError
+from ..errors import ConfigError, StateError, UnsupportedError
 from ..interfaces import ReduceOp
 from ..planning.parts import is_dtensor
 from ..runtime.activation_checkpoint import Checkpointed
@@ -477,29 +477,12 @@ def _guard_whole_functions() -> None:
     _exchange(vars(prune.BasePruningMethod)["apply"].__func__, _prune)
     # These take seconds to import, which programs without tensor parallelism are spared.
     _torch_private.when_imported("torch.distributed.tensor", _guard_distribution)
-    _torch_private.when_imported("torch.distributed.fsdp", _guard_fully_shard)
     _torch_private.when_imported("torch.distributed.tensor.parallel", _guard_parallelization)
 
 
 def _guard_distribution(tensors: Any) -> None:
     _exchange(tensors.distribute_tensor, _distribute_tensor)
     _exchange(tensors.distribute_module, partial(_divide, "torch.distributed.tensor.distribute_module"))
-
-
-def _guard_fully_shard(fsdp: Any) -> None:
-    def called(module: nn.Module | list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        modules = [module] if isinstance(module, nn.Module) else module
-        # Those of ``polyshard_fsdp2`` are DTensors, and torch's own leaves these alone.
-        found = _first(p for each in modules for p in each.parameters() if not is_dtensor(p))
-        if found is not None:
-            raise AlreadyShardedError(
-                f"torch.distributed.fsdp.fully_shard got '{found.name}', which is sharded already (rank "
-                f"{found.root.rank}): it would cut this rank's piece again. Leave it out."
-            )
-        return before(module, *args, **kwargs)
-
-    if fsdp.fully_shard.__module__.startswith("torch."):
-        before: Callable[..., Any] = _torch_private.exchange_behind(fsdp.fully_shard, called)
 
 
 def _guard_parallelization(parallel: Any) -> None:
