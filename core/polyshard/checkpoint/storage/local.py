@@ -307,6 +307,12 @@ class LocalJobLock(JobLock[Path]):
         write_at(descriptor, [memoryview(Holder.content())], 0, path)
         self._descriptor = descriptor
         # Forked helpers, such as a loader's workers, outlive a parent that is killed for a while, and would hold it.
-        # A weak method: another would keep the lock for good.
-        release = weakref.WeakMethod(self.release)
-        os.register_at_fork(after_in_child=lambda: (release() or bool)())
+        # Weak: a bound method would keep the lock for good.
+        lock = weakref.ref(self)
+
+        def release_in_child() -> None:
+            living = lock()
+            if living is not None:
+                living.release()
+
+        os.register_at_fork(after_in_child=release_in_child)
