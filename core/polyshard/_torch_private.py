@@ -6,8 +6,8 @@ import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -99,6 +99,46 @@ def in_transform() -> bool:
     No public call tells.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def transforms_leave_graph() -> bool:
+    """Whether a later backward may go through what the active transforms compute: a ``jvp``, and ``vmap``.
+
+    Others differentiate by graphs of their own. (torch 2.11 to 2.15)
+    """
+    kinds = torch._C._functorch.TransformType
+    keys = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+    return keys.count(kinds.Jvp) <= 1 and set(keys) <= {kinds.Jvp, kinds.Vmap}
+
+
+#: The level of forward-mode differentiation that is open, of ``torch.func.jvp`` too; -1 where none is. The public
+#: functions of ``forward_ad`` enter and leave it. (torch 2.11 to 2.15)
+forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+
+
+def transformed_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """``tensor``, and its tangent if it has one, as the tensors that a later backward goes through.
+
+    Transforms put wrappers around both, whose ``grad_fn`` is theirs. (torch 2.11 to 2.15)
+    """
+    functorch: Any = torch._C._functorch
+    tangent = forward_ad.unpack_dual(tensor).tangent if forward_mode_level() >= 0 else None  # type: ignore[no-untyped-call]
+    parts = [tensor] if tangent is None else [tensor, tangent]
+    for index, part in enumerate(parts):
+        while functorch.is_functorch_wrapped_tensor(part):
+            part = functorch.get_unwrapped(part)
+        parts[index] = part
+    return parts
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Inside, operations on plain tensors are no part of what is transformed. (torch 2.11 to 2.15)"""
+    # Imported with the first transform.
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack(), forward_ad._set_fwd_grad_enabled(False):
+        yield
 
 
 #: Copies each tensor of the second list into that of the first, casting on the way, by one fused launch; these and the
@@ -230,8 +270,8 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
 
 
-def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call ``hook`` in backward before the node that made ``tensor`` runs.
+def on_gradient(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
+    """Call ``hook`` in backward before the node that made ``tensor`` runs. What it returns takes the gradients' place.
 
     On the node where there is one: ``Tensor.register_hook`` takes eight times as long.
     """
@@ -239,6 +279,27 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
         tensor.grad_fn.register_prehook(hook)
     else:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+# Gives a tensor back, with a node of autograd's behind the one that it had. Around it in Python it takes longer.
+_lift: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.lift.default._op
+
+
+def put_node_behind(tensor: torch.Tensor) -> bool:
+    """Put a node that does nothing behind the one that made ``tensor``; returns whether that could be done in place.
+
+    A backward then passes a node that is younger than everything computed so far before it passes any of that. No
+    public call does it without making another tensor. (torch 2.11 to 2.15)
+    """
+    if type(tensor) is not torch.Tensor or tensor._is_view() or torch._C._len_torch_dispatch_stack():
+        # An in-place change of a view rewrites its history, without the node. Other classes and modes see an operation.
+        return False
+    return _lift(tensor) is tensor
+
+
+#: Lets autograd take tensors for changed by in-place operations as often as numbers say, one for each. It refuses a
+#: backward that reads another version than was saved; no public call sets one. (torch 2.11 to 2.15)
+set_versions: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_version_counter
 
 
 def unchanged_version(tensor: torch.Tensor) -> AbstractContextManager[None]:

@@ -9,14 +9,14 @@ a promise to plugins, whose contracts are in ``polyshard.interfaces``.
 
 from __future__ import annotations
 
-from ._torch_private import in_backward, on_gradient, uncompiled_alone
+from ._torch_private import in_backward, uncompiled_alone
 from .events import Events
 from .functions.lookup import live_roots
 from .functions.norms import clip_grad_norm
 from .functions.optimizers import replaced_parameters
 from .functions.torch_functions import follow
 from .functions.whole import gather_whole, own_part, write_back
-from .nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
+from .nested import iter_tensors, map_tensors
 from .planning.answers import dtypes_of
 from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors
 from .planning.groups import UnitRanks
@@ -25,7 +25,7 @@ from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
 from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter
 from .planning.values import send_from_first
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
-from .runtime.boundary import pass_through_in
+from .runtime.boundary import watch_output
 from .runtime.extended import ExtendedUnit, cut
 from .runtime.gather import FlatBuffer, view_of
 from .runtime.gradients import Gradients

@@ -150,6 +150,72 @@ class _Copy:
                     object.__setattr__(new, name, self._of(item))
 
 
+class CopiedContainers:
+    """The containers of one value of which a function got copies, with other tensors in the places of some.
+
+    What it writes into a copy belongs into what was copied: a block appends its loss to a list that it is given.
+    """
+
+    def __init__(self, given: Any, passed: Any) -> None:
+        """``given``: tuples, in which any container stands in ``passed`` as it is or as a copy."""
+        # What was copied, the copy, and what that held at first.
+        self._copies: list[tuple[Any, Any, dict[Any, Any]]] = []
+        # What stood in the place of a tensor or of a container of the copies, by its id.
+        self._originals: dict[int, Any] = {}
+        waiting = [(given, passed)]
+        while waiting:
+            value, new = waiting.pop()
+            if value is new or id(new) in self._originals:
+                continue
+            self._originals[id(new)] = value
+            held = None if isinstance(value, torch.Tensor) else _items_by_key(value)
+            if held is None:
+                continue
+            copies = _items_by_key(new) or {}
+            if not isinstance(value, tuple):
+                self._copies.append((value, new, copies))
+            waiting.extend((item, copies[key]) for key, item in held.items() if key in copies)
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def write_back(self) -> None:
+        """Change what was copied as its copies were changed since."""
+        for value, new, before in self._copies:
+            now = _items_by_key(new) or {}
+            if len(now) == len(before) and all(key in now and now[key] is item for key, item in before.items()):
+                continue
+            items = {key: self._originals.get(id(item), item) for key, item in now.items()}
+            if isinstance(value, list):
+                value[:] = items.values()
+                continue
+            for key in before.keys() - now.keys():
+                if isinstance(value, dict):
+                    del value[key]
+                else:
+                    object.__delattr__(value, key)
+            for key, item in items.items():
+                if key in before and before[key] is now[key]:
+                    continue
+                if isinstance(value, dict):
+                    value[key] = item
+                else:
+                    object.__setattr__(value, key, item)
+
+
+def _items_by_key(value: Any) -> dict[Any, Any] | None:
+    """What the container ``value`` holds, by position, key or field; None for anything else."""
+    if type(value) in PLAIN or isinstance(value, PackedSequence):
+        return None
+    if isinstance(value, (tuple, list)):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {**getattr(value, "__dict__", {}), **fields_of(value)}
+    return None
+
+
 def iter_hidden_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in the attributes of objects in ``value`` that ``iter_tensors`` does not open.
 

@@ -18,13 +18,12 @@ from polyshard.extension import (
     Root,
     Unit,
     in_backward,
-    iter_hidden_tensors,
-    iter_tensors,
     map_tensors,
     output_hook,
     refuse_escape,
     root_of,
     streams_for,
+    watch_output,
 )
 from polyshard.interfaces import Collectives
 from polyshard_plugins.precision import make_input_cast
@@ -141,6 +140,8 @@ class FSDPForward(ForwardHooks):
         dtype = module_state.instance.mixed_precision.param_dtype
         self._cast_inputs = None if dtype is None else make_input_cast(dtype)
         self._pending: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        # Whether the last output may bring a backward.
+        self._is_watched = False
 
     def watch_pending_inputs(self) -> None:
         """Let backward end at the inputs of the forward that is being entered."""
@@ -148,6 +149,7 @@ class FSDPForward(ForwardHooks):
 
     def _pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         module_state, instance = self.module_state, self.module_state.instance
+        given = args, kwargs
         instance._enter_forward()
         recomputes = in_backward()
         policy = instance.mixed_precision
@@ -163,6 +165,8 @@ class FSDPForward(ForwardHooks):
             return super()._pre_forward(args, kwargs)
         module_state.point(HandleTrainingState.FORWARD)
         args, kwargs = super()._pre_forward(args, kwargs)
+        # The engine saw what was cast here.
+        self._note_copies(given, args, kwargs)
         if self._observed:
             self._assign_anew()
         return args, kwargs
@@ -184,13 +188,18 @@ class FSDPForward(ForwardHooks):
         return pending
 
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
-        watched = any(tensor.grad_fn is not None for tensor in (*iter_tensors(output), *iter_hidden_tensors(output)))
-        if watched:
-            instance = self.module_state.instance
-            output = _runtime_utils._register_pre_backward_hooks(
-                instance, self.module_state.module, output, instance._handle
-            )
-        return output, self.side_outputs.watch(output_hook(self.module_state)) or watched
+        instance, self._is_watched = self.module_state.instance, False
+        output = _runtime_utils._register_pre_backward_hooks(
+            instance, self.module_state.module, output, instance._handle
+        )
+        return output, self._is_watched
+
+    def watch_pending_output(self, output: Any) -> Any:
+        """``output`` of the forward that is being left, with what starts the instance's backward."""
+        # PyTorch's tests count the hooks of tensors.
+        hook, hang = output_hook(self.module_state), torch.Tensor.register_hook
+        output, self._is_watched = watch_output(output, hook, hang)
+        return output
 
     def _assign_anew(self) -> None:
         for module, attribute in self._observed:

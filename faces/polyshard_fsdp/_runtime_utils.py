@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyshard.extension import (
-    distinct_tensors,
-    iter_hidden_tensors,
-    on_gradient,
-    output_hook,
-    pass_through_in,
-)
 from torch import nn
 
 from ._common_utils import HandleTrainingState
@@ -51,18 +44,7 @@ def _get_training_state(handle: FlatParamHandle | None) -> HandleTrainingState:
 
 def _register_pre_backward_hooks(state: Any, module: nn.Module, outputs: Any, handle: FlatParamHandle | None) -> Any:
     """``outputs``, each of which starts the instance's backward before a gradient goes through it."""
-    hook = output_hook(state._module_state)
-    for tensor in iter_hidden_tensors(outputs):
-        if tensor.grad_fn is not None:
-            on_gradient(tensor, hook)
-    found = distinct_tensors(outputs, lambda tensor: tensor.grad_fn is not None)
-    if any(tensor._is_view() for tensor in found):
-        # An in-place change of a view rewrites its history and drops its hooks: hang them on a tensor that is no view.
-        outputs = pass_through_in(lambda: None, outputs, found)
-        found = distinct_tensors(outputs, lambda tensor: tensor.grad_fn is not None)
-    for tensor in found:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    return outputs
+    return state._forward.watch_pending_output(outputs)
 
 
 def _register_post_backward_hook(state: Any, handle: FlatParamHandle | None) -> None:

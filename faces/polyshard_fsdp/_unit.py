@@ -192,6 +192,8 @@ class FlatUnit(Unit):
         _runtime_utils._unshard(self._instance, self.handle)
 
     def gather(self) -> None:
+        # Nobody counts the steps of an optimizer here. Its changes of parameters are as good.
+        self.steps = sum(each._version for each in self.originals.tensors)
         super().issue_gather()
 
     def reshard(self) -> None:

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import math
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from polyshard_testing.plugin import group_of_one
 from torch import nn
 from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
+from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
 from torch.nn.init import kaiming_uniform_, normal_
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, stateless, vector_to_parameters
 from torch.optim import optimizer as optimizers
@@ -51,8 +50,6 @@ CUT = [
 WHOLE = (2, {"strategy": "no_shard"})
 
 INPUTS = draw(4, 3)
-
-_JVP = threading.Lock()
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -81,12 +78,6 @@ def apply_normal(model: nn.Module) -> None:
     model.apply(lambda module: normal_(module.weight) if isinstance(module, nn.Linear) else None)
 
 
-def alone_jvp(model: nn.Module) -> Any:
-    """torch has one level of forward differentiation in a process, which ranks that are threads would share."""
-    with _JVP:
-        return jvp(model, (INPUTS,), (INPUTS,))
-
-
 REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], list[str]]] = {
     "functional_call": (
         lambda model: functional_call(model, other(), (INPUTS,)),
@@ -113,9 +104,16 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], li
         UnsupportedError,
         ["functional_call", "'first.weight'"],
     ),
-    "vmap": (lambda model: vmap(model)(INPUTS), UnsupportedError, ["torch.func (vmap, grad, jvp) called 'Net'"]),
-    "jacrev": (lambda model: jacrev(model)(INPUTS), UnsupportedError, ["torch.func (vmap, grad, jvp)"]),
-    "jvp": (alone_jvp, UnsupportedError, ["torch.func (vmap, grad, jvp)"]),
+    "grad of inputs": (
+        lambda model: grad(lambda x: model(x).sum())(INPUTS),
+        UnsupportedError,
+        ["torch.func (grad, vjp, jacrev, hessian, nested jvp) called '(root)', a Net that is sharded"],
+    ),
+    "jacrev of a unit": (
+        lambda model: jacrev(model.blocks[1])(draw(4, 5)),  # type: ignore[index]
+        UnsupportedError,
+        ["torch.func (grad, vjp, jacrev, hessian, nested jvp) called 'blocks.1', a Block", "jacfwd"],
+    ),
     "parameters_to_vector": (
         lambda model: parameters_to_vector(model.parameters()),
         StateError,

@@ -130,6 +130,15 @@ class Run:
                 elif turn is Turn.INPUTS and number == 0:
                     loss.backward(inputs=[x])
                     continue
+                elif turn is Turn.PARAMETERS:
+                    blocks: Any = self.model.blocks
+                    given = [self.model.last.weight, blocks[0].up.weight, blocks[1].down.weight, x]
+                    loss.backward(inputs=[each for each in given if each.requires_grad])  # type: ignore[union-attr]
+                    seen.append(x.grad.clone())  # type: ignore[union-attr]
+                    continue
+                elif turn is Turn.PENALTY:
+                    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                    loss = loss + slope.square().sum()
                 if turn not in (Turn.APART, Turn.IN_ORDER, Turn.TOGETHER):
                     loss.backward()
             if x.grad is not None:

@@ -29,6 +29,7 @@ class Use(Enum):
     TWICE = "run it twice"
     NO_GRAD = "run it under no_grad"
     RAISE = "let it raise at its end, and go on without it"
+    ASIDE = "let it leave a loss beside its output"
 
 
 #: Uses after which each rank has run the same modules with gradients: ranks may mix them as they like.
@@ -48,11 +49,13 @@ class Turn(Enum):
     GRAD_FIRST = "autograd.grad of the input through a graph that is retained, then a backward through it"
     GRAD_ALONE = "autograd.grad of the input, then a forward and a backward"
     INPUTS = "backward(inputs=[x]), then a forward and a backward"
+    PARAMETERS = "backward(inputs=some parameters)"
+    PENALTY = "a backward through autograd.grad(create_graph=True) of the input"
 
 
 #: Those that torch refuses where a re-entrant checkpoint is on the way.
-WITHOUT_REENTRANT = (Turn.GRAD_FIRST, Turn.GRAD_ALONE, Turn.INPUTS)
-ONE_FORWARD = (Turn.PLAIN, Turn.RETAINED, Turn.GRAD_FIRST)
+WITHOUT_REENTRANT = (Turn.GRAD_FIRST, Turn.GRAD_ALONE, Turn.INPUTS, Turn.PARAMETERS, Turn.PENALTY)
+ONE_FORWARD = (Turn.PLAIN, Turn.RETAINED, Turn.GRAD_FIRST, Turn.PARAMETERS, Turn.PENALTY)
 
 
 class Event(Enum):
@@ -161,11 +164,15 @@ class Raising(Block):
         super().__init__()
         self.raises = False
         self.inner = inner
+        #: Where a loss of its own goes; None for nowhere.
+        self.aside: list[torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
         if self.inner is not None:
             y = self.inner(y)
+        if self.aside is not None:
+            self.aside.append(torch.tanh(self.up(torch.tanh(self.down(self.up(x))))).square().mean())
         if self.raises:
             raise PlannedError
         return y
@@ -189,8 +196,10 @@ class Routed(nn.Module):
             self.blocks[1].requires_grad_(False)
         self.gate = nn.Parameter(torch.linspace(0.5, 1.5, 5))
         self.last = nn.Linear(5, 2)
+        self.aside: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor, way: Way, rank: int, gated: bool = False, raises: bool = False) -> torch.Tensor:
+        self.aside = []
         y = self.first(x) + torch.tanh(self.again(x))
         if gated:
             y = y * self.gate
@@ -198,7 +207,7 @@ class Routed(nn.Module):
         if raises:
             raise PlannedError
         output: torch.Tensor = self.last(y)
-        return output
+        return sum(self.aside, output)
 
     def along(self, x: torch.Tensor, way: Way, rank: int) -> torch.Tensor:
         """What the blocks make of ``x``."""
@@ -210,7 +219,7 @@ class Routed(nn.Module):
     def _segment(self, segment: Segment, rank: int, x: torch.Tensor) -> torch.Tensor:
         def run(y: torch.Tensor) -> torch.Tensor:
             for index, use in zip(segment.blocks, segment.uses[rank], strict=True):
-                y = _under(segment.each, _using(self.blocks[index], use), y)
+                y = _under(segment.each, _using(self.blocks[index], use, self.aside), y)
             return y
 
         return _under(segment.around, run, x)
@@ -224,7 +233,7 @@ def _under(reentrant: bool | None, function: Callable[[torch.Tensor], torch.Tens
     return output
 
 
-def _using(block: nn.Module, use: Use) -> Callable[[torch.Tensor], torch.Tensor]:
+def _using(block: Any, use: Use, aside: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(x: torch.Tensor) -> torch.Tensor:
         if use is Use.SKIP:
             return x * 1.0
@@ -232,13 +241,13 @@ def _using(block: nn.Module, use: Use) -> Callable[[torch.Tensor], torch.Tensor]
             with torch.no_grad():
                 y = block(x)
             return x + y
-        block.raises = use is Use.RAISE  # type: ignore[assignment]
+        block.raises, block.aside = use is Use.RAISE, aside if use is Use.ASIDE else None
         try:
             y = block(x)
         except PlannedError:
             return x * 1.0
         finally:
-            block.raises = False  # type: ignore[assignment]
+            block.raises, block.aside = False, None
         if use is Use.TWICE:
             return torch.tanh(y) + block(y)
         return x * 1.0 if use is Use.DROP else y
@@ -304,11 +313,15 @@ def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alo
     if apart and turn is Turn.NO_SYNC:
         # A second microbatch that runs no block, or drops all, reduces nothing.
         turn = Turn.MICROBATCHES
+    if turn is Turn.PARAMETERS and optimizer.startswith("flat"):
+        # All of a unit must have gradients or nothing.
+        turn = Turn.PLAIN
     forwards = 1 if turn in ONE_FORWARD else 2
-    # Called apart, each block has a backward of its own to notice: all ranks do the same with them.
-    ranks = 1 if apart else world_size
-    ways = tuple(_way(drawn, ranks, free, turn not in WITHOUT_REENTRANT) for _ in range(forwards))
-    if apart:
+    # Called apart, each block has a backward of its own to notice: all ranks do the same with them. What a backward
+    # computed is on no record that others know of.
+    alike = apart or turn is Turn.PENALTY
+    ways = tuple(_way(drawn, 1 if alike else world_size, free, turn not in WITHOUT_REENTRANT) for _ in range(forwards))
+    if alike:
         ways = tuple(tuple(_alike(segment, world_size) for segment in way) for way in ways)
     reentrant = any(segment.reentrant for way in ways for segment in way)
     possible = [event for event in Event if event is not Event.FREEZE or optimizer in ("momentum", "adamw")]
@@ -340,14 +353,16 @@ def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool) -> 
         count = drawn.choice((1, 1, 1, 2, 2, 3))
         these, blocks = blocks[:count], blocks[count:]
         columns = [_column(drawn, world_size, free) for _ in these]
-        dropped = drawn.random() < 0.3
+        # A backward comes to what is left aside through the output, and a checkpoint leaves it again.
+        aside = any(Use.ASIDE in column for column in columns)
+        dropped = drawn.random() < 0.3 and not aside
         segments.append(
             Segment(
                 blocks=tuple(these),
                 uses=tuple(tuple(column[rank] for column in columns) for rank in range(world_size)),
                 drops=tuple(dropped and drawn.random() < 0.5 for _ in range(world_size)),
-                around=drawn.choice(kinds) if drawn.random() < 0.6 else None,
-                each=drawn.choice(kinds) if drawn.random() < 0.3 else None,
+                around=drawn.choice(kinds) if drawn.random() < 0.6 and not aside else None,
+                each=drawn.choice(kinds) if drawn.random() < 0.3 and not aside else None,
             )
         )
     return tuple(segments)
@@ -357,7 +372,7 @@ def _column(drawn: random.Random, world_size: int, free: bool) -> Sequence[Use]:
     """What each rank does with one block."""
     if free and drawn.random() < 0.05:
         return [drawn.choice(tuple(Use)) for _ in range(world_size)]
-    everyone = drawn.choice((*ALIKE, Use.SKIP, Use.TWICE, Use.NO_GRAD))
+    everyone = drawn.choice((*ALIKE, Use.SKIP, Use.TWICE, Use.NO_GRAD, Use.ASIDE))
     if everyone in ALIKE:
         return [drawn.choice(ALIKE) for _ in range(world_size)]
     return [everyone] * world_size

@@ -39,6 +39,12 @@ class ParameterLocation(NamedTuple):
         return self.unit.parameters[self.slot].original
 
     @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """What computes in its place, gathered; nothing before the first forward."""
+        leaves = self.unit.leaves
+        return leaves if self.slot is None else leaves[self.slot : self.slot + 1]
+
+    @property
     def name(self) -> str:
         """Its first name; the unit's for a flat parameter."""
         return self.unit.name if self.slot is None else self.unit.parameters[self.slot].names[0]

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError, warn_once
 from ..runtime.root import Root
+from ..runtime.unit import Unit
 from .block_states import refuse_dtensors_in_blocks, warn_of_cut_blocks
 from .lookup import LiveRoots, ParameterLocation
 from .norms import make_scales_readable
@@ -44,6 +45,8 @@ class OptimizerCheck:
         self._live = live
         # With the number of their parameter groups.
         self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        # Whose parameters each updates.
+        self._units: WeakKeyDictionary[torch.optim.Optimizer, WeakSet[Unit]] = WeakKeyDictionary()
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._warned: WeakSet[torch.optim.Optimizer] = WeakSet()
 
@@ -71,6 +74,8 @@ class OptimizerCheck:
             if root is not None and root.awaits_optimizer:
                 # A closure's backward is still to come.
                 self._prepare(optimizer, root, reduced=len(args) == 1 and kwargs.get("closure") is None)
+        for unit in self._units.get(optimizer, ()):
+            unit.steps += 1
 
     def _refuse_unfilled(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for a flat parameter that is about to update parameters of which no rank had a gradient.
@@ -160,6 +165,7 @@ class OptimizerCheck:
                 guard = _StateGuard(fresh=_asked_for_states())
                 optimizer.register_state_dict_pre_hook(guard.refuse)
                 optimizer.register_load_state_dict_pre_hook(guard.refuse)
+        self._units[optimizer] = WeakSet(each.unit for each in self._found(optimizer))
         self._passed[optimizer] = len(optimizer.param_groups)
 
 

@@ -432,6 +432,8 @@ def _follow_inner_backwards() -> None:
         if torch.compiler.is_compiling():
             hidden(*args, **kwargs)
             return
+        if kwargs.get("inputs") is not None:
+            kwargs["inputs"] = _leaves_of(kwargs["inputs"])
         try:
             before(*args, **kwargs)
         except Exception as error:
@@ -448,6 +450,16 @@ def _follow_inner_backwards() -> None:
 
     hidden = _torch_private.hidden_from_compile(called)
     before = _torch_private.exchange_body(torch.autograd.backward, called)
+
+
+def _leaves_of(inputs: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``inputs`` of a backward, with the gathered parameters that computed in the place of sharded ones.
+
+    Autograd knows of no other, and would leave sharded parameters without a gradient.
+    """
+    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    found = zip(live_roots.find(given), given, strict=True)
+    return [leaf for place, tensor in found for leaf in ((tensor,) if place is None else place.leaves or (tensor,))]
 
 
 _VECTORS = "inside of 'with polyshard.unsharded(model)'"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from .. import _torch_private
 from ..nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 
 T = TypeVar("T")
-Hook = Callable[..., None]
+#: May return another hook for when what it lets pass is differentiated again: of ``backward(create_graph=True)``.
+Hook = Callable[..., "Hook | None"]
 
 _detached = methodcaller("detach")
-#: Attributes of every module, which are nobody's results.
-_TORCHS = frozenset(nn.Module().__dict__)
 
 
 class Boundary(torch.autograd.Function):
@@ -30,29 +27,39 @@ class Boundary(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, callback: Hook, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``tensors`` as new tensors over the same memory: an in-place first operation on an input itself raises."""
         ctx.callback = callback
         ctx.set_materialize_grads(False)
         return tuple(map(_detached, tensors))
 
     @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tangents
+
+    @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.callback()
-        return (None, *gradients)
+        again = ctx.callback()
+        if again is None:
+            return (None, *gradients)
+        return None, *pass_through_in(again, gradients, distinct_tensors(gradients, _is_differentiable))
 
 
 _pass_through = _torch_private.direct(Boundary)
 
 
-def pass_through(callback: Callable[[], None], tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def pass_through(callback: Hook, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """``tensors``, with ``callback`` called in backward before their gradients leave."""
     apply: Callable[..., Any] = Boundary.apply if _torch_private.transforms_active() else _pass_through
     passed: tuple[torch.Tensor, ...] = apply(callback, *tensors)
+    for tensor, new in zip(tensors, passed, strict=True):
+        if tensor.__dict__:
+            # What the program hung on it.
+            new.__dict__.update(tensor.__dict__)
     return passed
 
 
-def pass_through_in(callback: Callable[[], None], value: T, tensors: list[torch.Tensor]) -> T:
+def pass_through_in(callback: Hook, value: T, tensors: list[torch.Tensor]) -> T:
     """``value`` with ``tensors``, which are distinct, passed through: each stays one tensor wherever it occurs."""
     return exchanged(tensors, pass_through(callback, tensors), value)
 
@@ -99,85 +106,57 @@ def adopt_in_place(given: Sequence[torch.Tensor], passed: Sequence[torch.Tensor]
     return changed
 
 
-def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
+def watch_output(
+    output: Any, hook: Hook, hang: Callable[[torch.Tensor, Hook], Any] = _torch_private.on_gradient
+) -> tuple[Any, bool]:
     """``output``, with ``hook`` called before a backward goes through any tensor in it; and whether it can.
 
     Tensors are found in containers, and in the attributes of objects that are none. Through a leaf no backward goes on,
-    and a hook on it would outlive the step.
+    and a hook on it would outlive the step. ``hang``: hangs a hook on a tensor.
+
+    A backward calls ``hook`` before it passes anything that was computed so far, whichever way other tensors left the
+    forward: autograd executes nodes in the reverse order of their creation, and the one that calls it is new.
     """
+    if _torch_private.forward_mode_level() >= 0 or _torch_private.transforms_active():
+        return output, _watch_transformed((*iter_tensors(output), *iter_hidden_tensors(output)), hook)
     if isinstance(output, torch.Tensor):
         if output.grad_fn is None:
             return output, False
-        if not output._is_view():
-            _torch_private.on_gradient(output, hook)
+        if _torch_private.put_node_behind(output):
+            hang(output, hook)
             return output, True
-    hidden = [tensor for tensor in iter_hidden_tensors(output) if _has_graph(tensor)]
-    found = distinct_tensors(output, _has_graph)
-    for tensor in hidden:
-        _torch_private.on_gradient(tensor, hook)
-    if not any(tensor._is_view() for tensor in found):
-        for tensor in found:
-            _torch_private.on_gradient(tensor, hook)
-        return output, bool(found or hidden)
-    # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
-    # released memory. The boundary's output is no view.
-    return pass_through_in(hook, output, found), True
+    # What is an attribute of an object is not exchanged there: where a new node needs another tensor, it has none.
+    watched = [tensor for tensor in iter_hidden_tensors(output) if _has_graph(tensor)]
+    for tensor in watched:
+        _torch_private.put_node_behind(tensor)
+    others: list[torch.Tensor] = []
+    for tensor in distinct_tensors(output, _has_graph):
+        (watched if _torch_private.put_node_behind(tensor) else others).append(tensor)
+    if others:
+        passed = pass_through(_nothing, others)
+        output = exchanged(others, passed, output)
+        watched += passed
+    for tensor in watched:
+        hang(tensor, hook)
+    return output, bool(watched)
 
 
-class SideOutputs:
-    """Tensors that a forward leaves in attributes of its modules: the losses of a mixture's routers, say.
-
-    A backward may enter the unit through them as through its output. Which attributes of ``modules()`` they are is
-    found after the first forward, and again when there are others than then, or something in the place of nothing.
-    Forwards look at those alone; whether others have come is compared at C speed.
-    """
-
-    def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
-        self._modules = modules
-        self._places: list[tuple[dict[str, Any], str]] = []
-        # The attributes of each module, and how many there were.
-        self._attributes: list[dict[str, Any]] = []
-        self._sizes = [-1]
-        # Those that were nothing: where they stand, under which name, and what they were.
-        self._holders: list[dict[str, Any]] = []
-        self._keys: list[str] = []
-        self._blank: list[Any] = []
-
-    def watch(self, hook: Hook) -> bool:
-        """Call ``hook`` before a backward goes through any of them; whether there is one."""
-        if list(map(len, self._attributes)) != self._sizes or (
-            self._keys and not all(map(is_, map(dict.get, self._holders, self._keys), self._blank))
-        ):
-            self._find()
-        watched = False
-        for attributes, key in self._places:
-            for tensor in iter_tensors(attributes.get(key)):
-                if _has_graph(tensor):
-                    _torch_private.on_gradient(tensor, hook)
-                    watched = True
-        return watched
-
-    def _find(self) -> None:
-        modules = list(self._modules())
-        buffers = [module._buffers for module in modules if module._buffers]
-        self._attributes = [*(module.__dict__ for module in modules), *buffers]
-        self._sizes = list(map(len, self._attributes))
-        found = [(each, key, value) for each in self._attributes for key, value in each.items() if key not in _TORCHS]
-        blank = [each for each in found if each[2] is None or (type(each[2]) in (int, float) and not each[2])]
-        # Buffers are many, and nearly always stay the tensors that they are.
-        held = {id(value) for each in buffers for value in each.values() if value is not None and not _has_graph(value)}
-        blank += [each for each in found if id(each[2]) in held]
-        self._places = [(each, key) for each, key, value in found if id(value) not in held and _may_hold_a_graph(value)]
-        self._holders = [each for each, _, _ in blank]
-        self._keys = [key for _, key, _ in blank]
-        self._blank = [value for _, _, value in blank]
+def _watch_transformed(tensors: Iterable[torch.Tensor], hook: Hook) -> bool:
+    """``watch_output`` of what is differentiated forwards, too: a backward goes through primals and tangents."""
+    found = (part for tensor in tensors for part in _torch_private.transformed_parts(tensor) if _has_graph(part))
+    parts = {id(part): part for part in found}
+    with _torch_private.outside_of_transforms():
+        for part in parts.values():
+            _torch_private.put_node_behind(part)
+            _torch_private.on_gradient(part, hook)
+    return bool(parts)
 
 
-def _may_hold_a_graph(value: Any) -> bool:
-    """Whether it does, or is a tensor or a container that may next time."""
-    if isinstance(value, torch.Tensor) or (isinstance(value, list | dict | set | deque) and not value):
-        return True
-    return any(_has_graph(tensor) for tensor in iter_tensors(value))
+def _nothing() -> None:
+    return None
+
+
+_is_differentiable = attrgetter("requires_grad")
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:

@@ -80,6 +80,9 @@ class ExtendedUnit(Unit):
     def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         return LaneBuffer(self, dtype)
 
+    def _with_versions(self) -> list[torch.Tensor]:
+        return list(self.leaves)
+
     @property
     def lanes(self) -> LaneBuffer:
         """What gathers fill."""
@@ -274,8 +277,7 @@ class LaneBuffer(FlatBuffer):
             _Extended(parameter, slot.shape, unit.arguments, dtype, unit.ranks.world.rank)
             for parameter, slot in zip(unit.parameters, layout.slots, strict=True)
         ]
-        # Storages that come and go, with their bytes, by the address that each had first.
-        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._storages = {}
 
     def attach(self) -> None:
         """Ask the parameters what they send, and bring that together, on the current stream."""
@@ -289,17 +291,6 @@ class LaneBuffer(FlatBuffer):
                 self._take_memory()
                 for parameter, own in zip(self._parameters, self._unit.own_tensors, strict=True):
                     parameter.send(own)
-
-    def release(self) -> None:
-        if self._resizable and self.attached:
-            self._give_memory()
-        self.attached = False
-
-    def unpin(self) -> None:
-        if self._pinned:
-            self._resizable, self._pinned = True, False
-            if not self.attached:
-                self._give_memory()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         if not self.attached or tensor.is_meta:
@@ -351,10 +342,6 @@ class LaneBuffer(FlatBuffer):
         for storage, nbytes in self._storages.values():
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
-
-    def _give_memory(self) -> None:
-        for storage, _ in self._storages.values():
-            storage.resize_(0)
 
 
 class _Lane:

@@ -54,8 +54,9 @@ class FormBuffer(FlatBuffer):
             sizes = [shards * nbytes for form in forms for nbytes in form.lanes]
             ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))
             self.flat = torch.empty(ends[-1], dtype=torch.uint8, device=device)
-            self._storage = self.flat.untyped_storage()
-            self.nbytes, self.address = self._storage.nbytes(), self.flat.data_ptr()
+            storage = self.flat.untyped_storage()
+            self.nbytes, self.address = storage.nbytes(), self.flat.data_ptr()
+            self._storages = {self.address: (storage, self.nbytes)}
             lanes = [
                 self.flat.narrow(0, start, size).view(shards, -1)
                 for start, size in zip([0, *ends], sizes, strict=False)
@@ -73,10 +74,10 @@ class FormBuffer(FlatBuffer):
             nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
             self.views = [nothing.expand(slot.shape).detach() for slot in layout.slots]
             self.make_leaves()
-            #: What each weight's layer computes with. Version counters of their own: a gather between forward and
-            #: backward is no change of what autograd saved.
+            #: What each weight's layer computes with. A form's own tensors, which ``arrived`` fills, are always there:
+            #: filling them between forward and backward is no change of what autograd saved.
             self.tensors = [
-                tuple(tensor.data for tensor in each)
+                tuple(tensor.detach() if tensor.untyped_storage() is storage else tensor.data for tensor in each)
                 for form, mine in zip(forms, self._lanes, strict=True)
                 for each in _bound(form, mine)
             ]

@@ -31,6 +31,9 @@ from ..interfaces import (
 from ..planning.answers import issued
 from ..planning.layout import FlatLayout, Slot
 
+#: The version of views while their buffer is released: greater than any that a saved tensor has.
+RELEASED = 10**9
+
 
 @dataclass(eq=False, slots=True)
 class GatherRecord:
@@ -241,10 +244,9 @@ class FlatBuffer:
     The views are made once. ``attach`` and ``release`` resize the one storage that they share: whatever autograd saved
     (a weight, its transpose) points at that storage, and is right again once the next gather has filled it.
 
-    A view's version counter is its own: writing through ``flat`` bumps none of them, so a gather between forward and
-    backward does not look like an in-place change of a saved tensor.
+    The views have one version counter, that of ``flat``. Units set it: [Note: stale reads].
 
-    Reading a released view is a crash, not an exception: callers hide views before they release the buffer.
+    Computing with a released view is a crash, not an exception: callers hide views before they release the buffer.
     """
 
     #: Writes what a shard (``[shard_numel]``, master dtype) travels as into this rank's part; None for a cast.
@@ -266,7 +268,10 @@ class FlatBuffer:
         self.device = flat.device
         #: Whether a gather fills several parts of it.
         self.divided = bool(layout.segments)
-        self.views = [view_of(flat, slot.shape, slot.stride, slot.offset) for slot in layout.slots]
+        self.views = [
+            flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset).detach()
+            for slot in layout.slots
+        ]
         #: The segments of ``flat``.
         self.parts = parts_of(flat, layout)
         #: Where staged parameters arrive, before they are copied to their views.
@@ -293,12 +298,16 @@ class FlatBuffer:
             stage.release()
         self.gaps = [flat.narrow(0, offset, numel) for offset, numel in layout.gaps()]
         self.address = flat.data_ptr()
-        self._storage = flat.untyped_storage()
+        storage = flat.untyped_storage()
         #: Bytes while attached.
-        self.nbytes = self._storage.nbytes()
+        self.nbytes = storage.nbytes()
+        # What comes and goes, with its bytes, by the address that it had first.
+        self._storages = {self.address: (storage, self.nbytes)}
         self._resizable = resizable
-        # Resizable, and pinned.
-        self._pinned = False
+        #: Tensors whose version counters follow gathers and releases: that of the views, and of leaves around them.
+        self.versioned: Sequence[torch.Tensor] = ()
+        #: Whether it holds memory and values also where it is released.
+        self.pinned = False
         self.attached = True
 
     @classmethod
@@ -340,6 +349,8 @@ class FlatBuffer:
         """Leaves over memory that already holds the values and is never released."""
         with torch.inference_mode(False):
             buffer = cls(flat, layout, resizable=False)
+            # An in-place change of one is no change of the others, and stays.
+            buffer.views = [view.data for view in buffer.views]
             buffer.make_leaves()
         return buffer
 
@@ -361,14 +372,18 @@ class FlatBuffer:
     def attach(self) -> None:
         """Give the buffer memory, uninitialised, from the current stream's pool. Nothing happens if it has some."""
         if self._resizable and not self.attached:
-            self._storage.resize_(self.nbytes)
+            for storage, nbytes in self._storages.values():
+                storage.resize_(nbytes)
             self.address = self.flat.data_ptr()
         self.attached = True
 
     def release(self) -> None:
         """Take the memory away. Nothing happens if it has none."""
         if self._resizable and self.attached:
-            self._storage.resize_(0)
+            for storage, _ in self._storages.values():
+                storage.resize_(0)
+        if self.versioned and not self.pinned:
+            _torch_private.set_versions(self.versioned, [RELEASED] * len(self.versioned))
         self.attached = False
 
     def pin(self) -> bool:
@@ -376,21 +391,22 @@ class FlatBuffer:
 
         Returns whether that is possible: not where the memory is another's.
         """
-        self._pinned |= self._resizable
+        self.pinned |= self._resizable
         self._resizable = False
-        return self._pinned
+        return self.pinned
 
     def unpin(self) -> None:
-        if self._pinned:
-            self._resizable, self._pinned = True, False
+        if self.pinned:
+            self._resizable, self.pinned = True, False
             if not self.attached:
-                self._storage.resize_(0)
+                self.attached = True
+                self.release()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer's memory."""
         if tensor.is_meta:
             # Meta tensors have no addresses.
-            return self.attached and tensor.untyped_storage() is self._storage
+            return self.attached and tensor.untyped_storage() is self.flat.untyped_storage()
         return self.attached and 0 <= tensor.data_ptr() - self.address < self.nbytes
 
 

@@ -419,6 +419,8 @@ def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
     tensors: Iterable[torch.Tensor] = (
         (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
     )
+    if _torch_private.transforms_active():
+        tensors = [part for tensor in tensors for part in _torch_private.transformed_parts(tensor)]
     for tensor in tensors:
         for unit in held:
             if tensor.device == unit.buffer.device and tensor.numel() and unit.buffer.holds(tensor):
@@ -466,8 +468,13 @@ def refuse_differentiable_gradients(unit: Unit) -> None:
     """Raise StateError if a view's gradient has a graph of its own."""
     for leaf, parameter in zip(unit.leaves, unit.parameters, strict=True):
         if leaf.grad is not None and leaf.grad.requires_grad:
-            raise StateError(
-                "polyshard does not support gradients of gradients: backward(create_graph=True) reached "
-                f"'{parameter.names[0]}' on rank {unit.ranks.world.rank}. Differentiate twice outside of sharded "
-                "modules."
-            )
+            raise gradients_without_graph(parameter.names[0], unit.ranks.world.rank)
+
+
+def gradients_without_graph(name: str, rank: int) -> StateError:
+    """The error for a backward that would give sharded parameters gradients with a graph; it came to ``name``."""
+    return StateError(
+        f"backward(create_graph=True) reached '{name}' on rank {rank}: gradients of sharded parameters are reduced, "
+        "and have no graph. Differentiate by torch.autograd.grad(outputs, inputs, create_graph=True), and call "
+        "backward() on what you compute of that."
+    )

@@ -22,7 +22,8 @@ inputs of each have theirs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -32,18 +33,20 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import ParameterMovedError, StateError, UnshardedUseError
-from ..nested import distinct_tensors
+from ..errors import ParameterMovedError, StateError, UnshardedUseError, UnsupportedError
+from ..nested import CopiedContainers, distinct_tensors
 from .activation_checkpoint import Checkpointed, Region, may_have_backward, running
-from .boundary import SideOutputs, adopt_in_place, exchanged, pass_through, watch_output
-from .guards import refuse_escape, refuse_moved_views
+from .boundary import Hook, adopt_in_place, exchanged, pass_through, pass_through_in, watch_output
+from .guards import gradients_without_graph, refuse_escape, refuse_moved_views
 from .module_state import BackwardState, ModuleState, StateKind, show_whole, unshard_ahead
 from .order import BackwardAction, ForwardRecord, Point
 from .root import Root, root_of
 from .step import Phase, Step
 from .unit import Reshard
 
+_HERE: AbstractContextManager[Any] = nullcontext()
 _version_of = attrgetter("_version")
+_trains = attrgetter("requires_grad")
 
 
 class ForwardHooks:
@@ -58,9 +61,10 @@ class ForwardHooks:
         self._outer_error = id(None)
         # Id of the hook that calls ``post_forward``.
         self._post_forward_id = 0
-        self.side_outputs = SideOutputs(self._own_modules)
         # Of forwards that run, by depth: the caller's tensors, those that the module got for them, the sum of versions.
         self._inputs: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], int]] = {}
+        # Of the same: containers that the module got copies of.
+        self._copied: dict[int, CopiedContainers] = {}
 
     def attach(self) -> None:
         # First and last in line: the user's own hooks, but for forward hooks added later, see whole parameters. The
@@ -92,24 +96,54 @@ class ForwardHooks:
         if step.unsharded:
             self._refuse_pieces(step.unsharded)
             return args, kwargs
+        given = args, kwargs
         recomputes = _torch_private.in_backward()
         records = torch.is_grad_enabled()
         ahead: Sequence[Sequence[ModuleState]] = ()
-        if recomputes:
-            kept = self._begin_recomputation(records)
-        else:
-            kept = False
-            if self._begin(step, records, args, kwargs):
-                ahead = module_state.execution_order.enter(module_state)
-        show_whole(module_state.units, module_state.governing.training, recomputes=recomputes, kept=kept)
-        if not module_state.reads_in_backward:
-            module_state.keep_gathered(self._computes_otherwise())
-        unshard_ahead(ahead)
+        transforms = _torch_private.transforms_active()
+        served = not transforms or _torch_private.transforms_leave_graph()
+        with _torch_private.outside_of_transforms() if transforms else _HERE:
+            if recomputes:
+                kept = self._begin_recomputation(records)
+            else:
+                kept = False
+                if self._begin(step, records, args, kwargs):
+                    ahead = module_state.execution_order.enter(module_state)
+            if not served:
+                self._refuse_transforms()
+            show_whole(module_state.units, module_state.governing.training, recomputes=recomputes, kept=kept)
+            if not module_state.reads_in_backward:
+                module_state.keep_gathered(self._computes_otherwise())
+            unshard_ahead(ahead)
         if module_state.input_cast is not None and not module_state.in_full_precision:
             args, kwargs = module_state.input_cast(args, kwargs)
         if records and module_state.kind is StateKind.SHARDED and (not recomputes or self._has_graph()):
             args, kwargs = self._watch_inputs(args, kwargs)
+        # Nearly all modules get one tensor, or one and plain values.
+        if kwargs or len(args) > 1 or type(args[0] if args else None) is not torch.Tensor:
+            self._note_copies(given, args, kwargs)
         return args, kwargs
+
+    def _refuse_transforms(self) -> NoReturn:
+        raise UnsupportedError(
+            f"torch.func (grad, vjp, jacrev, hessian, nested jvp) called '{self.module_state.label}', a "
+            f"{type(self.module).__name__} that is sharded (rank {self.module_state.rank}): it differentiates by a "
+            "graph of its own, for which nothing is gathered. Use torch.autograd.grad(create_graph=True), "
+            "torch.func.jvp or jacfwd, or call it inside of 'with polyshard.unsharded(model)'."
+        )
+
+    def _note_copies(
+        self, given: tuple[tuple[Any, ...], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Let ``post_forward`` write into containers of ``given`` what the module writes into copies of them."""
+        before = *given[0], *given[1].values()
+        passed = *args, *map(kwargs.get, given[1])
+        if any(
+            one is not other and not isinstance(one, torch.Tensor) for one, other in zip(before, passed, strict=True)
+        ):
+            copied = CopiedContainers(before, passed)
+            if copied:
+                self._copied[self.module_state.entered] = copied
 
     def _refuse_pieces(self, whole: Collection[object]) -> None:
         """Raise inside of ``unsharded`` of another module, where the units in ``whole`` alone are whole."""
@@ -237,6 +271,10 @@ class ForwardHooks:
             return self._watch_output(output)[0] if records and not _torch_private.in_transform() else output
         recomputes = _torch_private.in_backward()
         inputs = self._inputs.pop(module_state.entered, None)
+        if self._copied:
+            copied = self._copied.pop(module_state.entered, None)
+            if copied is not None:
+                copied.write_back()
         if output is None:
             error = sys.exception()
             if error is not None and id(error) != self._outer_error:
@@ -291,7 +329,8 @@ class ForwardHooks:
             if stays:
                 unit.hide()
             elif unit.reshard_policy is Reshard.PARTLY and may_have_backward():
-                unit.reshard_post_forward()
+                with _torch_private.outside_of_transforms() if _torch_private.transforms_active() else _HERE:
+                    unit.reshard_post_forward()
             else:
                 unit.reshard()
 
@@ -336,7 +375,7 @@ class ForwardHooks:
             args = passed = pass_through(input_hook(self.module_state), list(args))
             version = found[0]._version
         else:
-            found = distinct_tensors((args, kwargs), attrgetter("requires_grad"))
+            found = distinct_tensors((args, kwargs), _trains)
             if not found:
                 # The end of the backward takes over: an integer input, or the first unit of the model.
                 return args, kwargs
@@ -347,20 +386,7 @@ class ForwardHooks:
         return args, kwargs
 
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
-        hook = output_hook(self.module_state)
-        output, watched = watch_output(output, hook)
-        return output, self.side_outputs.watch(hook) or watched
-
-    def _own_modules(self) -> list[nn.Module]:
-        """The module and those inside it that are inside of no other module state's."""
-        staged = {each for module_state in root_of(self.module_state).module_states for each in module_state.modules}
-        found: list[nn.Module] = []
-        waiting = [self.module]
-        while waiting:
-            module = waiting.pop()
-            found.append(module)
-            waiting += [child for child in module.children() if child not in staged]
-        return found
+        return watch_output(output, output_hook(self.module_state))
 
 
 # torch.compile does not look inside. Eager steps go around it, and so never import the compiler.
@@ -373,7 +399,7 @@ class Recomputation:
     """A forward inside a backward; alive as long as its graph, which holds the hook of its inputs."""
 
 
-def output_hook(module_state: ModuleState) -> Callable[..., None]:
+def output_hook(module_state: ModuleState) -> Hook:
     """The hook for gradients of an output of the forward of ``module_state`` that runs."""
     step = module_state.step
     assert step is not None
@@ -393,7 +419,7 @@ def output_hook(module_state: ModuleState) -> Callable[..., None]:
     )
 
 
-def input_hook(module_state: ModuleState) -> Callable[[], None]:
+def input_hook(module_state: ModuleState) -> Hook:
     """The hook for the time when the inputs of the forward that begins have their gradients."""
     if module_state.forward_record is not None:
         return partial(post_backward, module_state, module_state.forward_record, module_state.post_backward_at)
@@ -408,40 +434,60 @@ def pre_backward(
     module_state: ModuleState,
     forward_record: ForwardRecord[ModuleState] | None,
     post_backward_at: Point[ModuleState],
-    *_: Any,
-) -> None:
+    *gradients: Any,
+) -> Any:
     """A gradient reached an output of a forward.
 
     Args:
         module_state: Whose forward.
         forward_record: The record of that forward; None for a recomputation that is on none.
         post_backward_at: Point of the module state's post-backward on it.
+        gradients: Those of its outputs, as one tuple, where the hook may replace them.
+
+    Returns:
+        What replaces them; without them, the hook for what takes their place; None where nothing does.
     """
-    if torch.is_grad_enabled():
-        raise StateError(
-            f"polyshard does not support gradients of gradients: backward(create_graph=True) reached "
-            f"'{module_state.label}' on rank {module_state.rank}. Differentiate twice outside of sharded modules."
-        )
     root = module_state.step
     assert isinstance(root, Root)
     root.enter_backward()
+    if torch.is_grad_enabled() and root.accumulates:
+        raise gradients_without_graph(module_state.label, module_state.rank)
+    prefetches = True
     if forward_record is None:
         # On no record that other ranks know of: they must recompute, too.
         module_state.joins_reduction = True
     elif post_backward_at is not module_state.entry:
         # Gathered where the checkpoint entered it again, on all ranks alike.
-        module_state.pre_backward(prefetches=False)
-        return
-    elif not root.arrive(forward_record, module_state.exit):
+        prefetches = False
+    else:
         # Done already, on the way to an inner module that returned the same tensor: prefetches are on their way.
-        module_state.pre_backward(prefetches=False)
-        return
-    module_state.pre_backward()
+        prefetches = root.arrive(forward_record, module_state.exit)
+    module_state.pre_backward(prefetches=prefetches)
+    if not torch.is_grad_enabled():
+        return None
+    left = partial(_when_differentiated_again, module_state)
+    return pass_through_in(left, gradients[0], distinct_tensors(gradients, _trains)) if gradients else left
+
+
+def pre_backward_again(module_state: ModuleState, *_: Any) -> None:
+    """A backward comes to what one with ``create_graph=True`` computed in the module state's backward.
+
+    All of that lies before what the forward computed, for all module states. So the parameters stay whole until the
+    module state's post-backward, and nothing is prefetched.
+    """
+    root = module_state.step
+    assert isinstance(root, Root)
+    root.enter_backward()
+    module_state.pre_backward(prefetches=False)
+
+
+def _when_differentiated_again(module_state: ModuleState, *_: Any) -> Hook | None:
+    return partial(pre_backward_again, module_state) if torch.is_grad_enabled() else None
 
 
 def post_backward(
     module_state: ModuleState, forward_record: ForwardRecord[ModuleState], post_backward_at: Point[ModuleState]
-) -> None:
+) -> Hook | None:
     """The gradients of the inputs of the first forward on ``forward_record`` are there, and so are all others."""
     root = module_state.step
     assert isinstance(root, Root)
@@ -449,15 +495,17 @@ def post_backward(
         module_state.refuse_unseen_backward()
     if root.arrive(forward_record, post_backward_at) or module_state.backward_state is BackwardState.PRE_BACKWARD:
         module_state.post_backward()
+    return partial(pre_backward_again, module_state) if torch.is_grad_enabled() else None
 
 
-def _recomputation_done(module_state: ModuleState, call: Recomputation) -> None:
+def _recomputation_done(module_state: ModuleState, call: Recomputation) -> Hook | None:
     if not module_state.in_backward:
         module_state.refuse_unseen_backward()
     if module_state.recomputations is not None:
         module_state.recomputations.discard(call)
     if not module_state.recomputations:
         module_state.post_backward()
+    return _when_differentiated_again(module_state)
 
 
 def _pre_backward_in_mode(
@@ -465,8 +513,8 @@ def _pre_backward_in_mode(
     training: bool,
     forward_record: ForwardRecord[ModuleState] | None,
     post_backward_at: Point[ModuleState],
-    *_: Any,
-) -> None:
+    *gradients: Any,
+) -> Any:
     # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.
     if module_state.in_backward and training is not module_state.trained_in_forward:
         raise StateError(
@@ -476,7 +524,7 @@ def _pre_backward_in_mode(
     module_state.trained_in_forward = training
     for unit in module_state.units:
         unit.choose_buffer(training)
-    pre_backward(module_state, forward_record, post_backward_at)
+    return pre_backward(module_state, forward_record, post_backward_at, *gradients)
 
 
 def _refuse(module_state: ModuleState, *_: Any) -> NoReturn:

@@ -64,6 +64,8 @@ class UnitMaster:
         #: Whether ``offload`` keeps the master and the gradient.
         self.parks = parks
         self.flat: FlatMaster | None = None
+        #: How often an optimizer stepped over the master.
+        self.steps = 0
         self.pieces = layout.pieces(ranks.shard_rank)
         #: How its linear layers compute with the bytes of a gather; empty where they compute in a dtype.
         self.forms = tuple(forms)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUseError, UnsupportedError
+from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUseError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .budget import Budget
@@ -159,12 +159,6 @@ class Root(Step):
         if self.audit is not None and self.audit.done:
             self.end_audit()
         self.adopt_changes()
-        if _torch_private.in_transform():
-            raise UnsupportedError(
-                f"torch.func (vmap, grad, jvp) called '{type(module).__name__}', which is sharded (rank {self.rank}): "
-                "gathers and reductions cannot be a part of what it transforms. Call it inside of 'with "
-                "polyshard.unsharded(model)'."
-            )
         for unit in self.units:
             if not unit.prepared:
                 unit.prepare()

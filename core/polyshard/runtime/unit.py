@@ -1,4 +1,12 @@
-"""One all-gather unit: a flat master shard, the gather buffer, and the parameters that view them."""
+"""One all-gather unit: a flat master shard, the gather buffer, and the parameters that view them.
+
+[Note: stale reads]
+Autograd notes the version of each tensor that it saves, and refuses a backward that reads another one. The views of a
+gather buffer have one version counter. A gather sets it to the number of optimizers' steps over the master, so that a
+backward may read what a gather made of the same values; ``FlatBuffer.release`` sets it to ``RELEASED``. So a backward
+raises that comes to a unit past its hooks, or after a step: "has been modified by an inplace operation", by torch. Not
+seen are reads of what was saved past autograd: attributes of a ``ctx``, tensors packed by ``saved_tensors_hooks``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,7 @@ from operator import attrgetter
 
 import torch
 
+from .. import _torch_private
 from ..errors import CollectiveError, ParameterError
 from ..interfaces import (
     Collectives,
@@ -29,7 +38,7 @@ from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown, Swap
 from .direct import write_directly
 from .formed import FormBuffer, compute_with_forms
-from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
+from .gather import RELEASED, FlatBuffer, GatherRecord, shard_in, slices_of
 from .master import UnitMaster
 from .peers import Audit
 from .step import Phase, Step
@@ -268,8 +277,14 @@ class Unit(UnitMaster):
         if self.packed and not self.resident:
             self.leaves = [packed.over(view) for packed, view in zip(self.packed, buffer.views, strict=True)]
         self._no_gradients = [None] * len(self.leaves)
+        if not self.permanent:
+            buffer.versioned = self._with_versions()
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
+
+    def _with_versions(self) -> list[torch.Tensor]:
+        """``versioned`` of its buffer."""
+        return [self.buffer.flat, *(self.leaves[index] for index, _ in self._parts)]
 
     def use_ranks(self, ranks: UnitRanks) -> None:
         super().use_ranks(ranks)
@@ -397,6 +412,8 @@ class Unit(UnitMaster):
                 self._compare_gathered(self.step.audit)
             for observer in self.observers:
                 observer.waited(self.spec)
+            versioned = self.buffer.versioned
+            _torch_private.set_versions(versioned, [self.steps % RELEASED] * len(versioned))
             self.state = UnitState.UNSHARDED
         here = streams.here()
         if here not in self.places:

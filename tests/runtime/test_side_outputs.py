@@ -1,0 +1,293 @@
+"""What leaves a unit beside its output, against the same on unsharded models: tensors, and writes into containers."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    adam,
+    assert_observed,
+    assert_parity,
+    draw,
+    on_ranks,
+    seeded,
+    sgd,
+    sharded_copy,
+    square_step,
+    train_reference,
+    units_of,
+)
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+
+class Keeping(Block):
+    """Computes a loss of its own behind its output, as routers of mixtures do, and lets ``leave`` take it out."""
+
+    kept: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(5, 5)
+        self.seen: torch.Tensor | None = None
+        self.probe.register_forward_hook(self.see)
+
+    def see(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.seen = torch.tanh(self.down(self.up(output))).square().mean()
+
+    def forward(self, x: torch.Tensor, leave: Callable[..., Any]) -> Any:
+        y = super().forward(x)
+        loss = torch.tanh(self.down(self.up(torch.tanh(self.down(self.up(x)))))).square().mean()
+        self.probe(y)
+        return leave(self, y, loss)
+
+
+#: Lets a loss leave, and says where it went: ``way(calls)`` returns ``leave`` and ``found``.
+Way = Callable[[], tuple[Callable[..., Any], Callable[["Root"], list[torch.Tensor]]]]
+
+
+def into(make: Callable[[], Any], put: Callable[..., Any], read: Callable[[Any], Any] = list) -> Way:
+    """A way through one object, which ``put`` puts the loss of a block into."""
+
+    def way() -> Any:
+        there = make()
+        return (lambda block, y, loss: (put(there, block, loss), y)[1]), lambda _: list(read(there))
+
+    return way
+
+
+def through(take: Callable[[Keeping, torch.Tensor, torch.Tensor], Any], find: Callable[[Keeping], Any]) -> Way:
+    """A way through each block itself."""
+    return lambda: (
+        lambda block, y, loss: (take(block, y, loss), y)[1],
+        lambda root: [find(block) for block in root.blocks],
+    )
+
+
+def by_attribute_of_the_tensor() -> Any:
+    def leave(block: Keeping, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        # Of a view as well.
+        y = y.view(2, 2, 5).view(4, 5) if block.training else y
+        y.loss = loss  # type: ignore[attr-defined]
+        return y
+
+    return leave, lambda root: [y.loss for y in root.outputs]
+
+
+def by_generator() -> Any:
+    found: list[torch.Tensor] = []
+
+    def collect() -> Iterator[None]:
+        while True:
+            found.append((yield))
+
+    collecting: Any = collect()
+    next(collecting)
+    return (lambda block, y, loss: (collecting.send(loss), y)[1]), lambda root: found
+
+
+def by_context_variable() -> Any:
+    variable: ContextVar[tuple[torch.Tensor, ...]] = ContextVar("losses", default=())
+
+    def leave(block: Keeping, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        variable.set((*variable.get(), loss))
+        return y
+
+    return leave, lambda root: list(variable.get())
+
+
+def by_queue() -> Any:
+    waiting: queue.Queue[torch.Tensor] = queue.Queue()
+    return (lambda block, y, loss: (waiting.put(loss), y)[1]), lambda root: [waiting.get() for _ in root.blocks]
+
+
+def by_returned_function() -> Any:
+    return (lambda block, y, loss: (y, lambda: loss)), lambda root: [call() for call in root.calls]
+
+
+WAYS: dict[str, Way] = {
+    "an attribute": through(lambda block, y, loss: setattr(block, "balance", loss), lambda block: block.balance),
+    "a list in an attribute": through(lambda b, y, loss: setattr(b, "losses", [loss]), lambda b: b.losses[0]),
+    "a hook of the user's inside": through(lambda block, y, loss: None, lambda block: block.seen),
+    "an attribute of the class": through(
+        lambda block, y, loss: block.kept.update({id(block): loss}), lambda block: block.kept.pop(id(block))
+    ),
+    "a list": into(list, lambda there, block, loss: there.append(loss)),
+    "a deque": into(deque, lambda there, block, loss: there.append(loss)),
+    "an object": into(
+        lambda: SimpleNamespace(losses=[]), lambda there, block, loss: there.losses.append(loss), lambda it: it.losses
+    ),
+    "a dict by weak keys": into(
+        WeakKeyDictionary, lambda there, block, loss: there.update({block: loss}), lambda there: there.values()
+    ),
+    "an attribute of the tensor": by_attribute_of_the_tensor,
+    "a generator": by_generator,
+    "a context variable": by_context_variable,
+    "a queue": by_queue,
+    "a function that is returned": by_returned_function,
+}
+
+
+class Root(nn.Module):
+    """Blocks one behind the other, whose losses are a part of its own."""
+
+    def __init__(self, way: Way, with_output: bool = True) -> None:
+        super().__init__()
+        self.way, self.with_output = way, with_output
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.blocks = nn.ModuleList(Keeping() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leave, found = self.way()
+        self.outputs: list[torch.Tensor] = []
+        self.calls: list[Any] = []
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, leave)
+            if isinstance(x, tuple):
+                x, call = x
+                self.calls.append(call)
+            self.outputs.append(x)
+        loss: torch.Tensor = self.last(x).square().mean()
+        return (loss if self.with_output else loss.detach()) + sum(found(self))
+
+
+def loss_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    loss = model(draw(4, 3, turn=turn, rank=rank))
+    loss.backward()
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize(("index", "way"), list(enumerate(WAYS)))
+def test_a_loss_leaves_a_unit_by(index: int, way: str) -> None:
+    """Gathers that come late are waited for, and those that come early are of no use to it."""
+    settings = {"policy": units_of(Keeping), "backward_prefetch": index % 2}
+    assert_parity(seeded(lambda: Root(WAYS[way])), loss_step, world_size=2, settings=settings, optimizer=adam)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_a_backward_through_nothing_else_is_refused_where_parameters_were_released(strategy: str) -> None:
+    model = seeded(lambda: Root(WAYS["an attribute"], with_output=False))
+    settings = {"policy": units_of(Keeping), "strategy": strategy}
+    if strategy == "shard_grad_op":
+        assert_parity(model, loss_step, world_size=2, settings=settings)
+        return
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **settings)
+        loss = mine(draw(4, 3))
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1\d{9}; expected"):
+            loss.backward()
+        assert all(parameter.grad is None for parameter in mine.parameters())
+        mine.with_output = True
+        return loss_step(mine, 0, rank)
+
+    model.with_output = True
+    expected = train_reference(model, loss_step, 2, turns=1)
+    model.with_output = False
+    assert_observed(on_ranks(2, on_rank), expected)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_graph_from_before_a_step_is_refused_as_on_an_unsharded_model(flat: bool) -> None:
+    """Parameters that are gathered again hold other values than those that the graph saved."""
+
+    def twice(model: nn.Module, rank: int, parameters: Any) -> None:
+        optimizer = torch.optim.AdamW(parameters, foreach=True)
+        loss = model(draw(4, 3, rank=rank)).square().mean()
+        loss.backward(retain_graph=True)
+        # The same values: another microbatch's backward, say.
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*; expected version"):
+            loss.backward()
+
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 5), Block(), Block(), nn.Linear(5, 2)))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, policy=units_of(Block))
+        twice(mine, rank, polyshard.flat_parameters(mine) if flat else mine.parameters())
+        return square_step(mine, 1, rank)
+
+    losses = [loss for loss, _ in on_ranks(2, on_rank)]
+    twice(model, 0, model.parameters())
+    assert all(loss.isfinite() for loss in losses)
+
+
+class Fields(OrderedDict[str, Any]):
+    """A mapping with a class of its own."""
+
+
+@dataclasses.dataclass
+class Record:
+    losses: list[torch.Tensor]
+    last: torch.Tensor | None = None
+    count: int = 0
+
+
+class Writes(Block):
+    """Writes into everything that it is given, beside tensors that need a gradient."""
+
+    def forward(self, x: torch.Tensor, *given: Any, fields: Fields, record: Record, nested: Any) -> torch.Tensor:
+        y = super().forward(x)
+        loss = self.up(x).square().mean()
+        losses, named = given
+        losses.append(loss)
+        losses.sort(key=torch.Tensor.item)
+        losses[0] = losses[0] * 2
+        named["last"], named[str(len(losses))] = y, loss
+        named.pop("gone", None)
+        fields["y"] = fields.pop("x", 0 * y) + y
+        record.losses.append(loss)
+        record.last, record.count = y, record.count + 1
+        nested[0]["deep"][0].append(loss)
+        nested[1].extend([y, loss])
+        return y
+
+
+class Collects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList(Writes() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        losses, named = [x.mean()], {"gone": x, "x": x}
+        fields, record = Fields(x=x), Record([x.sum()], x)
+        nested: Any = {"deep": ([x.mean()], x)}, [x]
+        for block in self.blocks:
+            x = block(x, losses, named, fields=fields, record=record, nested=nested)
+        # The first of them, and what each block wrote.
+        assert (len(losses), sorted(named), list(fields)) == (4, ["2", "3", "4", "last", "x"], ["y"])
+        assert (len(record.losses), record.count, len(nested[0]["deep"][0]), len(nested[1])) == (4, 3, 4, 7)
+        assert named["last"] is record.last is x
+        tensors = [*losses, *named.values(), *fields.values(), *record.losses, *nested[0]["deep"][0], *nested[1]]
+        return torch.stack([tensor.square().mean() for tensor in tensors]).sum()
+
+
+def test_writes_into_containers_that_a_unit_is_given() -> None:
+    assert_parity(seeded(Collects), loss_step, world_size=2, settings={"policy": units_of(Writes)}, optimizer=sgd)
+
+
+def test_containers_whose_tensors_are_cast_on_the_way() -> None:
+    """What was in them keeps its dtype, and what a unit writes has that of its compute."""
+    model = seeded(Collects).float()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> float:
+        mine = sharded_copy(model, rank, world, policy=units_of(Writes), precision="bf16")
+        return float(mine(draw(4, 3, rank=rank).float()))
+
+    for rank, total in enumerate(on_ranks(2, on_rank)):
+        assert total == pytest.approx(float(model(draw(4, 3, rank=rank).float())), rel=0.03)
