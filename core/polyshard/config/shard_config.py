@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from ..interfaces import bytes_of
 from .plugin_spec import GROUP_OF_SETTING, PluginChoice, check_choice
-from .sources import Origin, Source, Sources, did_you_mean, overridden, read_table, sources_in, variables
+from .sources import Origin, Source, Sources, overridden, read_table, sources_in, variables
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
