@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from polyshard.errors import ConfigError
-from polyshard_tools.cli.shared import add_model_options, importing_beside, model_from, model_of
+from polyshard_tools.cli.parser import add_model_options
+from polyshard_tools.cli.shared import importing_beside, model_from, model_of
 from torch import nn
 
 SOURCE = """
