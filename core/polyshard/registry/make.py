@@ -143,6 +143,8 @@ def resolve(group: Group, choice: PluginChoice) -> Resolved[Any]:
     refusal = Permission.read().refusal(offer)
     if refusal:
         raise PluginRefusedError(f"{where} was not imported: {refusal}")
+    if offer.fault:
+        raise PluginLoadError(f"{where} cannot be imported: {offer.fault}")
     try:
         factory = _LiveDriverManager(group.value, spec.name, [offer.entry_point]).driver
     except KeyboardInterrupt:
