@@ -93,6 +93,9 @@ def function_at(reference: str, option: str) -> Callable[..., Any]:
     module_name, _, path = reference.partition(":")
     if not (module_name and path):
         raise ConfigError(f"{option} {reference!r} names no function. Write it as package.module:name.")
+    if module_name.endswith(".py"):
+        written = module_name.removesuffix(".py").replace("/", ".")
+        raise ConfigError(f"{option} {reference!r} names a file. Write its module: {written}:{path}.")
     try:
         found: Any = importlib.import_module(module_name)
     except KeyboardInterrupt:
