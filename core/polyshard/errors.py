@@ -261,9 +261,9 @@ def _rank_of_job() -> int:
 
 
 def words(error: BaseException) -> str:
-    """The type of ``error`` and what it says, for other ranks. Raises nothing."""
+    """The type of ``error``, what it says, and notes of it, for other ranks. Raises nothing."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     except Exception as failed:
         # The program's error is on its way, and another one must not take its place.
         return f"{type(error).__name__}, whose words cannot be told: its __str__ raised {type(failed).__name__}"
