@@ -82,7 +82,8 @@ def read_table(file: Path, table: str) -> dict[str, Any]:
     if not isinstance(settings, dict):
         tables = [key for key, value in document.items() if isinstance(value, dict)]
         raise ConfigError(
-            f"{file} has no table [{table}].{did_you_mean(table, tables)} Its tables: {', '.join(tables) or 'none'}."
+            f"{file} has no table [{table}].{did_you_mean(table, tables)} Its tables: {', '.join(tables) or 'none'}. "
+            f"Write [{table}] above the settings, or name the table that has them."
         )
     return settings
 

@@ -6,6 +6,7 @@ import enum
 import hashlib
 import json
 import time
+import traceback
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +18,9 @@ import torch
 
 from .. import _torch_private
 from ..config import ShardConfig
-from ..errors import RankMismatchError, words
-from ..interfaces import Collectives
+from ..errors import PolyshardError, RankMismatchError, words
+from ..interfaces import Collectives, Layout, OffloadManager, PrecisionCaster, WrapPolicy
+from ..planning.answers import plugin_name
 from ..planning.groups import group_of
 from ..runtime.peers import scope_of
 from .differences import Reported, message_of
@@ -99,6 +101,7 @@ class Agreement:
             yield report
         except Exception as raised:
             error = raised
+            _note_plugin(raised)
         if self._checks and not self.alone:
             self._compare(report, error)
         if error is not None:
@@ -414,6 +417,21 @@ class StoreAgreement:
                 if self._store.add(self._key("read"), 0) >= expected:
                     return
                 time.sleep(0.02)
+
+
+#: The classes of plugins whose methods a call runs; a listener's name is noted where its hooks are called.
+_PLUGINS = (Collectives, Layout, OffloadManager, PrecisionCaster, WrapPolicy)
+
+
+def _note_plugin(error: Exception) -> None:
+    """Note the plugin in whose method ``error`` was raised: other ranks see no traceback, and users know no files."""
+    if isinstance(error, PolyshardError):
+        return
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        plugin = frame.f_locals.get("self")
+        if isinstance(plugin, _PLUGINS):
+            error.add_note(f"Raised in {frame.f_code.co_name}() of the plugin {plugin_name(plugin)}.")
+            return
 
 
 def _through_collectives(collectives: Collectives, report: Report, error: Exception | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import nn
 
 from .. import registry
 from ..config import PluginChoice, ShardConfig
-from ..errors import DeviceError, WorldSizeError
+from ..errors import ConfigError, DeviceError, WorldSizeError
 from ..events import Events
 from ..interfaces import (
     Collectives,
@@ -48,6 +49,8 @@ def compute_device(
     """
     if config.device is not None:
         device = config.device
+        if index is None:
+            _refuse_absent(device)
     else:
         ignored = {inner for outer in ignored_modules for inner in outer.modules()}
         places = {
@@ -68,6 +71,19 @@ def compute_device(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     return device
+
+
+def _refuse_absent(device: torch.device) -> None:
+    """Raise DeviceError for a device of a kind that torch does not see here, or of which it sees fewer."""
+    if device.type in ("cpu", "meta"):
+        return
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
+    if (device.index or 0) >= count:
+        raise DeviceError(
+            f"device is '{device}', but torch {torch.__version__} sees {count or 'no'} {device.type} devices here. Set "
+            "another device, or leave it out: the model then computes where its parameters are."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +108,10 @@ class ChosenPlugins:
         """The plugin that a policy names for one unit, constructed; raises what a configuration's would."""
         resolved: registry.Resolved[Any] = registry.resolve(group, choice)
         return registry.construct(resolved, self.context)
+
+    def label_of(self, group: Group) -> str:
+        """The plugin of ``group``, for messages."""
+        return next(each.resolved.label for each in self.used if each.resolved.group is group)
 
     def summary(self) -> str:
         """All of them, in words."""
@@ -226,4 +246,20 @@ def policy_choice(choice: PluginChoice) -> PluginChoice:
     # A function that answers for one module is the custom policy's.
     if isinstance(choice, (str, Mapping, WrapPolicy)) or not callable(choice):
         return choice
+    if isinstance(choice, type):
+        if not issubclass(choice, nn.Module):
+            return choice
+        raise ConfigError(
+            f"policy is the class {choice.__name__}, of which modules are made. Write "
+            f'policy={{"name": "module_class", "classes": [{choice.__name__}]}} to make a unit of each of them.'
+        )
+    try:
+        inspect.signature(choice).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"policy is a function that cannot be called with a module alone: {error}. Give a function of one module, "
+            'or, in the place of torch\'s own policies, such as {"name": "module_class", "classes": [...]}.'
+        ) from error
+    except ValueError:
+        pass  # Some callables written in C have no signature; the call itself will tell.
     return {"name": "custom", "fn": choice}

@@ -196,8 +196,8 @@ class TracedModel:
             if output.numel() != 1:
                 self._note(
                     f"The forward of {name} returned no loss, but a tensor of {output.ndim} dimensions: its sum was "
-                    "planned in the place of a loss. What the loss takes outside of the model, memory and time, is beyond "
-                    "this plan. Plan a module whose forward returns the loss."
+                    "planned in the place of a loss. What a loss outside of it takes, memory and time, is beyond this "
+                    "plan. Plan a module whose forward returns the loss."
                 )
             output = output.sum() if output.ndim else output
         elif not isinstance(output, torch.Tensor):
