@@ -63,8 +63,8 @@ def shard(
         ShardingError: the model cannot be sharded so.
         RankMismatchError: another rank failed, or does something else.
 
-        On an error the model is as it was, on every rank. One that comes when parameters are cut already (out of
-        memory, a listener's ``after_shard``) leaves a model whose every use is refused with a ``StateError``.
+    On an error the model is as it was, on every rank. One that comes when parameters are cut already (out of memory, a
+    listener's ``after_shard``) leaves a model whose every use is refused with a ``StateError``.
     """
     config = config_of(config, "shard()")
     follow(shard_module(Request(model, config, initializer, ignored_modules, ignored_parameters, composes=False)))
