@@ -1,10 +1,9 @@
-"""Shards a PyTorch model's parameters, gradients and optimizer state over ranks. What teams differ in is a plugin.
+"""Shards a PyTorch model's parameters, gradients and optimizer state over ranks. What teams differ in is a plugin."""
 
-[Note: what is imported when]
-Everything is imported with the first name that needs it. The command's help needs neither torch nor what is here; a
-package of plugins and a configuration need the contracts, the errors and the settings, and not the engine, which is ten
-times as many modules.
-"""
+# [Note: what is imported when]
+# Everything is imported with the first name that needs it. The command's help needs neither torch nor what is here; a
+# package of plugins and a configuration need the contracts, the errors and the settings, and not the engine, which is
+# ten times as many modules.
 
 import sys
 from importlib import import_module
