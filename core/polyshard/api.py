@@ -66,7 +66,7 @@ def shard(
     On an error the model is as it was, on every rank. One that comes when parameters are cut already (out of memory, a
     listener's ``after_shard``) leaves a model whose every use is refused with a ``StateError``.
     """
-    config = config_of(config, "shard()")
+    config = config_of(config, "shard(model, config)")
     follow(shard_module(Request(model, config, initializer, ignored_modules, ignored_parameters, composes=False)))
     return model
 
@@ -91,7 +91,7 @@ def fully_shard(
         ConfigError: ``config`` names a policy; here the caller chooses.
         AlreadyShardedError: ``module`` is sharded, or shares a parameter with a module that is.
     """
-    config = config_of(config, "fully_shard()")
+    config = config_of(config, "fully_shard(module, config)")
     if config.policy != "never":
         raise ConfigError(
             f"fully_shard makes one unit of {type(module).__name__}, so policy={config.policy!r} has no meaning. "

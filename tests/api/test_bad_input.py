@@ -12,6 +12,8 @@ import pytest
 import torch
 from polyshard import ShardConfig, errors
 from polyshard.interfaces import PolicyContext, PrecisionCaster, UnitDtypes, UnitPlan, UnitSpec, WrapPolicy
+from polyshard_tools.explaining import explain
+from polyshard_tools.forecast import plan
 from refusal import Holder, Silent, Subclass, Tower, description, refused, silent
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -356,13 +358,16 @@ def test_what_else_a_plugin_raises_stays_what_it_is_with_a_note_of_the_plugin() 
         (Path("run.toml"), r"Write ShardConfig\.from_toml\('run\.toml'\)\.$"),
         ("no_shard", r"Write ShardConfig\(strategy='no_shard'\)\.$"),
         (ShardConfig, r"Write ShardConfig\(\), with the settings in it\.$"),
-        (nn.Linear(2, 2), "takes a ShardConfig behind the model, not a Linear"),
+        (nn.Linear(2, 2), "takes a ShardConfig, not a Linear"),
     ],
 )
 def test_a_configuration_that_is_none(config: Any, remedy: str) -> None:
     for call in (polyshard.shard, polyshard.fully_shard, polyshard.FullyShardedDataParallel):
         with pytest.raises(errors.ConfigTypeError, match=remedy):
             call(Tower(), config)
+    for look in (explain, plan):
+        with pytest.raises(errors.ConfigTypeError, match=remedy):
+            look(config, Tower(), 2)
 
 
 @pytest.mark.parametrize(

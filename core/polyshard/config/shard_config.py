@@ -453,7 +453,7 @@ def config_of(config: ShardConfig | None, call: str) -> ShardConfig:
     if not isinstance(config, ShardConfig):
         given: object = config
         shown = repr(given) if isinstance(given, Mapping | str | os.PathLike) else f"a {type(given).__name__}"
-        raise ConfigTypeError(f"{call} takes a ShardConfig behind the model, not {shown}.{_instead_of(given)}")
+        raise ConfigTypeError(f"{call} takes a ShardConfig, not {shown}.{_instead_of(given)}")
     return config
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from polyshard.api import no_sync, shard
-from polyshard.config import PluginSpec, ShardConfig
+from polyshard.config import PluginSpec, ShardConfig, config_of
 from polyshard.errors import ConfigError, PolyshardError, UnsupportedError
 from polyshard.inspect import ShardedModel, ShardedUnit, is_dtensor, outermost_model
 from polyshard.interfaces import (
@@ -82,6 +82,7 @@ class TracedModel:
             raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
         self.recorder: StepRecorder = StepRecorder() if beside is None else beside.recorder
         self.notes: list[str] = []
+        config = config_of(config, "plan(config, model, ...)")
         sizes = _sizes_of(config.mesh, world_size)
         collectives = RecordedCollectives(self.recorder, range(world_size), sizes)
         _refuse_other_job(model, world_size)
