@@ -68,6 +68,10 @@ def test_a_distribution_without_a_name(
     assert main(["plugins", "list", "policies"]) == 0
     text = capsys.readouterr().out
     assert f"polyshard.policies half (unnamed): {words}" in text
+    if content is None:
+        (folder / file).write_text("Metadata-Version: 2.1\nName: half\nVersion: 1.0\n")
+        assert sharded("half").units == 1
+        (folder / file).unlink()
     # Of another package that is sound, the name is that one's alone.
     install(
         tmp_path / "more", "whole", "2.0", [("polyshard.policies", "half", "whole_mod:Blocks")], {"whole_mod": POLICY}
@@ -89,9 +93,10 @@ def test_a_file_of_entry_points_that_cannot_be_read(
         assert sharded("whole").units == 1
     with pytest.raises(PluginNotFoundError, match=r"no installed plugin of polyshard\.policies is named 'half'"):
         sharded("half")
-    # Looked at again where something was installed.
-    (folder / "entry_points.txt").write_text("[polyshard.policies]\nhalf = half_mod:Blocks\n")
-    (tmp_path / "anything.py").touch()
+    # Looked at again as soon as pip has put the whole file in its place.
+    whole = folder / "entry_points.tmp"
+    whole.write_text("[polyshard.policies]\nhalf = half_mod:Blocks\n")
+    whole.rename(folder / "entry_points.txt")
     assert sharded("half").units == 1
 
 

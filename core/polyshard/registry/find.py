@@ -103,21 +103,27 @@ def _readable_entry_points() -> Iterator[EntryPoint]:
                 yield from tuple(each.entry_points)
             except Exception as error:
                 warnings.warn(
-                    f"The entry points of {_folder(each)} cannot be read, so its plugins are not there: "
+                    f"The entry points of {_broken_folder(each)} cannot be read, so its plugins are not there: "
                     f"{type(error).__name__}: {error}. Install the distribution anew, or remove what is left of it.",
                     stacklevel=2,
                 )
 
 
-def _folder(distribution: Distribution | None) -> str:
+#: Folders of metadata that could not be read: pip may be about to end what it has begun there.
+_broken: dict[str, None] = {}
+
+
+def _broken_folder(distribution: Distribution) -> str:
     # Nothing public tells where a distribution is that says nothing of itself.
-    return str(getattr(distribution, "_path", "an unknown place"))
+    folder = str(getattr(distribution, "_path", "an unknown place"))
+    _broken[folder] = None
+    return folder
 
 
 def _places() -> object:
-    """Other than before once a distribution was installed, removed or replaced."""
+    """Other than before once a distribution was installed, removed or replaced, or a broken one was changed."""
     folders = []
-    for path in sys.path:
+    for path in (*sys.path, *_broken):
         try:
             folders.append((path, os.stat(path or ".").st_mtime_ns))
         except OSError:
@@ -140,7 +146,7 @@ def _offered(entry_points: EntryPoints, group: Group) -> list[Offer]:
         fault = ""
         if entry_point.dist is not None and not name:
             fault = (
-                f"{_folder(entry_point.dist)} does not say of which distribution it is, as where an installation ended "
+                f"{_broken_folder(entry_point.dist)} does not say of which distribution it is, as where an installation ended "
                 "early or goes on. Install the distribution anew, or remove what is left of it."
             )
         elif entry_point.pattern.match(entry_point.value) is None:
