@@ -374,6 +374,7 @@ def test_a_configuration_that_is_none(config: Any, remedy: str) -> None:
     ("arguments", "words"),
     [
         ({"ignored_modules": nn.Linear(2, 2)}, "ignored_modules is a Linear, no collection"),
+        ({"ignored_modules": nn.Linear(2, 2).modules()}, "ignored_modules is a generator, no collection"),
         (
             {"ignored_modules": ["inner"]},
             r"ignored_modules has 'inner', which is no Module.* model\.get_submodule\(",
@@ -398,7 +399,11 @@ def test_arguments_beside_the_configuration(arguments: dict[str, Any], words: st
             errors.PluginContractError,
             r"torch:dtype is no plugin .* Did you mean 'bf16'\?",
         ),
-        ({"policy": nn.Linear}, errors.ConfigError, r'is the class Linear, .* "classes": \[Linear\]'),
+        (
+            {"policy": nn.Linear},
+            errors.ConfigError,
+            "no function of a module: it is a class. For a unit of each module",
+        ),
         ({"policy": Answers}, errors.PluginContractError, "Answers is the class: pass an instance"),
         ({"policy": ModuleWrapPolicy([nn.Linear])}, errors.ConfigError, "missing a required argument: 'recurse'"),
     ],

@@ -146,8 +146,8 @@ def _offered(entry_points: EntryPoints, group: Group) -> list[Offer]:
         fault = ""
         if entry_point.dist is not None and not name:
             fault = (
-                f"{_broken_folder(entry_point.dist)} does not say of which distribution it is, as where an installation ended "
-                "early or goes on. Install the distribution anew, or remove what is left of it."
+                f"{_broken_folder(entry_point.dist)} does not say of which distribution it is, as where pip ended "
+                "early or is at work. Install the distribution anew, or remove what is left of it."
             )
         elif entry_point.pattern.match(entry_point.value) is None:
             fault = f"{entry_point.value!r} is no 'module:attribute'. Ask its author, or name another plugin."

@@ -109,10 +109,6 @@ class ChosenPlugins:
         resolved: registry.Resolved[Any] = registry.resolve(group, choice)
         return registry.construct(resolved, self.context)
 
-    def label_of(self, group: Group) -> str:
-        """The plugin of ``group``, for messages."""
-        return next(each.resolved.label for each in self.used if each.resolved.group is group)
-
     def summary(self) -> str:
         """All of them, in words."""
         return ", ".join(f"{each.resolved.group.value} {registry.used(each)}" for each in self.used)
@@ -246,20 +242,18 @@ def policy_choice(choice: PluginChoice) -> PluginChoice:
     # A function that answers for one module is the custom policy's.
     if isinstance(choice, (str, Mapping, WrapPolicy)) or not callable(choice):
         return choice
-    if isinstance(choice, type):
-        if not issubclass(choice, nn.Module):
-            return choice
+    if isinstance(choice, type) and issubclass(choice, WrapPolicy):
+        return choice
+    fault = "it is a class" if isinstance(choice, type) else ""
+    # Some callables written in C have no signature; the call itself will tell.
+    with suppress(ValueError):
+        try:
+            inspect.signature(choice).bind(None)
+        except TypeError as error:
+            fault = fault or str(error)
+    if fault:
         raise ConfigError(
-            f"policy is the class {choice.__name__}, of which modules are made. Write "
-            f'policy={{"name": "module_class", "classes": [{choice.__name__}]}} to make a unit of each of them.'
+            f"policy {choice!r} is no function of a module: {fault}. For a unit of each module of a class, and in the "
+            'place of torch\'s policies, write {"name": "module_class", "classes": [...]}.'
         )
-    try:
-        inspect.signature(choice).bind(None)
-    except TypeError as error:
-        raise ConfigError(
-            f"policy is a function that cannot be called with a module alone: {error}. Give a function of one module, "
-            'or, in the place of torch\'s own policies, such as {"name": "module_class", "classes": [...]}.'
-        ) from error
-    except ValueError:
-        pass  # Some callables written in C have no signature; the call itself will tell.
     return {"name": "custom", "fn": choice}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -119,7 +119,7 @@ def _refuse_types(request: Request) -> None:
         ("ignored_parameters", request.ignored_parameters, torch.Tensor),
     ):
         listed: Any = given
-        if isinstance(listed, nn.Module | torch.Tensor | str) or not isinstance(listed, Iterable):
+        if isinstance(listed, nn.Module | torch.Tensor | str) or not isinstance(listed, Collection):
             raise ConfigTypeError(f"{name} is a {type(listed).__name__}, no collection. Write {name}=[...].")
         for each in listed:
             if not isinstance(each, wanted):
@@ -194,7 +194,8 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     refuse_unable(plugins.caster, rank)
     warn = partial(warn_once, rank=rank)
     context = PolicyContext(request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, warn)
-    asked = f"plan() of {plugins.label_of(Group.POLICIES)}"
+    label = next(each.resolved.label for each in plugins.used if each.resolved.group is Group.POLICIES)
+    asked = f"plan() of {label}"
     with _unchanged(module, asked, rank):
         try:
             chosen = plugins.policy.plan(module, context)
