@@ -1,19 +1,18 @@
-"""Shards a PyTorch model's parameters, gradients and optimizer state over ranks. What teams differ in is a plugin.
+"""Shards a PyTorch model's parameters, gradients and optimizer state over ranks. What teams differ in is a plugin."""
 
-[Note: what is imported when]
-A package of plugins and a configuration need the contracts, the errors and the settings, so these are imported with
-polyshard. The rest, ten times as many modules, is imported with the first name that needs it.
-"""
+# [Note: what is imported when]
+# Everything is imported with the first name that needs it. The command's help needs neither torch nor what is here; a
+# package of plugins and a configuration need the contracts, the errors and the settings, and not the engine, which is
+# ten times as many modules.
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import errors, interfaces
 from ._version import __version__
-from .config import ShardConfig, Strategy
-from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from . import errors, interfaces
     from .api import (
         FullyShardedDataParallel,
         agree_on_use,
@@ -35,9 +34,11 @@ if TYPE_CHECKING:
         unsharded,
     )
     from .capture.step import CapturedStep, CaptureFallback, CaptureMode
+    from .config import ShardConfig, Strategy
     from .functions.lookup import Placement, as_dtensor, placement
     from .functions.memory import MemoryReport
     from .functions.torch_functions import exchanged_functions, restore_torch
+    from .hookspecs import hookimpl
     from .monitor import Straggler, Stragglers, check_replicas
     from .preemption import Preemption, random_states, restore_random_states, tell_failures
     from .registry import UsedPlugin
@@ -93,22 +94,26 @@ if not TYPE_CHECKING:
     # Hidden from type checkers, which would take any misspelt name for one that it answers.
     _NAMES = {
         "capture.step": ("CaptureFallback", "CaptureMode", "CapturedStep"),
+        "config": ("ShardConfig", "Strategy"),
         "functions.lookup": ("Placement", "as_dtensor", "placement"),
         "functions.memory": ("MemoryReport",),
         "functions.torch_functions": ("exchanged_functions", "restore_torch"),
+        "hookspecs": ("hookimpl",),
         "monitor": ("Straggler", "Stragglers", "check_replicas"),
         "preemption": ("Preemption", "random_states", "restore_random_states", "tell_failures"),
         "registry": ("UsedPlugin",),
         "state.streaming": ("load_stream", "stream"),
     }
     _HOME = {name: module for module, names in _NAMES.items() for name in names}
-    # Public modules that a program imports by their own names.
-    _MODULES = frozenset({"checkpoint", "hookspecs", "nested", "optim", "pipelining", "state"})
+    _MODULES = frozenset(
+        {"checkpoint", "config", "errors", "hookspecs", "interfaces", "nested", "optim", "pipelining", "state"}
+    )
 
     def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
         if name not in __all__:
-            remedy = f". Write 'import {__name__}.{name}'" if name in _MODULES else ""
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'api')}"), name)
         # Found without a call the next time.
         globals()[name] = value

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .config import ShardConfig
+from .config import ShardConfig, config_of
 from .errors import ConfigError, StateError
 from .functions.lookup import live_roots
 from .functions.memory import MemoryReport, memory_report
@@ -63,11 +63,11 @@ def shard(
         ShardingError: the model cannot be sharded so.
         RankMismatchError: another rank failed, or does something else.
 
-        On an error the model is as it was, on every rank. One that comes when parameters are cut already (out of
-        memory, a listener's ``after_shard``) leaves a model whose every use is refused with a ``StateError``.
+    On an error the model is as it was, on every rank. One that comes when parameters are cut already (out of memory, a
+    listener's ``after_shard``) leaves a model whose every use is refused with a ``StateError``.
     """
-    request = Request(model, config or ShardConfig(), initializer, ignored_modules, ignored_parameters, composes=False)
-    follow(shard_module(request))
+    config = config_of(config, "shard(model, config)")
+    follow(shard_module(Request(model, config, initializer, ignored_modules, ignored_parameters, composes=False)))
     return model
 
 
@@ -91,7 +91,7 @@ def fully_shard(
         ConfigError: ``config`` names a policy; here the caller chooses.
         AlreadyShardedError: ``module`` is sharded, or shares a parameter with a module that is.
     """
-    config = config or ShardConfig()
+    config = config_of(config, "fully_shard(module, config)")
     if config.policy != "never":
         raise ConfigError(
             f"fully_shard makes one unit of {type(module).__name__}, so policy={config.policy!r} has no meaning. "
@@ -472,9 +472,9 @@ def root_around(module: nn.Module, call: str) -> tuple[Root, nn.Module]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    # The wrapper holds the sharded module.
-    inner: nn.Module | None = model.__dict__.get("_modules", {}).get("module")
-    wraps = MODULE_STATE_ATTRIBUTE not in model.__dict__ and inner is not None
+    # The wrapper holds the sharded module. What is no module is refused by whoever looks inside.
+    inner: nn.Module | None = getattr(model, "_modules", {}).get("module")
+    wraps = inner is not None and MODULE_STATE_ATTRIBUTE not in model.__dict__
     return inner if inner is not None and wraps and MODULE_STATE_ATTRIBUTE in inner.__dict__ else model
 
 

@@ -9,8 +9,10 @@ wrong, where (fully-qualified name, rank), what to do.
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -259,9 +261,16 @@ def _rank_of_job() -> int:
 
 
 def words(error: BaseException) -> str:
-    """The type of ``error`` and what it says, for other ranks. Raises nothing."""
+    """The type of ``error``, what it says, and notes of it, for other ranks. Raises nothing."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     except Exception as failed:
         # The program's error is on its way, and another one must not take its place.
         return f"{type(error).__name__}, whose words cannot be told: its __str__ raised {type(failed).__name__}"
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """``" Did you mean 'x'?"`` for the known word nearest to ``word``, behind ``prefix``; case aside; or nothing."""
+    by_folded = {name.casefold(): name for name in known}
+    near = difflib.get_close_matches(word.casefold(), by_folded, n=1)
+    return f" Did you mean {prefix + by_folded[near[0]]!r}?" if near else ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 import torch
@@ -29,7 +30,7 @@ class Events:
     def __init__(self, listeners: Sequence[tuple[str, object]]) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
         self._manager.add_hookspecs(hookspecs)
-        self._hook_names = frozenset(hook for hook in dir(hookspecs) if hasattr(self._manager.hook, hook))
+        self._hook_names = frozenset(vars(self._manager.hook))
         #: Whether there are listeners at all.
         self.active = bool(listeners)
         given = [name for name, _ in listeners]
@@ -44,33 +45,33 @@ class Events:
         self.steps = any(hook.get_hookimpls() for hook in (self._manager.hook.step_begin, self._manager.hook.step_end))
 
     def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
-        self._manager.hook.before_shard(model=model, config=config)
+        self._call("before_shard", model=model, config=config)
 
     def after_shard(self, model: torch.nn.Module) -> None:
-        self._manager.hook.after_shard(model=model)
+        self._call("after_shard", model=model)
 
     def on_save(self, model: torch.nn.Module, path: Path | str) -> None:
-        self._manager.hook.on_save(model=model, path=path)
+        self._call("on_save", model=model, path=path)
 
     def on_load(self, model: torch.nn.Module, path: Path | str) -> None:
-        self._manager.hook.on_load(model=model, path=path)
+        self._call("on_load", model=model, path=path)
 
     def on_progress(self, model: torch.nn.Module, work: str, done: int, total: int) -> None:
         """``done`` of ``total`` bytes of ``work`` are written, or read."""
-        self._manager.hook.on_progress(model=model, work=work, done=done, total=total)
+        self._call("on_progress", model=model, work=work, done=done, total=total)
 
     def step_begin(self, model: torch.nn.Module) -> None:
-        self._manager.hook.step_begin(model=model)
+        self._call("step_begin", model=model)
 
     def step_end(self, model: torch.nn.Module) -> None:
-        self._manager.hook.step_end(model=model)
+        self._call("step_end", model=model)
 
     def observers(self, unit: UnitSpec) -> tuple[Observer, ...]:
         """What the listeners want to watch ``unit`` with, in the order of the listeners.
 
         Raises ``PluginContractError`` for an answer that is no ``Observer``.
         """
-        answers = tuple(self._manager.hook.make_observer(unit=unit))
+        answers = tuple(self._call("make_observer", unit=unit))
         for answer in answers:
             if not isinstance(answer, Observer):
                 asked = ", ".join(repr(each.plugin_name) for each in self._manager.hook.make_observer.get_hookimpls())
@@ -81,6 +82,19 @@ class Events:
                     f"for unit {unit.label!r}, which is no Observer: it lacks {', '.join(missing)}. Add the "
                     "methods, or return None."
                 )
+        return answers
+
+    def _call(self, hook: str, **arguments: Any) -> list[Any]:
+        caller = getattr(self._manager.hook, hook)
+        try:
+            answers: list[Any] = caller(**arguments)
+        except Exception as error:
+            # What a listener raises stays what it is, for whoever waits for it.
+            ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+            for each in caller.get_hookimpls():
+                if getattr(each.function, "__code__", None) in ran:
+                    error.add_note(f"Raised in the hook {hook} of listener {each.plugin_name!r}.")
+            raise
         return answers
 
     def _register(self, name: str, listener: object) -> None:

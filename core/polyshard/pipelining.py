@@ -7,14 +7,14 @@ backwards of several microbatches through it, and its gradients are reduced once
     schedule = Schedule1F1B(stage, 8, loss_fn=loss_fn)
     schedule.step(batch)
     clip_grad_norm_([stage], 1.0)
-
-[Note: gradients of a schedule]
-Backwards of a schedule keep their gradients whole on this rank, and add them up in the reduction dtype, as those inside
-of ``polyshard.no_sync`` do. Torch's schedules call ``perform_reduce_grad`` of a stage behind its last backward. That
-reduces the sums, so a unit takes part in one reduction a schedule, however many microbatches there are. The mean over
-microbatches is taken of what was reduced, and not of what ``.grad`` holds: gradients of an earlier schedule stay as
-they are.
 """
+
+# [Note: gradients of a schedule]
+# Backwards of a schedule keep their gradients whole on this rank, and add them up in the reduction dtype, as those
+# inside of ``polyshard.no_sync`` do. Torch's schedules call ``perform_reduce_grad`` of a stage behind its last
+# backward. That reduces the sums, so a unit takes part in one reduction a schedule, however many microbatches there
+# are. The mean over microbatches is taken of what was reduced, and not of what ``.grad`` holds: gradients of an
+# earlier schedule stay as they are.
 
 from __future__ import annotations
 

@@ -36,7 +36,6 @@ class Preemption:
                     polyshard.checkpoint.save(root, step + 1, model, optimizer)
                     sys.exit(preemption.exit_code)
 
-    [Note: agreement without waiting]
     What ranks know is summed up by a collective that is issued at one call of ``requested`` and read at the next one,
     when it has long ended: the host does not wait for it, and all ranks read the same at the same call. A signal is
     thus followed at the call behind the next exchange, at most ``every + 1`` calls after it came.

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import polyshard
 import pytest
 import torch
 from polyshard import ShardConfig, errors
-from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
+from polyshard.interfaces import PolicyContext, PrecisionCaster, UnitDtypes, UnitPlan, UnitSpec, WrapPolicy
+from polyshard_tools.explaining import explain
+from polyshard_tools.forecast import plan
 from refusal import Holder, Silent, Subclass, Tower, description, refused, silent
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 def test_each_error_is_also_the_builtin_that_fsdp_users_catch() -> None:
@@ -286,10 +290,136 @@ def test_a_policy_that_raises() -> None:
     def fails(root: nn.Module) -> NoReturn:
         raise ZeroDivisionError("in the user's own code")
 
-    refused(Tower(), silent(policy=Answers(fails)), ZeroDivisionError, "in the user's own code", twin=Tower())
+    words = ("plan() of plugin 'Answers' of polyshard.policies failed", "ZeroDivisionError: in the user's own code")
+    refused(Tower(), silent(policy=Answers(fails)), errors.PluginContractError, *words, twin=Tower())
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        (lambda root: root.__delattr__("inner"), "'inner'"),
+        (lambda root: root.register_parameter("more", nn.Parameter(torch.ones(2))), "'more'"),
+        (lambda root: root.register_buffer("mask", torch.ones(2)), "'mask'"),
+    ],
+)
+def test_a_policy_that_changes_the_model(change: Callable[[nn.Module], Any], changed: str) -> None:
+    def plans(root: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+        change(root)
+        return {}
+
+    with pytest.raises(errors.PluginContractError, match=rf"'Answers' .* changed the model \(rank 2\): {changed}"):
+        polyshard.shard(Tower(), silent(policy=Answers(plans))())
+
+
+def test_a_listener_that_changes_the_model() -> None:
+    class Widens:
+        @polyshard.hookimpl
+        def before_shard(self, model: nn.Module) -> None:
+            model.wide = nn.Linear(2, 2)
+
+    with pytest.raises(errors.PluginContractError, match=r"before_shard of a listener changed the model .*'wide'"):
+        polyshard.shard(Tower(), silent(listeners=[Widens()])())
+
+
+def test_what_else_a_plugin_raises_stays_what_it_is_with_a_note_of_the_plugin() -> None:
+    class Stops:
+        @polyshard.hookimpl
+        def step_end(self) -> None:
+            raise ZeroDivisionError("no step more")
+
+    class Doubts(PrecisionCaster):
+        def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+            raise ZeroDivisionError(unit.label)
+
+    fake = {"name": "fake", "world_size": 2}
+    model = polyshard.shard(Tower(), ShardConfig(collectives=fake, listeners=[Stops()]))
+    with pytest.raises(ZeroDivisionError, match="no step more") as caught:
+        model(torch.ones(2, 3)).sum().backward()
+    assert caught.value.__notes__ == ["Raised in the hook step_end of listener 'Stops'."]
+    with pytest.raises(ZeroDivisionError) as caught:
+        polyshard.shard(Tower(), ShardConfig(collectives=fake, precision=Doubts()))
+    (note,) = caught.value.__notes__
+    assert note.startswith("Raised in dtypes() of the plugin ")
+    # Ranks that wait are told of it, too.
+    assert errors.words(caught.value).endswith(f": (root) {note}")
+
+
+# Arguments of other types than those asked for.
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        (
+            {"strategy": "no_shard"},
+            r"not {'strategy': 'no_shard'}\. Write ShardConfig\.from_mapping\({'strategy': ",
+        ),
+        ("run.toml", r"not 'run\.toml'\. Write ShardConfig\.from_toml\('run\.toml'\)\.$"),
+        (Path("run.toml"), r"Write ShardConfig\.from_toml\('run\.toml'\)\.$"),
+        ("no_shard", r"Write ShardConfig\(strategy='no_shard'\)\.$"),
+        (ShardConfig, r"Write ShardConfig\(\), with the settings in it\.$"),
+        (nn.Linear(2, 2), "takes a ShardConfig, not a Linear"),
+    ],
+)
+def test_a_configuration_that_is_none(config: Any, remedy: str) -> None:
+    for call in (polyshard.shard, polyshard.fully_shard, polyshard.FullyShardedDataParallel):
+        with pytest.raises(errors.ConfigTypeError, match=remedy):
+            call(Tower(), config)
+    for look in (explain, plan):
+        with pytest.raises(errors.ConfigTypeError, match=remedy):
+            look(config, Tower(), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ignored_modules": nn.Linear(2, 2)}, "ignored_modules is a Linear, no collection"),
+        ({"ignored_modules": nn.Linear(2, 2).modules()}, "ignored_modules is a generator, no collection"),
+        (
+            {"ignored_modules": ["inner"]},
+            r"ignored_modules has 'inner', which is no Module.* model\.get_submodule\(",
+        ),
+        ({"ignored_parameters": ["weight"]}, r"ignored_parameters has 'weight', which .* model\.get_parameter\("),
+        ({"ignored_parameters": nn.Parameter(torch.ones(2))}, "ignored_parameters is a Parameter, no collection"),
+        ({"initializer": "normal"}, "initializer is 'normal', which cannot be called"),
+    ],
+)
+def test_arguments_beside_the_configuration(arguments: dict[str, Any], words: str) -> None:
+    model = Tower()
+    with pytest.raises(errors.ConfigTypeError, match=words):
+        polyshard.shard(model, silent()(), **arguments)
+    polyshard.shard(model, silent()())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        (
+            {"precision": torch.bfloat16},
+            errors.PluginContractError,
+            r"torch:dtype is no plugin .* Did you mean 'bf16'\?",
+        ),
+        (
+            {"policy": nn.Linear},
+            errors.ConfigError,
+            "no function of a module: it is a class. For a unit of each module",
+        ),
+        ({"policy": Answers}, errors.PluginContractError, "Answers is the class: pass an instance"),
+        ({"policy": ModuleWrapPolicy([nn.Linear])}, errors.ConfigError, "missing a required argument: 'recurse'"),
+    ],
+)
+def test_what_another_library_takes(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        polyshard.shard(Tower(), ShardConfig(collectives={"name": "fake", "world_size": 2}, **settings))
 
 
 # Ranks and devices.
+
+
+def test_a_device_that_is_not_there() -> None:
+    for device in ("cuda", "cuda:0", "mps") if not torch.accelerator.is_available() else ("mps",):
+        with pytest.raises(errors.DeviceError, match=rf"'{device}', but torch .* sees no .* devices here\. Set a"):
+            polyshard.shard(Tower(), ShardConfig(collectives={"name": "fake", "world_size": 2}, device=device))
 
 
 @pytest.mark.parametrize(

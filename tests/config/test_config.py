@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from polyshard.config import Origin, PluginSpec, ShardConfig, Strategy
-from polyshard.errors import ConfigError, PolyshardError
+from polyshard.errors import ConfigError, ConfigTypeError, PolyshardError
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 
 
 class FakeMesh:
@@ -152,6 +156,39 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
 def test_wrong_values_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ShardConfig(**settings)
+
+
+def test_a_keyword_that_is_no_setting_has_a_nearest_name() -> None:
+    words = r"^ShardConfig: unknown setting 'precison'\. Did you mean 'precision'\? Settings: collectives, precision, "
+    # Python's own error is a TypeError, and names none.
+    with pytest.raises(ConfigTypeError, match=words):
+        ShardConfig(precison="bf16")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=words):
+        dataclasses.replace(ShardConfig(), precison="bf16")  # type: ignore[call-arg]
+    # What helps a caller to write it has the names still.
+    assert list(inspect.signature(ShardConfig).parameters) == [each.name for each in dataclasses.fields(ShardConfig)]
+    assert inspect.signature(ShardConfig).parameters["precision"].default == "none"
+
+
+def test_torchs_own_strategies_have_a_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean 'shard_grad_op'\? There are: full_shard, "):
+        ShardConfig(strategy=ShardingStrategy.SHARD_GRAD_OP)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ShardConfig.from_toml({"shard": {}}), r"Write ShardConfig\.from_mapping\({'shard': {}}\)\."),
+        (lambda: ShardConfig.from_toml(None), r"reads a table of a file, not 'shard' of None\."),
+        (lambda: ShardConfig.from_toml("run.toml", None), "reads a table of a file, not None of 'run.toml'"),
+        (lambda: ShardConfig.from_mapping("run.toml"), r"no table of settings\. Write ShardConfig\.from_toml\('run"),
+        (lambda: ShardConfig.from_mapping({"shard": {"precision": "bf16"}}), r"Give the settings in it alone\."),
+        (lambda: ShardConfig(policy={nn.Linear}), r'Write {"name": "module_class", "classes": \[\.\.\.\]} for'),
+    ],
+)
+def test_what_is_no_table_or_no_file_is_told_the_call_that_takes_it(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
 
 
 @pytest.mark.parametrize(

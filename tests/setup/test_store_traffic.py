@@ -13,7 +13,7 @@ import polyshard
 import pytest
 import torch.distributed as dist
 from polyshard import ShardConfig, _torch_private
-from polyshard.errors import RankMismatchError
+from polyshard.errors import PluginContractError, RankMismatchError
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard.runtime.peers import Peers
 from polyshard.setup.agree import Report, StoreAgreement
@@ -151,8 +151,8 @@ def test_a_rank_asks_no_more_of_the_store_where_there_are_more_ranks(monkeypatch
     for traffic in found.values():
         require_little(traffic)
     most = [max(each.requests for each in traffic) for traffic in found.values()]
-    # Three agreements of five requests, and six more by the rank that comes last to all of them.
-    assert max(most) <= 3 * (5 + 6)
+    # Three agreements of five requests, one more at the beginning, and six more by the rank that comes last to all.
+    assert max(most) <= 1 + 3 * (5 + 6)
 
 
 def test_who_differs_is_told_to_all_in_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,16 +185,15 @@ class WordlessError(Exception):
         raise RuntimeError("no words")
 
 
-class Raising(WrapPolicy):
-    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        raise WordlessError
+def raising(module: nn.Module) -> None:
+    raise WordlessError
 
 
 def test_an_error_whose_words_cannot_be_had_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(rank: int) -> str:
-        changed = {"policy": Raising()} if rank == 1 else {}
+        initializer = raising if rank == 1 else lambda module: None
         with pytest.raises(WordlessError if rank == 1 else RankMismatchError) as caught:
-            polyshard.shard(nn.Linear(4, 4, device="meta"), replace(config(rank, 3, timeout_s=20), **changed))
+            polyshard.shard(nn.Linear(4, 4, device="meta"), config(rank, 3, timeout_s=20), initializer=initializer)
         return "" if rank == 1 else str(caught.value)
 
     first, _, last = [text for text, _ in on_fleet(3, body, monkeypatch)]
@@ -202,20 +201,79 @@ def test_an_error_whose_words_cannot_be_had_is_told_at_once(monkeypatch: pytest.
     assert last == first
 
 
+def layer() -> nn.Module:
+    return nn.Linear(4, 4, device="meta")
+
+
 @pytest.mark.slow
-def test_a_rank_that_comes_too_late_and_all_may_call_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = threading.Event()
+def test_a_rank_that_comes_late_meets_the_others_where_they_call_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = threading.Barrier(4)
+
+    def body(rank: int) -> list[str]:
+        texts = []
+        for _ in range(0 if rank == 2 else 2):
+            with pytest.raises(RankMismatchError) as caught:
+                polyshard.shard(layer(), config(rank, 4, timeout_s=0.3))
+            texts.append(str(caught.value))
+        given_up.wait(20)
+        # The first call of one rank, the third of the others; and then all are even.
+        for _ in range(2):
+            polyshard.shard(layer(), config(rank, 4, timeout_s=20))
+        return texts
+
+    with pytest.warns(UserWarning, match=r"^Rank 2 comes to shard its model after others gave up .* up to 20 s for"):
+        found = [texts for texts, _ in on_fleet(4, body, monkeypatch)]
+    assert found[0] == found[1] == found[3]
+    for text in found[0]:
+        assert text.startswith("Ranks [2] did not come to shard their model within 0.3 s, rank ")
+
+
+class Slow(WrapPolicy):
+    """Answers when the others have given up."""
+
+    def __init__(self, given_up: threading.Event, error: Exception | None = None) -> None:
+        self._given_up, self._error = given_up, error
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        self._given_up.wait(20)
+        if self._error is not None:
+            raise self._error
+        return {}
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_late_with_an_error_leaves_none_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = threading.Event()
+
+    def body(rank: int) -> None:
+        policy = Slow(given_up, ValueError("no file")) if rank == 2 else "never"
+        words = "no file" if rank == 2 else "did not come"
+        with pytest.raises(PluginContractError if rank == 2 else RankMismatchError, match=words):
+            polyshard.shard(layer(), replace(config(rank, 3, timeout_s=0.3), policy=policy))
+        given_up.set()
+        polyshard.shard(layer(), config(rank, 3, timeout_s=20))
+
+    on_fleet(3, body, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_behind_its_plan_raises_as_the_others_and_all_may_call_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_up = threading.Event()
 
     def body(rank: int) -> str:
-        if rank == 2:
-            late.wait(20)
+        def initializer(module: nn.Module) -> None:
+            if rank == 2:
+                given_up.wait(20)
+
         with pytest.raises(RankMismatchError) as caught:
-            polyshard.shard(nn.Linear(4, 4, device="meta"), config(rank, 4, timeout_s=1.0))
-        late.set()
-        polyshard.shard(nn.Linear(4, 4, device="meta"), config(rank, 4, timeout_s=20))
+            polyshard.shard(layer(), config(rank, 3, timeout_s=1), initializer=initializer)
+        given_up.set()
+        polyshard.shard(layer(), config(rank, 3, timeout_s=20))
         return str(caught.value)
 
-    texts = {text for text, _ in on_fleet(4, body, monkeypatch)}
+    texts = {text for text, _ in on_fleet(3, body, monkeypatch)}
     assert len(texts) == 1
     assert texts.pop().startswith("Ranks [2] did not come to shard their model within 1 s, rank ")
 
@@ -273,7 +331,7 @@ def test_what_some_ranks_share_costs_each_of_them_as_little_and_leaves_nothing()
                 found = hold(size)
                 assert {text for text, _ in found} == {""}
                 # Two more for each scope, and two for its first rank to take them back.
-                assert max(traffic.requests for _, traffic in found) <= 5 + 6 + 2 * (2 + 2)
+                assert max(traffic.requests for _, traffic in found) <= 6 + 6 + 2 * (2 + 2)
                 kept.append(stores[0]._store.num_keys())
             assert kept[0] == kept[2]
         texts = {text for text, _ in hold(16, odd=6)}

@@ -11,7 +11,11 @@ from pathlib import Path
 import polyshard
 import pytest
 from fake_distribution import install
-from polyshard_tools.cli import main
+from polyshard.interfaces import bytes_of
+from polyshard.pipelining import Gathers
+from polyshard_tools import doctor, forecast, scaffold
+from polyshard_tools.cli import main, parser
+from polyshard_tools.forecast import bench
 
 POLICY_SOURCE = """
 from polyshard.interfaces import WrapPolicy
@@ -86,6 +90,16 @@ def test_config_shows_settings_and_where_plugins_come_from(
         f"polyshard_backends.fake:FakeCollectives (polyshard {version})"
     ) in lines
     assert "strategy full_shard default" in lines
+    assert main(["config", str(file), "--json"]) == 0
+    rows = {row["setting"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["collectives"] == {
+        "setting": "collectives",
+        "value": {"name": "fake", "world_size": 1024},
+        "set by": f"[shard] of {file}; world_size: POLYSHARD_COLLECTIVES__WORLD_SIZE",
+        "found in": f"polyshard_backends.fake:FakeCollectives (polyshard {version})",
+    }
+    assert rows["strategy"] == {"setting": "strategy", "value": "full_shard", "set by": "default", "found in": ""}
+    assert [rows[name]["value"] for name in ("mesh", "listeners", "timeout_s")] == [None, [], 600.0]
 
 
 @pytest.mark.parametrize(
@@ -134,13 +148,25 @@ def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["plan", "--btach", "x"], "polyshard plan: the following arguments are required: --model."),
+        # A required option that was misspelt is not told of as missing.
+        (
+            ["plan", "run.toml", "--modle", "net:Net", "--world-size", "2"],
+            "polyshard plan: unrecognized arguments: --modle. Did you mean '--model'?",
+        ),
+        (["plan", "run.toml", "--batch=x"], "polyshard plan: the following arguments are required: --model."),
         (
             ["config", "run.toml", "--tabel", "train"],
-            "polyshard config: unrecognized arguments: --tabel train. Did you mean '--table'?",
+            "polyshard config: unrecognized arguments: --tabel. Did you mean '--table'?",
         ),
         (["config", "run.toml", "two.toml"], "polyshard config: unrecognized arguments: two.toml."),
-        (["explian"], "polyshard: argument command: invalid choice: 'explian'"),
+        (["explian"], "'trace', 'new'). Did you mean 'explain'? See polyshard --help."),
+        (
+            ["plugins", "lsit"],
+            "polyshard plugins: argument verb: invalid choice: 'lsit' (choose from 'list', 'check').",
+        ),
+        (["plugins", "chek", "x"], "Did you mean 'check'?"),
+        (["new", "polcy", "x"], "Did you mean 'policy'?"),
+        (["--versoin"], "polyshard: unrecognized arguments: --versoin. Did you mean '--version'?"),
         ([], "polyshard: the following arguments are required: command."),
         (["explain", "run.toml", "--model", "a:B", "--world-size", "two"], "--world-size: invalid int value: 'two'."),
     ],
@@ -155,6 +181,65 @@ def test_wrong_arguments_are_told_of_in_one_line(
     assert captured.out == ""
     assert line in captured.err
     assert captured.err.count("\n") == 1
+
+
+#: One for each command, and for those of the commands that have some.
+HELP = (
+    *(["--version"], ["--help"], ["plugins", "--help"], ["plugins", "list", "--help"], ["plugins", "check", "--help"]),
+    *([command, "--help"] for command in ("config", "explain", "plan", "bench-links", "doctor", "trace", "new")),
+)
+
+
+def test_help_and_the_version_wait_for_no_import_of_torch() -> None:
+    code = (
+        "import json, sys\nfrom polyshard_tools.cli import main\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    try: main(words)\n    except SystemExit as ended: assert not ended.code\n"
+        "print(sorted(set(sys.modules) & {'torch', 'numpy', 'stevedore', 'pluggy', 'polyshard.config'}))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(HELP)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("\n[]\n")
+    assert done.stdout.count("usage: polyshard") == len(HELP) - 1
+
+
+def test_help_names_what_there_is() -> None:
+    # They stand twice, since those that are looked up are beside what imports torch.
+    assert sorted(parser.DEVICES) == sorted(forecast.DEVICES)
+    assert sorted(parser.LINKS) == sorted(forecast.LINKS)
+    assert parser.OPTIMIZERS == forecast.OPTIMIZERS
+    assert tuple(each.value for each in forecast.Order) == parser.ORDERS
+    assert tuple(each.value for each in Gathers) == parser.GATHERS
+    assert tuple(each.value for each in scaffold.Kind) == parser.KINDS
+    assert parser.LIMIT_S == doctor.LIMIT_S
+    assert parser.ROUNDS == bench.ROUNDS
+    assert tuple(map(bytes_of, parser.SIZES.split(","))) == bench.SIZES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("polyshard pl", "plugins plan"),
+        ("polyshard explain run.toml --wor", "--world-size "),
+        ("polyshard plan run.toml --schedule ", "gpipe 1f1b interleaved_1f1b"),
+        ("polyshard new lay", "layout "),
+        ("polyshard config run", "run.toml "),
+    ],
+)
+def test_a_shell_completes_words(line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[shard]\n")
+    out = tmp_path / "words"
+    # As the function of the shell asks that register-python-argcomplete prints.
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " ", "_ARGCOMPLETE_STDOUT_FILENAME": f"{out}"}
+    environ = os.environ | asked | {"COMP_LINE": line, "COMP_POINT": f"{len(line)}", "COMP_TYPE": "9"}
+    # Where an import of torch would fail, so none is tried.
+    (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
+    environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "polyshard"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert out.read_text() == words
 
 
 def test_what_the_system_refuses_is_told_of_in_one_line(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from polyshard.errors import ConfigError
-from polyshard_tools.cli.shared import add_model_options, importing_beside, model_from, model_of
+from polyshard_tools.cli.parser import add_model_options
+from polyshard_tools.cli.shared import importing_beside, model_from, model_of
 from torch import nn
 
 SOURCE = """
@@ -84,6 +85,7 @@ def test_arguments_are_json(text: str) -> None:
     [
         ("models_of_a_user", "--model 'models_of_a_user' names no function. Write it as package.module:name"),
         (":Net", "names no function"),
+        ("a/models_of_a_user.py:Net", "names a file. Write its module: a.models_of_a_user:Net."),
         ("models_of_nobody:Net", "importing models_of_nobody raised ModuleNotFoundError.*looked for in /.*installed"),
         ("models_that_end:Net", "importing models_that_end raised SystemExit: no weights"),
         ("models_of_a_user:Nett", "models_of_a_user has no Nett. Did you mean 'Net'?"),

@@ -33,6 +33,21 @@ class Net(nn.Module):
             x = layer(x)
         return (x * scale).square().mean()
 
+class Logits(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+class Pair(Logits):
+    def forward(self, x):
+        x = super().forward(x)
+        return x, x.square().mean()
+
+class Loss(Pair):
+    def forward(self, x):
+        return super().forward(x)[1]
+
 def batch(samples):
     return {"x": torch.ones(samples, 64), "scale": 2.0}
 
@@ -87,6 +102,25 @@ def test_a_table_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["all_gather"][0] == rows["reduce_scatter"][0] == "4"
     assert "ms a step on h200: forward" in text
     assert "It fits:" in text
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_model_that_returns_logits_is_planned_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for name in ("Logits", "Pair", "Loss"):
+        asked = ["plan", "run.toml", "--model", f"plan_cli_net:{name}", "--world-size", "4", "--batch", "float32[8,64]"]
+        assert main([*asked, "--json"]) == 0
+        found[name] = told(capsys)
+        assert main([*asked, "--device-memory", "1 GiB"]) == 0
+        shown = capsys.readouterr().out
+        assert ("\nNote: The forward of Logits returned no loss, but a tensor of 2 dimensions" in shown) == (
+            name == "Logits"
+        )
+    (note,) = found["Logits"]["notes"]
+    assert note.endswith("memory and time, is beyond this plan. Plan a module whose forward returns the loss.")
+    # The loss behind logits, as many models return them, is that of the model that returns it alone.
+    assert found["Pair"]["notes"] == found["Loss"]["notes"] == []
+    assert found["Pair"]["saved_nbytes"] == found["Loss"]["saved_nbytes"] > found["Logits"]["saved_nbytes"]
 
 
 def test_units_over_dimensions_of_a_mesh(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

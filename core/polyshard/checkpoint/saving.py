@@ -102,8 +102,7 @@ def async_save(
     Returns:
         The pending save, to be asked by ``done()`` and ``result(timeout)``.
 
-    Raises:
-        As ``save``, but for what happens in the background.
+    Raises what ``save`` does, but for what happens in the background.
     """
     sharded = savable_model(model, "checkpoint.async_save()")
     with sharded.meeting("save of a checkpoint", (sharded.collectives,)):

@@ -61,8 +61,9 @@ def save_stages(
             which is saved.
         extra: As in ``save``; of the first rank.
 
+    Raises what ``save`` does, and:
+
     Raises:
-        As ``save``.
         ConfigError: two stages have a name; on all ranks. Or there are not as many optimizers as stages.
     """
     models = _models(stages, "checkpoint.save_stages()")
@@ -88,8 +89,7 @@ def async_save_stages(
     Returns:
         The pending save, to be asked by ``done()`` and ``result(timeout)``.
 
-    Raises:
-        As ``save_stages``, but for what happens in the background.
+    Raises what ``save_stages`` does, but for what happens in the background.
     """
     models = _models(stages, "checkpoint.async_save_stages()")
     with _everyone(models, group) as everyone:
@@ -115,8 +115,9 @@ def load_stages(
         optimizers: As in ``save_stages``; None leaves saved ones alone.
         frozen: As in ``load``.
 
+    Raises what ``load`` does, and:
+
     Raises:
-        As ``load``.
         ConfigError: no stage has something that the checkpoint holds; on all ranks.
     """
     models = _models(stages, "checkpoint.load_stages()")

@@ -1,8 +1,9 @@
 """Settings of sharding, and where each came from."""
 
+from ..errors import did_you_mean
 from .plugin_spec import GROUP_OF_SETTING, PluginChoice, PluginSpec
-from .shard_config import FILE_FIELDS, ShardConfig, Strategy
-from .sources import ENVIRONMENT_PREFIX, NO_SETTINGS, Origin, Source, did_you_mean
+from .shard_config import FILE_FIELDS, ShardConfig, Strategy, config_of
+from .sources import ENVIRONMENT_PREFIX, NO_SETTINGS, Origin, Source
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
@@ -15,5 +16,6 @@ __all__ = [
     "ShardConfig",
     "Source",
     "Strategy",
+    "config_of",
     "did_you_mean",
 ]

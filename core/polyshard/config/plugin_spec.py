@@ -76,7 +76,12 @@ class PluginSpec:
 def check_choice(field: str, choice: object) -> None:
     """Raise ``ConfigError`` where ``choice``, given for the setting ``field``, cannot stand for a plugin."""
     if choice is None or isinstance(choice, bool | int | float | bytes | list | tuple | set | frozenset):
-        raise ConfigError(f"{field} must be a plugin's name, a table with a name, or a plugin object, not {choice!r}.")
+        remedy = ""
+        if field == "policy" and isinstance(choice, list | tuple | set | frozenset) and choice:
+            remedy = ' Write {"name": "module_class", "classes": [...]} for classes of modules.'
+        raise ConfigError(
+            f"{field} must be a plugin's name, a table with a name, or a plugin object, not {choice!r}.{remedy}"
+        )
     try:
         PluginSpec.parse(choice)
     except ConfigError as error:

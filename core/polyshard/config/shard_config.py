@@ -7,15 +7,16 @@ import enum
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ConfigTypeError, did_you_mean
 from ..interfaces import bytes_of
 from .plugin_spec import GROUP_OF_SETTING, PluginChoice, check_choice
-from .sources import Origin, Source, Sources, did_you_mean, overridden, read_table, sources_in, variables
+from .sources import Origin, Source, Sources, overridden, read_table, sources_in, variables
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +56,8 @@ def _strategy_of(value: Strategy | str) -> Strategy:
     names = [strategy.value for strategy in Strategy]
     if isinstance(value, str) and value.casefold() in names:
         return Strategy(value.casefold())
-    suggestion = did_you_mean(value, names) if isinstance(value, str) else ""
+    # torch's own have the names of ours.
+    suggestion = did_you_mean(str(getattr(value, "name", value)), names)
     raise ConfigError(f"strategy {value!r} does not exist.{suggestion} There are: {', '.join(names)}.")
 
 
@@ -98,7 +100,9 @@ def _dimensions_of(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
         return None
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
     if not names or len(set(map(repr, names))) != len(names) or not all(isinstance(n, str) and n for n in names):
-        raise ConfigError(f"dimensions of a mesh are a name or several different ones, not {value!r}. Write 'dp'.")
+        # That of a file, [shard], with its name.
+        remedy = "Give the settings in it alone." if isinstance(value, Mapping) else "Write 'dp'."
+        raise ConfigError(f"dimensions of a mesh are a name or several different ones, not {value!r}. {remedy}")
     return names
 
 
@@ -129,6 +133,28 @@ class _Normalised(Generic[_Stored, _Accepted]):
         instance.__dict__[self._name] = self._convert(value)
 
 
+_Settings = TypeVar("_Settings")
+
+
+def _naming_the_nearest(cls: type[_Settings]) -> type[_Settings]:
+    """``cls``, a dataclass, which refuses a keyword that is none of its fields with the nearest one.
+
+    The error of the function that a dataclass has for its fields names none. This one keeps its signature.
+    """
+    init = cls.__init__
+
+    @wraps(init)
+    def checked(self: _Settings, *args: Any, **settings: Any) -> None:
+        for name in settings:
+            if name not in _fields():
+                raise ConfigTypeError(_unknown(name, cls.__name__, _fields()))
+        init(self, *args, **settings)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_naming_the_nearest
 @dataclass(frozen=True)
 class ShardConfig:
     """How a model is sharded. Validated when it is made; ``dataclasses.replace`` makes a changed copy.
@@ -315,6 +341,8 @@ class ShardConfig:
         ``source`` is where the table came from, for messages. Raises ``ConfigError`` for a key that does not exist and
         for a value that its setting cannot take.
         """
+        if not isinstance(mapping, Mapping):
+            raise ConfigTypeError(f"{source} is {mapping!r}, no table of settings.{_instead_of(mapping)}")
         return cls._from_table(mapping, sources_in(mapping, Source(Origin.CODE, source)), source)
 
     @classmethod
@@ -330,6 +358,10 @@ class ShardConfig:
         Raises ``ConfigError`` where the file cannot be read, has no such table, or holds a key or value that does not
         exist. For the names in ``environ`` see ``with_environment``.
         """
+        if not isinstance(path, str | os.PathLike) or not isinstance(table, str):
+            raise ConfigTypeError(
+                f"ShardConfig.from_toml reads a table of a file, not {table!r} of {path!r}.{_instead_of(path)}"
+            )
         settings, where = read_table(Path(path), table), f"[{table}] of {Path(path)}"
         # A wrong file is reported as such, before variables that may hide the mistake or be blamed for it.
         _refuse_unknown(settings, where)
@@ -407,10 +439,33 @@ def _refuse_unknown(table: Mapping[str, Any], where: str) -> None:
                 "mesh=mesh). Use shard_size here, or name its dimensions in shard."
             )
         if key not in FILE_FIELDS:
-            raise ConfigError(
-                f"{where}: unknown setting {str(key)!r}.{did_you_mean(str(key), FILE_FIELDS)} Settings: "
-                f"{', '.join(FILE_FIELDS)}."
-            )
+            raise ConfigError(_unknown(str(key), where, FILE_FIELDS))
+
+
+def _unknown(name: str, where: str, known: Iterable[str]) -> str:
+    return f"{where}: unknown setting {name!r}.{did_you_mean(name, known)} Settings: {', '.join(known)}."
+
+
+def config_of(config: ShardConfig | None, call: str) -> ShardConfig:
+    """``config``, which ``call`` was given; the defaults for None. Raises ConfigTypeError: it is a table, a path."""
+    if config is None:
+        return ShardConfig()
+    if not isinstance(config, ShardConfig):
+        given: object = config
+        shown = repr(given) if isinstance(given, Mapping | str | os.PathLike) else f"a {type(given).__name__}"
+        raise ConfigTypeError(f"{call} takes a ShardConfig, not {shown}.{_instead_of(given)}")
+    return config
+
+
+def _instead_of(value: object) -> str:
+    """The call that makes a configuration of ``value``, in a sentence; empty for none."""
+    if isinstance(value, Mapping):
+        return f" Write ShardConfig.from_mapping({value!r})."
+    if isinstance(value, str) and value in [strategy.value for strategy in Strategy]:
+        return f" Write ShardConfig(strategy={value!r})."
+    if isinstance(value, str | os.PathLike):
+        return f" Write ShardConfig.from_toml({os.fspath(value)!r})."
+    return " Write ShardConfig(), with the settings in it." if value is ShardConfig else ""
 
 
 def _quoted(names: Sequence[str]) -> str:

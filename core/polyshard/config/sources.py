@@ -1,16 +1,15 @@
-"""Sources of settings: a TOML file, variables of the environment, the program. Suggestions for misspelt names."""
+"""Sources of settings: a TOML file, variables of the environment, the program."""
 
 from __future__ import annotations
 
-import difflib
 import enum
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from ..interfaces.options import ALLOWED_PLUGINS, DISABLE_PLUGINS
 from .plugin_spec import GROUP_OF_SETTING
 
@@ -83,7 +82,8 @@ def read_table(file: Path, table: str) -> dict[str, Any]:
     if not isinstance(settings, dict):
         tables = [key for key, value in document.items() if isinstance(value, dict)]
         raise ConfigError(
-            f"{file} has no table [{table}].{did_you_mean(table, tables)} Its tables: {', '.join(tables) or 'none'}."
+            f"{file} has no table [{table}].{did_you_mean(table, tables)} Its tables: {', '.join(tables) or 'none'}. "
+            f"Write [{table}] above the settings, or name the table that has them."
         )
     return settings
 
@@ -187,10 +187,3 @@ def _toml_value(text: str) -> Any:
         return text
     # A line break could smuggle further keys in: such a text is not one value.
     return parsed["value"] if len(parsed) == 1 else text
-
-
-def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """``" Did you mean 'x'?"`` for the known word nearest to ``word``, behind ``prefix``; case aside; or nothing."""
-    by_folded = {name.casefold(): name for name in known}
-    near = difflib.get_close_matches(word.casefold(), by_folded, n=1)
-    return f" Did you mean {prefix + by_folded[near[0]]!r}?" if near else ""

@@ -16,7 +16,8 @@ import re
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, EntryPoints
 from typing import Any, cast
@@ -38,6 +39,8 @@ class Offer:
     entry_point: EntryPoint
     distribution: str
     version: str
+    fault: str = ""
+    """Why it cannot be imported, whatever is in its module; empty for no reason."""
 
     @property
     def name(self) -> str:
@@ -66,8 +69,11 @@ class _Scan:
 
     def __init__(self, places: object) -> None:
         self.places = places
-        # Python 3.11's annotation still names the class that 3.10 returned.
-        self.entry_points = cast("EntryPoints", importlib.metadata.entry_points())
+        try:
+            # Python 3.11's annotation still names the class that 3.10 returned.
+            self.entry_points = cast("EntryPoints", importlib.metadata.entry_points())
+        except Exception:
+            self.entry_points = EntryPoints(_readable_entry_points())
         self.offers: dict[Group, list[Offer]] = {}
 
 
@@ -85,10 +91,39 @@ def offers_of(group: Group) -> list[Offer]:
     return scan.offers[group]
 
 
+def _readable_entry_points() -> Iterator[EntryPoint]:
+    """What ``importlib.metadata.entry_points`` would list without the files for which it fails."""
+    seen = set()
+    for each in importlib.metadata.distributions():
+        name = normalised(name_and_version(each)[0])
+        # The first of a name on the path is the installed one.
+        if not name or name not in seen:
+            seen.add(name)
+            try:
+                yield from tuple(each.entry_points)
+            except Exception as error:
+                warnings.warn(
+                    f"The entry points of {_broken_folder(each)} cannot be read, so its plugins are not there: "
+                    f"{type(error).__name__}: {error}. Install the distribution anew, or remove what is left of it.",
+                    stacklevel=2,
+                )
+
+
+#: Folders of metadata that could not be read: pip may be about to end what it has begun there.
+_broken: dict[str, None] = {}
+
+
+def _broken_folder(distribution: Distribution) -> str:
+    # Nothing public tells where a distribution is that says nothing of itself.
+    folder = str(getattr(distribution, "_path", "an unknown place"))
+    _broken[folder] = None
+    return folder
+
+
 def _places() -> object:
-    """Other than before once a distribution was installed, removed or replaced."""
+    """Other than before once a distribution was installed, removed or replaced, or a broken one was changed."""
     folders = []
-    for path in sys.path:
+    for path in (*sys.path, *_broken):
         try:
             folders.append((path, os.stat(path or ".").st_mtime_ns))
         except OSError:
@@ -107,22 +142,35 @@ def _offered(entry_points: EntryPoints, group: Group) -> list[Offer]:
     for entry_point in entry_points.select(group=group.value):
         if id(entry_point.dist) not in origins:
             origins[id(entry_point.dist)] = name_and_version(entry_point.dist)
-        offer = Offer(entry_point, *origins[id(entry_point.dist)])
+        name, version = origins[id(entry_point.dist)]
+        fault = ""
+        if entry_point.dist is not None and not name:
+            fault = (
+                f"{_broken_folder(entry_point.dist)} does not say of which distribution it is, as where pip ended "
+                "early or is at work. Install the distribution anew, or remove what is left of it."
+            )
+        elif entry_point.pattern.match(entry_point.value) is None:
+            fault = f"{entry_point.value!r} is no 'module:attribute'. Ask its author, or name another plugin."
+        offer = Offer(entry_point, name, version, fault)
         found[offer.name, normalised(offer.distribution), offer.value] = offer
     return [found[key] for key in sorted(found)]
 
 
 def name_and_version(distribution: Distribution | None) -> tuple[str, str]:
-    """As its metadata say; both empty where there is no distribution."""
+    """As its metadata say; both empty where there is no distribution, or none that says its name."""
     if distribution is None:
         return "", ""
-    head = (distribution.read_text("METADATA") or "").partition("\n\n")[0]
-    # The headers alone: ``distribution.metadata`` parses the README as well, which takes twenty times as long.
-    fields = {key.lower(): value for key, value in _FIELD.findall(head)}
-    if fields.keys() >= {"name", "version"}:
-        return fields["name"], fields["version"]
-    metadata = distribution.metadata
-    return metadata["Name"], metadata["Version"]
+    try:
+        head = (distribution.read_text("METADATA") or "").partition("\n\n")[0]
+        # The headers alone: ``distribution.metadata`` parses the README as well, which takes twenty times as long.
+        fields = {key.lower(): value for key, value in _FIELD.findall(head)}
+        if fields.keys() >= {"name", "version"}:
+            return fields["name"], fields["version"]
+        metadata = distribution.metadata
+        return metadata["Name"] or "", metadata["Version"] or ""
+    # Whatever stands there, or does not: no reason to end a run that names other plugins.
+    except Exception:
+        return "", ""
 
 
 #: Headers of one line: a line that continues another begins with a blank.
@@ -148,6 +196,7 @@ def choose(group: Group, spec: PluginSpec) -> Offer:
     else:
         # Otherwise installing a package that offers "none" would end everybody's run with the default configuration.
         named = [offer for offer in named if offer.built_in] or named
+    named = [offer for offer in named if not offer.fault] or named
     if not named:
         raise PluginNotFoundError(_not_found(group, spec, offers))
     if len(named) > 1:
@@ -297,12 +346,14 @@ def installed(group: Group) -> tuple[Installed, ...]:
     found = []
     for offer in offers:
         refusal = permission.refusal(offer)
-        if refusal:
+        if offer.fault:
+            factory, state, error = None, PluginState.BROKEN, offer.fault
+        elif refusal:
             factory, state, error = None, PluginState.REFUSED, refusal
         else:
             factory, state, error = _loaded(group, offer)
         if state is PluginState.READY:
-            rivals = [each for each in offers if each.name == offer.name and each is not offer]
+            rivals = [each for each in offers if each.name == offer.name and each is not offer and not each.fault]
             state, error = _by_name(offer, rivals)
         found.append(
             Installed(
@@ -315,7 +366,7 @@ def installed(group: Group) -> tuple[Installed, ...]:
                 error=error,
                 editable=_editable_folder(offer.entry_point),
                 # Looking for a module's file imports the packages around it.
-                file="" if refusal else _file_of(factory, offer.entry_point),
+                file="" if refusal or offer.fault else _file_of(factory, offer.entry_point),
             )
         )
     return tuple(found)
@@ -374,11 +425,8 @@ def _location(module: str) -> str:
 
 def _editable_folder(entry_point: EntryPoint) -> str:
     """Folder of an editable install; empty for any other."""
-    text = entry_point.dist.read_text("direct_url.json") if entry_point.dist is not None else None
-    if not text:
-        return ""
     try:
-        record = json.loads(text)
+        record = json.loads(entry_point.dist.read_text("direct_url.json") or "") if entry_point.dist is not None else {}
         editable = bool(record["dir_info"].get("editable"))
         parts = urllib.parse.urlsplit(record["url"])
     except (KeyError, TypeError, AttributeError, ValueError):

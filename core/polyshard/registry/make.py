@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from typing import Any, Generic, Literal, TypeVar, cast, overload
 
+import torch
 from stevedore import DriverManager
 
 from ..config import PluginChoice, PluginSpec, did_you_mean
 from ..errors import ConfigError, PluginContractError, PluginLoadError, PluginRefusedError, PolyshardError, StateError
 from ..interfaces import Collectives, Group, Layout, OffloadManager, PluginContext, PrecisionCaster, WrapPolicy
 from .check import CONTRACTS, check_api_version, faults_of, instance_faults, qualified, refuse_faults
-from .find import Permission, choose
+from .find import Permission, choose, offers_of
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -143,6 +144,8 @@ def resolve(group: Group, choice: PluginChoice) -> Resolved[Any]:
     refusal = Permission.read().refusal(offer)
     if refusal:
         raise PluginRefusedError(f"{where} was not imported: {refusal}")
+    if offer.fault:
+        raise PluginLoadError(f"{where} cannot be imported: {offer.fault}")
     try:
         factory = _LiveDriverManager(group.value, spec.name, [offer.entry_point]).driver
     except KeyboardInterrupt:
@@ -182,6 +185,8 @@ def _given(group: Group, plugin: object) -> Resolved[Any]:
         hint = ""
         if isinstance(plugin, type) and issubclass(plugin, contract):
             hint = f" {plugin.__name__} is the class: pass an instance."
+        elif isinstance(plugin, torch.dtype):
+            hint = did_you_mean(str(plugin).removeprefix("torch."), (offer.name for offer in offers_of(group)))
         raise PluginContractError(
             f"an instance of {qualified(cls)} is no plugin of {group.value}.{hint} Give a name, a table with a name, "
             f"or an instance of polyshard.interfaces.{contract.__name__}."

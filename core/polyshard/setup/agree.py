@@ -6,6 +6,8 @@ import enum
 import hashlib
 import json
 import time
+import traceback
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,8 +18,9 @@ import torch
 
 from .. import _torch_private
 from ..config import ShardConfig
-from ..errors import RankMismatchError, words
-from ..interfaces import Collectives
+from ..errors import PolyshardError, RankMismatchError, words
+from ..interfaces import Collectives, Layout, OffloadManager, PrecisionCaster, WrapPolicy
+from ..planning.answers import plugin_name
 from ..planning.groups import group_of
 from ..runtime.peers import scope_of
 from .differences import Reported, message_of
@@ -70,6 +73,8 @@ class Agreement:
         _, self.process_group, _ = group_of(config)
         self._timeout = timedelta(seconds=config.timeout_s)
         self._checks = bool(config.check_ranks)
+        self._begun = False
+        """Whether ranks have compared anything."""
         #: The resolved backend; None until it is.
         self.collectives: Collectives | None = None
 
@@ -96,6 +101,7 @@ class Agreement:
             yield report
         except Exception as raised:
             error = raised
+            _note_plugin(raised)
         if self._checks and not self.alone:
             self._compare(report, error)
         if error is not None:
@@ -111,7 +117,8 @@ class Agreement:
         ranks = torch.distributed.get_process_group_ranks(group)
         exchange = StoreAgreement(store, ranks, torch.distributed.get_rank(), self._timeout)
         try:
-            exchange.arrive(report, error)
+            exchange.arrive(report, error, begins=not self._begun)
+            self._begun = True
             exchange.end()
         except torch.distributed.DistNetworkError as lost:
             if error is None:
@@ -156,10 +163,13 @@ class StoreAgreement:
     compare-and-set, too: it never changes, whenever a rank reads it, so all ranks end alike and their counts stay
     equal.
 
+    A rank that arrives where the others gave up waiting for it goes on to their next one, for which they call again.
+    Not in the middle of a call, whose other parts they have given up with it, nor with an error, which ends its call.
+
     Ranks that share more than all do, such as a part of a tensor, have a scope: for each of its own a rank compares one
     digest more, with a ``first`` of that scope.
 
-    That takes five requests a rank, two more for a scope, and a few hundred bytes, whatever the number of ranks. The
+    That takes six requests a rank, two more for a scope, and a few hundred bytes, whatever the number of ranks. The
     reports themselves are sent only where their digests differ, by one rank of each kind and of few kinds; the rank
     that set that verdict reads them and leaves the message that all ranks raise.
     """
@@ -183,8 +193,10 @@ class StoreAgreement:
         self._is_listed = False
         """Whether the others can read that this rank differs from the first one of a scope."""
 
-    def arrive(self, report: Report, error: Exception | None = None) -> None:
+    def arrive(self, report: Report, error: Exception | None = None, *, begins: bool = True) -> None:
         """Leave this rank's ``report``, or what went wrong on it, without waiting for others.
+
+        ``begins``: whether it is the first of a call.
 
         Raises torch.distributed.DistNetworkError: the store is gone.
         """
@@ -193,6 +205,8 @@ class StoreAgreement:
         self._deadline = time.monotonic() + self._timeout_s
         self._turn = self._store.add(f"{self._prefix}/turns/{self._rank}", 1)
         if error is None:
+            if begins:
+                self._pass_given_up()
             self._compare()
         else:
             # What explains a verdict is there before the verdict.
@@ -241,6 +255,18 @@ class StoreAgreement:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self._turn}/{name}"
+
+    def _pass_given_up(self) -> None:
+        """Go on to the first agreement in which the others have not given up waiting for this rank."""
+        missed = self._turn
+        while self._store.check([self._key("verdict")]) and self._get("verdict").startswith(_Verdict.ABSENT.value):
+            self._turn = self._store.add(f"{self._prefix}/turns/{self._rank}", 1)
+        if self._turn > missed:
+            warnings.warn(
+                f"Rank {self._rank} comes to shard its model after others gave up waiting for it. It waits up to "
+                f"{self._timeout_s:g} s for them to call again.",
+                stacklevel=2,
+            )
 
     def _compare(self) -> None:
         for scope, rows in self._report.by_scope().items():
@@ -391,6 +417,21 @@ class StoreAgreement:
                 if self._store.add(self._key("read"), 0) >= expected:
                     return
                 time.sleep(0.02)
+
+
+#: The classes of plugins whose methods a call runs; a listener's name is noted where its hooks are called.
+_PLUGINS = (Collectives, Layout, OffloadManager, PrecisionCaster, WrapPolicy)
+
+
+def _note_plugin(error: Exception) -> None:
+    """Note the plugin in whose method ``error`` was raised: other ranks see no traceback, and users know no files."""
+    if isinstance(error, PolyshardError):
+        return
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        plugin = frame.f_locals.get("self")
+        if isinstance(plugin, _PLUGINS):
+            error.add_note(f"Raised in {frame.f_code.co_name}() of the plugin {plugin_name(plugin)}.")
+            return
 
 
 def _through_collectives(collectives: Collectives, report: Report, error: Exception | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import nn
 
 from .. import registry
 from ..config import PluginChoice, ShardConfig
-from ..errors import DeviceError, WorldSizeError
+from ..errors import ConfigError, DeviceError, WorldSizeError
 from ..events import Events
 from ..interfaces import (
     Collectives,
@@ -48,6 +49,8 @@ def compute_device(
     """
     if config.device is not None:
         device = config.device
+        if index is None:
+            _refuse_absent(device)
     else:
         ignored = {inner for outer in ignored_modules for inner in outer.modules()}
         places = {
@@ -68,6 +71,19 @@ def compute_device(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     return device
+
+
+def _refuse_absent(device: torch.device) -> None:
+    """Raise DeviceError for a device of a kind that torch does not see here, or of which it sees fewer."""
+    if device.type in ("cpu", "meta"):
+        return
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
+    if (device.index or 0) >= count:
+        raise DeviceError(
+            f"device is '{device}', but torch {torch.__version__} sees {count or 'no'} {device.type} devices here. Set "
+            "another device, or leave it out: the model then computes where its parameters are."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,4 +242,18 @@ def policy_choice(choice: PluginChoice) -> PluginChoice:
     # A function that answers for one module is the custom policy's.
     if isinstance(choice, (str, Mapping, WrapPolicy)) or not callable(choice):
         return choice
+    if isinstance(choice, type) and issubclass(choice, WrapPolicy):
+        return choice
+    fault = "it is a class" if isinstance(choice, type) else ""
+    # Some callables written in C have no signature; the call itself will tell.
+    with suppress(ValueError):
+        try:
+            inspect.signature(choice).bind(None)
+        except TypeError as error:
+            fault = fault or str(error)
+    if fault:
+        raise ConfigError(
+            f"policy {choice!r} is no function of a module: {fault}. For a unit of each module of a class, and in the "
+            'place of torch\'s policies, write {"name": "module_class", "classes": [...]}.'
+        )
     return {"name": "custom", "fn": choice}

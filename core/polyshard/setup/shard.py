@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,18 @@ from .. import registry
 from .._torch_private import post_accumulate_grad_hooks
 from .._version import __version__
 from ..config import ShardConfig, Strategy
-from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMismatchError, UnsupportedError, warn_once
+from ..errors import (
+    AlreadyShardedError,
+    ConfigError,
+    ConfigTypeError,
+    ParameterError,
+    PluginContractError,
+    PolyshardError,
+    RankMismatchError,
+    UnsupportedError,
+    warn_once,
+    words,
+)
 from ..functions.lookup import live_roots
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
@@ -73,6 +84,7 @@ def shard_module(request: Request) -> Root:
     """
     agreement = Agreement(request.config)
     with agreement.phase() as report:
+        _refuse_types(request)
         plugins = choose_plugins(request, agreement)
         plan = plan_shards(request, plugins)
         _fill_in(report, plan, plugins, agreement)
@@ -100,6 +112,25 @@ def shard_module(request: Request) -> Root:
     return root
 
 
+def _refuse_types(request: Request) -> None:
+    """Raise ConfigTypeError for arguments of ``shard()`` that are none."""
+    for name, given, wanted in (
+        ("ignored_modules", request.ignored_modules, nn.Module),
+        ("ignored_parameters", request.ignored_parameters, torch.Tensor),
+    ):
+        listed: Any = given
+        if isinstance(listed, nn.Module | torch.Tensor | str) or not isinstance(listed, Collection):
+            raise ConfigTypeError(f"{name} is a {type(listed).__name__}, no collection. Write {name}=[...].")
+        for each in listed:
+            if not isinstance(each, wanted):
+                raise ConfigTypeError(
+                    f"{name} has {each!r}, which is no {wanted.__name__}. Give objects of the model, as "
+                    f"model.get_{'submodule' if wanted is nn.Module else 'parameter'}(name) finds them."
+                )
+    if request.initializer is not None and not callable(request.initializer):
+        raise ConfigTypeError(f"initializer is {request.initializer!r}, which cannot be called. Give a function.")
+
+
 def plan_shards(request: Request, plugins: ChosenPlugins) -> ShardPlan:
     """Everything about the sharded model that is known before it changes. Reads the model, takes no memory.
 
@@ -112,7 +143,8 @@ def plan_shards(request: Request, plugins: ChosenPlugins) -> ShardPlan:
     _refuse_unmeasured(config, ranks.strategy, plugins.context.device, collectives.rank)
     _warn_of_ignored(request, owners, collectives)
     if plugins.events.active:
-        plugins.events.before_shard(request.module, config)
+        with _unchanged(request.module, "before_shard of a listener", collectives.rank):
+            plugins.events.before_shard(request.module, config)
     return ShardPlan(
         request,
         ranks,
@@ -162,7 +194,17 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     refuse_unable(plugins.caster, rank)
     warn = partial(warn_once, rank=rank)
     context = PolicyContext(request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, warn)
-    chosen = plugins.policy.plan(module, context)
+    label = next(each.resolved.label for each in plugins.used if each.resolved.group is Group.POLICIES)
+    asked = f"plan() of {label}"
+    with _unchanged(module, asked, rank):
+        try:
+            chosen = plugins.policy.plan(module, context)
+        except (PolyshardError, KeyboardInterrupt):
+            raise
+        # SystemExit too: one rank would end in silence, and the others wait for it.
+        except BaseException as error:
+            what = f"{asked} failed for this {type(module).__name__} (rank {rank})"
+            raise PluginContractError(f"{what}: {words(error)}. Mend the policy, or what it is given.") from error
     names = {inner: name for name, inner in module.named_modules()}
     if isinstance(chosen, Mapping):
         alone = {
@@ -182,6 +224,33 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
         refuse_uninitializable(owners, inside, request.initializer, rank)
     _refuse_irreducible(owners, plugins.collectives)
     return owners
+
+
+@contextmanager
+def _unchanged(model: nn.Module, asked: str, rank: int) -> Iterator[None]:
+    """Raise PluginContractError where ``model`` has other modules, parameters or buffers behind the body than before.
+
+    ``asked``: what the body calls.
+    """
+    before = _parts_of(model)
+    yield
+    after = _parts_of(model)
+    changed = [name for name in before | after if before.get(name, model) is not after.get(name, model)]
+    if changed:
+        raise PluginContractError(
+            f"{asked} changed the model (rank {rank}): {', '.join(map(repr, changed[:8]))}, {len(changed)} in all, are "
+            "gone, new or replaced. It is asked how to shard the model; let the program change it before that."
+        )
+
+
+def _parts_of(model: nn.Module) -> dict[str, object]:
+    """Modules, parameters and buffers inside ``model`` by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: each
+        for prefix, module in model.named_modules()
+        for known in (module._modules, module._parameters, module._buffers)
+        for name, each in known.items()
+    }
 
 
 def _plan_units(

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command ``polyshard``: one module for each of its commands, and ``main``, which puts them together."""
 
 from __future__ import annotations

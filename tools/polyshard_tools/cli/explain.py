@@ -22,10 +22,6 @@ from ..explaining.explanation import folded, plain
 from ..explaining.picture import draw
 from ..pictures import require_drawable
 from .shared import (
-    Commands,
-    add_file_options,
-    add_model_options,
-    add_ranks_options,
     config_of,
     importing_beside,
     model_of,
@@ -36,21 +32,7 @@ from .shared import (
 _CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
 
 
-def add_explain(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "explain", help="say which plugins serve a model, who chose them, and what its units are; needs no GPU"
-    )
-    add_file_options(parser)
-    add_model_options(parser)
-    add_ranks_options(parser)
-    parser.add_argument("--device", help="where ranks compute, for example cuda (default: as FILE says)")
-    parser.add_argument("--all", action="store_true", help="a line for each unit, equal ones too")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--picture", metavar="FILE", help="draw units, sizes and ranks, as .svg, .png or .pdf")
-    parser.set_defaults(run=_explain)
-
-
-def _explain(arguments: argparse.Namespace) -> int:
+def explain_model(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         require_drawable(arguments.picture)
     config, world_size = config_of(arguments)
@@ -161,26 +143,24 @@ def _value(value: Any) -> str:
     return str(value) if isinstance(value, torch.device) else str(plain(value))
 
 
-def add_config(commands: Commands) -> None:
-    config = commands.add_parser("config", help="show the settings that a TOML file and the environment give")
-    add_file_options(config)
-    config.set_defaults(run=_show)
-
-
-def _show(arguments: argparse.Namespace) -> int:
+def show_config(arguments: argparse.Namespace) -> int:
     config = ShardConfig.from_toml(arguments.file, arguments.table)
-    rows: list[tuple[str, ...]] = [("setting", "value", "set by", "found in")]
+    rows: list[tuple[str, Any, str, str]] = []
     with importing_beside(arguments.file):
         for field in dataclasses.fields(config):
             name, value = field.name, getattr(config, field.name)
             set_by = _set_by(config, name)
             if name in GROUP_OF_SETTING:
-                rows.append((name, _choice(value), set_by, _found_in(GROUP_OF_SETTING[name], value)))
+                rows.append((name, value, set_by, _found_in(GROUP_OF_SETTING[name], value)))
             elif name == "listeners" and value:
-                rows += [(name, _choice(each), set_by, _found_in(Group.PLUGINS, each)) for each in value]
+                rows += [(name, each, set_by, _found_in(Group.PLUGINS, each)) for each in value]
             else:
-                rows.append((name, _choice(value), set_by, ""))
-    print_table(rows)
+                rows.append((name, value, set_by, ""))
+    header = ("setting", "value", "set by", "found in")
+    if arguments.json:
+        print(json.dumps([dict(zip(header, map(plain, row), strict=True)) for row in rows], indent=2))
+    else:
+        print_table([header, *((name, _choice(value), *rest) for name, value, *rest in rows)])
     return 0
 
 

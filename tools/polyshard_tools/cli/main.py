@@ -7,42 +7,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import NoReturn
 
-from polyshard import registry
-from polyshard._version import __version__
-from polyshard.config import did_you_mean
 from polyshard.errors import PolyshardError
-from polyshard.interfaces import Group
 
-from .. import doctor
-from ..scaffold import Kind, write_plugin
-from .explain import add_config, add_explain
-from .plan import add_bench_links, add_plan
-from .plugins import add_plugins
-from .shared import Commands
-
-_NEW = """\
-Write a small plugin that works, its test and its entry point, for you to change. A FOLDER that is not there becomes a
-package of that name; a package that is there gets one plugin more. Without --into, the package that you are in does, if
-it has plugins of polyshard; otherwise a new folder polyshard-NAME is made."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, without the usage: that has dozens of lines, and scrolls the error away."""
-
-    def error(self, message: str) -> NoReturn:
-        stop = "" if message.endswith("?") else "."
-        self.exit(2, f"{self.prog}: {message.removesuffix('.')}{stop} See {self.prog} --help.\n")
-
-
-def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """End for arguments that the command of ``parser`` does not have."""
-    near = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}.{near}")
+from .parser import command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,18 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0; 2 where a configuration, a file or a plugin that it names is wrong; others are the
     command's own. Ends the process with 2 for arguments that there are not.
     """
-    parser: argparse.ArgumentParser = _Parser(
-        prog="polyshard", description="What is installed, what a configuration means, and what it would cost."
-    )
-    parser.add_argument("--version", action="version", version=f"polyshard {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_plugins, add_config, add_explain, add_plan, add_bench_links, _add_doctor, _add_trace, _add_new):
-        add(commands)
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        _refuse(commands.choices[arguments.command], unknown)
+    parser = command_line()
+    # Of a shell that wants to complete a word; this then ends the process.
+    if "_ARGCOMPLETE" in os.environ:
+        with suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
+    arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        code: int = arguments.run(arguments)
+        code = _command(arguments.command)(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has enough, ``head`` for one. The interpreter would flush the rest at its end, and complain.
@@ -75,33 +43,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _add_doctor(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="look for what keeps polyshard from working, or from working fast, on this machine",
-        description="Versions, devices, links, environment variables, plugins, limits, and a short training run. The "
-        "exit code is 1 where there is a problem.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--no-trial", action="store_true", help="leave out the training run, which starts processes")
-    parser.add_argument(
-        "--limit",
-        type=_seconds,
-        default=doctor.LIMIT_S,
-        metavar="SECONDS",
-        help="end the training run after so long (default: %(default)g)",
-    )
-    parser.set_defaults(run=_doctor)
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 1 <= float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number of 1 or more, not {text!r}")
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """The function of a command. What it needs is imported with it: of most, torch."""
+    match name:
+        case "plugins":
+            from .plugins import list_or_check as command
+        case "config":
+            from .explain import show_config as command
+        case "explain":
+            from .explain import explain_model as command
+        case "plan":
+            from .plan import plan_step as command
+        case "bench-links":
+            from .plan import bench_links as command
+        case _:
+            command = {"doctor": _doctor, "trace": _trace, "new": _new}[name]
+    return command
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    from polyshard import registry
+    from polyshard.interfaces import Group
+
+    from .. import doctor
+
     machine = doctor.read_machine(dict(os.environ))
     installed = [plugin for group in Group for plugin in registry.installed(group)]
     sections = [
@@ -120,21 +85,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 1 if report.level is doctor.Level.PROBLEM else 0
 
 
-def _add_trace(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "trace",
-        help="say what a device's time in a profiled step goes to, and what to change first",
-        description="Reads a file of torch.profiler's export_chrome_trace(), of one step with ProfilerActivity.CUDA, "
-        "and prints the time of its kernels by what they compute. Times add up: where several kernels run, the first "
-        "kind counts.",
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the trace, .json or .json.gz")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=_trace)
-
-
 def _trace(arguments: argparse.Namespace) -> int:
-    # Here, since other commands need no plugin's package.
     from polyshard_plugins.trace_kernels import kernel_table, read_kernels
 
     found = kernel_table(read_kernels(arguments.file))
@@ -146,21 +97,9 @@ def _trace(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_new(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "new",
-        help="write a package with a plugin of your own",
-        description=_NEW,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    kinds = [kind.value for kind in Kind]
-    parser.add_argument("kind", metavar="KIND", choices=kinds, help=f"what the plugin is for: {', '.join(kinds)}")
-    parser.add_argument("name", metavar="NAME", help="what a configuration calls it: lower-case words and underscores")
-    parser.add_argument("--into", type=Path, metavar="FOLDER", help="the package's folder")
-    parser.set_defaults(run=_new)
-
-
 def _new(arguments: argparse.Namespace) -> int:
+    from ..scaffold import Kind, write_plugin
+
     written = write_plugin(Kind(arguments.kind), arguments.name, arguments.into)
     for path in written.added:
         print(f"wrote    {written.folder / path}")

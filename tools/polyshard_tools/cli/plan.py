@@ -19,9 +19,6 @@ from polyshard.interfaces import Collectives, Group, PluginContext, bytes_of
 from polyshard.pipelining import Gathers
 
 from ..forecast import (
-    DEVICES,
-    LINKS,
-    OPTIMIZERS,
     BatchMaker,
     Kind,
     OptimizerModel,
@@ -38,14 +35,12 @@ from ..forecast import (
     plan,
     plan_pipeline,
 )
-from ..forecast.bench import ROUNDS, SIZES, bench_machine
+from ..forecast.bench import bench_machine
 from ..forecast.plan import draw
 from ..forecast.timing import LinkModel
 from ..pictures import require_drawable
+from .parser import LAUNCH
 from .shared import (
-    Commands,
-    add_model_options,
-    add_ranks_options,
     config_of,
     function_at,
     importing_beside,
@@ -54,78 +49,9 @@ from .shared import (
     shown_progress,
 )
 
-_LAUNCH = "torchrun --standalone --nproc-per-node 2 -m polyshard bench-links --out links.json"
 #: Exit code of a step that does not fit.
 DOES_NOT_FIT = 3
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-
-
-def add_plan(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="what a training step would take: memory, bytes between ranks, time",
-        description=(
-            "Run one step of the model on the meta device, which needs neither a GPU nor memory, and say what rank 0 "
-            "would hold, send and wait for. Exits with 3 where it does not fit."
-        ),
-    )
-    parser.add_argument("file", metavar="CONFIG", help="the TOML file")
-    parser.add_argument("--table", default="shard", help="the table in it (default: %(default)s)")
-    add_model_options(parser)
-    add_ranks_options(parser)
-    _add_pipeline_options(parser)
-    parser.add_argument(
-        "--batch",
-        metavar="SHAPES|PKG:FUNCTION",
-        help="what the forward takes: tensors as 'int64[8,1024] labels=int64[8,1024]', whose first sizes count "
-        "samples, or a function of the number of samples; without it activations are not counted",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="samples of one rank (default: as in the shapes, or 1)"
-    )
-    parser.add_argument(
-        "--microbatches",
-        type=int,
-        default=1,
-        metavar="N",
-        help="forwards and backwards of a step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--optimizer",
-        default="adamw",
-        metavar="NAME|PKG:FUNCTION",
-        help=f"{', '.join(OPTIMIZERS)}, or a function of a list of parameters (default: %(default)s, which is fused)",
-    )
-    device = parser.add_mutually_exclusive_group()
-    device.add_argument("--device", metavar="NAME", help=f"its memory and rates: {', '.join(sorted(DEVICES))}")
-    device.add_argument("--device-memory", metavar="BYTES", help="its memory alone, such as '80 GiB'; nothing is timed")
-    parser.add_argument(
-        "--links",
-        metavar="NAME|FILE",
-        help=f"{', '.join(sorted(LINKS))}, or what bench-links wrote (default: the device's)",
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON, in bytes and seconds")
-    parser.add_argument(
-        "--picture", metavar="FILE", help="draw memory and streams over the step, as .svg, .png or .pdf"
-    )
-    parser.set_defaults(run=_plan)
-
-
-def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "pipelines",
-        "The factory of the model is called with the number of a stage and how many there are, and then with "
-        "--model-args. --batch is one microbatch; its keywords are the last stage's.",
-    )
-    group.add_argument("--schedule", choices=[each.value for each in Order], help="of stages over several ranks")
-    group.add_argument("--pp", type=int, metavar="N", help="so many; or 'pp=N' in --mesh, outermost")
-    group.add_argument("--pp-stages", type=int, default=1, metavar="N", help="stages of a rank (default: %(default)s)")
-    group.add_argument(
-        "--gathers",
-        choices=[each.value for each in Gathers],
-        default=Gathers.SCHEDULE.value,
-        help="how often parameters are gathered (default: once a %(default)s)",
-    )
 
 
 def _pipeline_of(arguments: argparse.Namespace) -> Pipeline | None:
@@ -152,7 +78,7 @@ def _pipeline_of(arguments: argparse.Namespace) -> Pipeline | None:
     return found
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def plan_step(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         require_drawable(arguments.picture)
         if not arguments.batch:
@@ -359,32 +285,12 @@ def _shown(nbytes: int) -> str:
     return f"{nbytes / size:.2f} {unit}"
 
 
-def add_bench_links(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "bench-links",
-        help="measure latency and bandwidth of gathers and reductions, for plan",
-        description=f"Every rank runs it: {_LAUNCH}",
-    )
-    parser.add_argument("--out", metavar="FILE", help="write the links there, from rank 0")
-    parser.add_argument("--collectives", default="auto", metavar="NAME", help="which to time (default: %(default)s)")
-    parser.add_argument(
-        "--sizes",
-        default=",".join(str(size) for size in SIZES),
-        metavar="BYTES,...",
-        help="of whole buffers, such as '1 MiB,16 MiB' (default: 1 MiB to 256 MiB)",
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each size (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--name", default="measured", help="what to call them (default: %(default)s)")
-    parser.set_defaults(run=_bench)
-
-
-def _bench(arguments: argparse.Namespace) -> int:
+def bench_links(arguments: argparse.Namespace) -> int:
     sizes = _sizes_of(arguments.sizes)
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds is {arguments.rounds}; give 1 or more.")
     if "RANK" not in os.environ:
-        raise ConfigError(f"bench-links times several ranks, and this is one process. Start them together: {_LAUNCH}")
+        raise ConfigError(f"bench-links times several ranks, and this is one process. Start them together: {LAUNCH}")
     if arguments.out and not Path(arguments.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {arguments.out!r}: there is no such folder.")
     ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))

@@ -36,7 +36,7 @@ from polyshard.errors import (
 from polyshard.interfaces import Group
 from polyshard.registry.find import normalised, offers_of
 
-from .shared import Commands, print_table
+from .shared import print_table
 
 if TYPE_CHECKING:
     from polyshard_testing.check_process import Outcome
@@ -56,15 +56,8 @@ _GIVEN_BY_RANK = ("rank", "world_size")
 _MIXED_IN = {Group.COLLECTIVES: "InstalledCollectives", Group.POLICIES: "InstalledPolicy"}
 
 
-def add_plugins(commands: Commands) -> None:
-    plugins = commands.add_parser("plugins", help="list the installed plugins and whether they can be used; check one")
-    verbs = plugins.add_subparsers(dest="verb")
-    plugins.set_defaults(run=_list, group=None, json=False)
-    listing = verbs.add_parser("list", help="list them")
-    listing.add_argument("group", nargs="?", metavar="GROUP", help="one group only, for example collectives")
-    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    listing.set_defaults(run=_list)
-    _add_check(verbs)
+def list_or_check(arguments: argparse.Namespace) -> int:
+    return _check(arguments) if arguments.verb == "check" else _list(arguments)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -82,7 +75,7 @@ def _list(arguments: argparse.Namespace) -> int:
     print_table([header, *rows])
     for plugin in plugins:
         if plugin.error:
-            print(f"\n{plugin.group.value} {plugin.name} ({plugin.distribution}): {plugin.error}")
+            print(f"\n{plugin.group.value} {plugin.name} ({plugin.distribution or 'unnamed'}): {plugin.error}")
     for folder in dict.fromkeys(plugin.editable for plugin in plugins if plugin.editable):
         print(f"\neditable install: {folder}")
     return 0
@@ -95,28 +88,6 @@ def group_named(name: str) -> Group:
     if key not in short:
         raise ConfigError(f"no plugin group is named {name!r}.{did_you_mean(key, short)} Groups: {', '.join(short)}.")
     return short[key]
-
-
-def _add_check(verbs: Commands) -> None:
-    check = verbs.add_parser(
-        "check",
-        help="run the tests of its contract on one",
-        description="Runs the conformance suite of its group on an installed plugin, on the CPU and, where there is "
-        "one, a CUDA device. Exit code: 0 where every rule holds, 1 where one does not, 2 where the plugin "
-        "cannot be used.",
-    )
-    check.add_argument("name", metavar="NAME", help='its name, or "distribution:name"')
-    check.add_argument("--group", help="its group, for example offload, where several have the name")
-    check.add_argument("--options", default="{}", metavar="TABLE", help="its options, for example '{folder = \".\"}'")
-    check.add_argument(
-        "--suite", default="{}", metavar="TABLE", help="attributes of the suite, for example '{wire_tolerance = 0.01}'"
-    )
-    check.add_argument("--model", default="", metavar="PKG:FACTORY", help="builds the model that a policy is to plan")
-    check.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds until the suite must have ended"
-    )
-    check.add_argument("--json", action="store_true", help="print JSON instead of text")
-    check.set_defaults(run=_check)
 
 
 def _check(arguments: argparse.Namespace) -> int:

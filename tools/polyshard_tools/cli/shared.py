@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from polyshard.config import ShardConfig, did_you_mean
@@ -20,42 +20,6 @@ from polyshard.errors import ConfigError
 from polyshard.io.progress import reporting_progress
 from polyshard.planning.meshes import WorldMesh
 from torch import nn
-
-if TYPE_CHECKING:
-    #: The result of ``ArgumentParser.add_subparsers``.
-    Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
-else:
-    Commands = Any
-
-
-def add_file_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``FILE`` and ``--table``, for ``ShardConfig.from_toml``."""
-    parser.add_argument("file", metavar="FILE", help="the TOML file")
-    parser.add_argument("--table", default="shard", help="the table in it (default: %(default)s)")
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` and ``--model-args``, which ``model_of`` reads."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="PKG:FACTORY",
-        help="the class of the model, or a function that returns it; found from the working directory",
-    )
-    parser.add_argument(
-        "--model-args", metavar="JSON", help="its arguments: an object of keywords, or a list (default: none)"
-    )
-
-
-def add_ranks_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--world-size`` and ``--mesh``, which ``config_of`` reads."""
-    ranks = parser.add_mutually_exclusive_group(required=True)
-    ranks.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
-    ranks.add_argument(
-        "--mesh",
-        metavar="NAME=N,...",
-        help="their mesh instead: sizes of its dimensions, as dp=4,tp=2, outermost first",
-    )
 
 
 def config_of(arguments: argparse.Namespace) -> tuple[ShardConfig, int]:
@@ -129,6 +93,9 @@ def function_at(reference: str, option: str) -> Callable[..., Any]:
     module_name, _, path = reference.partition(":")
     if not (module_name and path):
         raise ConfigError(f"{option} {reference!r} names no function. Write it as package.module:name.")
+    if module_name.endswith(".py"):
+        written = module_name.removesuffix(".py").replace("/", ".")
+        raise ConfigError(f"{option} {reference!r} names a file. Write its module: {written}:{path}.")
     try:
         found: Any = importlib.import_module(module_name)
     except KeyboardInterrupt:

@@ -93,7 +93,8 @@ def _installed(requirements: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for name in asked:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name.lower().replace("_", "-")] = importlib.metadata.version(name)
+            # None of what pip left half removed.
+            found[name.lower().replace("_", "-")] = importlib.metadata.version(name) or "unknown"
     return found
 
 

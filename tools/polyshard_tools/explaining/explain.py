@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from polyshard import registry
-from polyshard.config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
+from polyshard.config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source, config_of
 from polyshard.errors import (
     CollectiveError,
     ConfigTypeError,
@@ -76,6 +76,7 @@ def explain(
         raise WorldSizeError(
             f"there is no world of {world_size!r} ranks. Give their number, 1 or more, and at most {MOST_RANKS}."
         )
+    config = config_of(config, "explain(config, model, ...)")
     placed = config if device is None else dataclasses.replace(config, device=device)
     # The current one of this process would have to be asked of CUDA, which takes memory on a device.
     computes = compute_device(placed, model, ignored_modules, index=0)

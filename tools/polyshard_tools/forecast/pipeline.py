@@ -200,8 +200,7 @@ def plan_pipeline(
         links: as in ``plan``; ranks of one stage are neighbours.
         largest: also find the largest number of samples that fits.
 
-    Raises:
-        As ``plan``.
+    Raises what ``plan`` does.
     """
     if world_size % pipeline.ranks:
         raise ConfigError(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from polyshard.api import no_sync, shard
-from polyshard.config import PluginSpec, ShardConfig
+from polyshard.config import PluginSpec, ShardConfig, config_of
 from polyshard.errors import ConfigError, PolyshardError, UnsupportedError
 from polyshard.inspect import ShardedModel, ShardedUnit, is_dtensor, outermost_model
 from polyshard.interfaces import (
@@ -82,6 +82,7 @@ class TracedModel:
             raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
         self.recorder: StepRecorder = StepRecorder() if beside is None else beside.recorder
         self.notes: list[str] = []
+        config = config_of(config, "plan(config, model, ...)")
         sizes = _sizes_of(config.mesh, world_size)
         collectives = RecordedCollectives(self.recorder, range(world_size), sizes)
         _refuse_other_job(model, world_size)
@@ -193,6 +194,13 @@ class TracedModel:
         name = type(self.model).__name__
         if ends:
             output = _loss_of(output, name)
+            if output.numel() != 1:
+                self._note(
+                    f"The forward of {name} returned no loss, but a tensor of {output.ndim} dimensions: its sum was "
+                    "planned in the place of a loss. What a loss outside of it takes, memory and time, is beyond this "
+                    "plan. Plan a module whose forward returns the loss."
+                )
+            output = output.sum() if output.ndim else output
         elif not isinstance(output, torch.Tensor):
             raise ConfigError(
                 f"the forward of {name} returned {type(output).__name__}, and is no last stage. Let it return the "
@@ -265,7 +273,7 @@ def _untraceable(what: str, model: nn.Module, error: Exception) -> UnsupportedEr
 
 
 def _loss_of(output: Any, model: str) -> torch.Tensor:
-    """The loss in a forward's output: itself, its ``loss``, or its first value; summed where it has elements."""
+    """The loss in a forward's output: itself, its ``loss``, or its first value that is a number; else the first."""
     found = output
     if not isinstance(found, torch.Tensor):
         if isinstance(output, Mapping) and "loss" in output:
@@ -273,14 +281,15 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
         elif getattr(output, "loss", None) is not None:
             found = output.loss
         elif isinstance(output, tuple | list) and output:
-            found = output[0]
+            numbers = (each for each in _tensors(output) if each.requires_grad and each.numel() == 1)
+            found = next(numbers, output[0])
     if not isinstance(found, torch.Tensor) or not found.requires_grad:
         raise ConfigError(
             f"the forward of {model} returned no loss to go back from, but {type(output).__name__}. Let it return a "
             "tensor with a gradient, or an object, dict or tuple that holds one as its loss or first value; Hugging "
             "Face models return one where the batch has labels."
         )
-    return found if found.ndim == 0 else found.sum()
+    return found
 
 
 def spans_of(unit: ShardedUnit) -> list[Span]:
