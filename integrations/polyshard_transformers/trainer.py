@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,12 +16,13 @@ import accelerate
 import torch
 import transformers
 from polyshard import placement
-from polyshard.api import close, shard
+from polyshard.api import close, shard, unsharded
 from polyshard.checkpoint import load, save
 from polyshard.checkpoint.contents import require_saveable
 from polyshard.config import ShardConfig
 from polyshard.preemption import Preemption
 from polyshard_accelerate import Accelerator
+from polyshard_huggingface import saving
 from polyshard_trainers.config import (
     keeps_whole,
     on_device,
@@ -34,7 +36,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from ._private import refuse_other_trainers
-from .checkpoints import SCHEDULER, STATE, export, require_exportable, require_state
+from .checkpoints import SCHEDULER, STATE, require_state, write_whole
 from .models import initializer_of, register_generate
 from .refusals import (
     refuse_arguments,
@@ -150,6 +152,16 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         sharded: nn.Module = self.model
         return sharded
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer``. With an ``evaluator``, which Sentence Transformers run on other numbers of batches a rank,
+        the model is whole on each rank meanwhile.
+        """
+        if getattr(self, "evaluator", None) is None:
+            return super().evaluation_loop(*args, **kwargs)
+        self._ensure_sharded(training=False)
+        with unsharded(self.model):
+            return super().evaluation_loop(*args, **kwargs)
+
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # Nothing has moved the model to its device yet.
         self._ensure_sharded(training=False)
@@ -215,7 +227,7 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
             "save_strategy='no'.",
             frozen=self._save_frozen,
             writes=not self.args.save_only_model,
-            also=lambda: require_exportable(self.model, one_folder=not self.args.save_on_each_node),
+            also=lambda: saving.require_saveable(self.model) if self._writes_parts() else None,
         )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -223,13 +235,24 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         if state_dict is not None or not is_sharded(self.model):
             super()._save(output_dir, state_dict=state_dict)
             return
-        folder = Path(output_dir or self.args.output_dir)
-        export(self.model, folder, writes=self.args.should_save, one_folder=not self.args.save_on_each_node)
-        if self.args.should_save:
+        folder, writes = Path(output_dir or self.args.output_dir), self.args.should_save
+        if not self._writes_parts():
+            write = partial(super()._save, str(folder)) if writes else None
+            write_whole(self.model, folder, write, one_folder=not self.args.save_on_each_node)
+            return
+        saving.save(self.model, folder)
+        if writes:
             beside = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if beside is not None:
                 beside.save_pretrained(folder)
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _writes_parts(self) -> bool:
+        """Whether each rank writes what it holds of the model. Else the ``Trainer`` behind does, of a whole one: the
+        files of an adapter, of a module, on each node, and those that only that ``Trainer`` knows.
+        """
+        known = super()._save.__func__ is transformers.Trainer._save
+        return known and isinstance(self.model, transformers.PreTrainedModel) and not self.args.save_on_each_node
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)

@@ -18,6 +18,7 @@ from processes import KeptRanks
 from torch import nn
 from transformers_runs import (
     STEPS,
+    VOCABULARY,
     arguments,
     curve,
     launched,
@@ -564,6 +565,135 @@ def test_adapters_are_loaded_into_a_sharded_model_where_the_error_says(tmp_path:
             r"set_peft_model_state_dict .* inside of 'with polyshard\.unsharded\(model, writeback=True", told
         )
         assert difference == 0.0
+
+
+# Trainers and models with ways of their own
+
+
+class SavesItself(nn.Module):
+    """As models of Sentence Transformers: it writes itself, and describes itself by a forward, for which it moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = nn.Embedding(VOCABULARY, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, VOCABULARY)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.moves = True
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.norm(self.words(input_ids)) * self.scale)
+        found = {"logits": logits}
+        if labels is not None:
+            found["loss"] = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return found
+
+    def save_pretrained(self, path: str) -> None:
+        torch.save(self.state_dict(), f"{path}/own.pt")
+        if self.moves:
+            self.double()
+        with torch.no_grad():
+            example = self(torch.arange(3)[None])["logits"]
+        torch.save(example, f"{path}/example.pt")
+
+
+class SavesByTheModel:
+    """Before a ``Trainer``, as Sentence Transformers': it lets the model write itself, and evaluates by rank 0."""
+
+    #: Forwards for which rank 0 has batches.
+    evaluator = 3
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = output_dir or self.args.output_dir  # type: ignore[attr-defined]
+        os.makedirs(folder, exist_ok=True)
+        self.model.save_pretrained(folder)  # type: ignore[attr-defined]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        with torch.no_grad():
+            for _ in range(self.evaluator if self.is_world_process_zero() else 0):  # type: ignore[attr-defined]
+                logits = self.model(torch.arange(5)[None])["logits"]  # type: ignore[attr-defined]
+                output.metrics["eval_own"] = float(logits.square().mean())
+        return output
+
+
+def train_what_saves_itself(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    import transformers
+    from polyshard import ShardConfig
+    from polyshard_transformers import PolyshardMixin
+
+    behind = type("Behind", (SavesByTheModel, transformers.Trainer), {})
+    saving = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+    }  # fmt: skip
+    given: dict[str, Any] = {
+        "train_dataset": samples("llama", equal=True),
+        "eval_dataset": samples("llama", 8, equal=True),
+    }
+
+    def files(name: str) -> dict[str, Any]:
+        where = Path(f"{folder}/{name}/checkpoint-2")
+        return {each: torch.load(where / each) for each in ("own.pt", "example.pt")}
+
+    with launched(rank, 2):
+        trainer = type("Sharded", (PolyshardMixin, behind), {})(
+            model=SavesItself(),
+            args=arguments(f"{folder}/ours", ddp_backend="gloo", **saving),
+            shard=ShardConfig(),
+            **given,
+        )
+        trainer.train()
+        again = type("Sharded", (PolyshardMixin, behind), {})(
+            model=SavesItself(),
+            args=arguments(f"{folder}/again", ddp_backend="gloo", **saving),
+            shard=ShardConfig(),
+            **given,
+        )
+        again.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-2")
+        found = {
+            "curve": curve(trainer),
+            "again": curve(again),
+            "files": files("ours"),
+            "own": [entry["eval_own"] for entry in trainer.state.log_history if "eval_own" in entry],
+            "names": {path.name for path in Path(f"{folder}/ours/checkpoint-2").iterdir()},
+            "scale": trainer.model.scale.dtype,
+        }
+    if not rank:
+        model = SavesItself()
+        # For good: the plain trainer has but this one.
+        model.moves = False
+        plain = behind(
+            model=model, args=arguments(f"{folder}/plain", **{**saving, "per_device_train_batch_size": 4}), **given
+        )
+        plain.train()
+        found["plain"] = curve(plain)
+        found["plain files"] = files("plain")
+        found["plain own"] = [entry["eval_own"] for entry in plain.state.log_history if "eval_own" in entry]
+        found["plain names"] = {path.name for path in Path(f"{folder}/plain/checkpoint-2").iterdir()}
+    return found
+
+
+def test_a_trainer_that_saves_and_evaluates_in_its_own_way_is_given_a_whole_model(tmp_path: Path) -> None:
+    results = RANKS.run(2, train_what_saves_itself, str(tmp_path))
+    first = results[0]
+    for found in results:
+        assert len(found["curve"]) == 4
+        for mine, plain in zip(found["curve"], first["plain"], strict=True):
+            assert mine == pytest.approx(plain, **CLOSE)
+        assert found["again"] == found["curve"]
+        assert_equal(found["files"]["own.pt"], first["files"]["own.pt"])
+        assert found["scale"] is torch.float32
+    for name, value in first["plain files"]["own.pt"].items():
+        torch.testing.assert_close(first["files"]["own.pt"][name], value, rtol=2e-4, atol=2e-5, msg=name)
+    torch.testing.assert_close(
+        first["files"]["example.pt"].float(), first["plain files"]["example.pt"], rtol=2e-4, atol=2e-4
+    )
+    assert len(first["own"]) == 2
+    assert first["own"] == pytest.approx(first["plain own"], rel=1e-4)
+    without = {"optimizer.pt", "rng_state.pth"}
+    assert first["names"] == first["plain names"] - without | {"polyshard", "rng_state_0.pth", "rng_state_1.pth"}
 
 
 class Generating:
