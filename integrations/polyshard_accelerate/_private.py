@@ -3,8 +3,7 @@
 ``Accelerator._models`` and ``_optimizers`` are what it saves and loads; there is no other way to leave some of them out
 of that. ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook`` are the ordered dicts of its hooks, where
 ours must be first. ``_dataloaders`` and ``_schedulers`` are set back where ``prepare`` fails. ``native_amp`` says
-whether ``prepare_model`` puts autocast around a forward, and whether gradients are unscaled; ``scaler_handler`` has the
-scaler's settings.
+whether ``prepare_model`` and ``autocast`` put autocast around compute; ``scaler_handler`` has the scaler's settings.
 """
 
 from __future__ import annotations

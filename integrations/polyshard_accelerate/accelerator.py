@@ -28,7 +28,7 @@ from torch import nn
 
 from . import _private, refusals
 from .refusals import refuse_flat, refuse_unreduced, sharded_in, uncompiled
-from .saved_state import Index, TrainingState, tidy
+from .saved_state import INDEX, Index, TrainingState, tidy
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -192,13 +192,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         numbers its checkpoints (``automatic_checkpoint_naming``), and so is to save.
         """
         self._refuse_optimizers([optimizer], [])
-        models = [found for model in _private.models_of(self) if (found := sharded_in(model)) is not None]
-        for model, part in TrainingState(models, [plain_optimizer(optimizer)]).parts():
-            if self.project_configuration.automatic_checkpoint_naming:
-                require_saveable(model, part, "Choose another optimizer, or leave out automatic_checkpoint_naming.")
-            else:
-                warn_unsaveable(model, part, "save_state()", self.process_index)
+        self._foresee_save(plain_optimizer(optimizer))
         return super().prepare_optimizer(optimizer, device_placement)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the loss's scale, of all prepared optimizers where none is given.
+
+        Theirs asks for ``mixed_precision``, which a ``Trainer`` is made without.
+        """
+        if self.scaler is None:
+            return
+        given = _private.optimizers_of(self) if optimizer is None else optimizer
+        for each in given if isinstance(given, list | tuple) else [given]:
+            self.scaler.unscale_(plain_optimizer(each))
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -306,19 +312,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             RankMismatchError: another rank failed.
         """
         models, optimizers = self._sharded()
-        if not models:
-            super().load_state(input_dir, load_kwargs)
-            return
         state = TrainingState(models, [plain_optimizer(each) for each in optimizers])
         steps: list[int] = []
 
         def load_sharded(folder: str) -> None:
-            steps.append(state.load(Path(folder)))
+            # One that holds sharded models is not to be passed over where none is prepared.
+            if models or (Path(folder) / INDEX).exists():
+                steps.append(state.load(Path(folder)))
 
         with self._without(models, optimizers, load_sharded):
             super().load_state(input_dir, load_kwargs)
-        # Theirs leaves it as it was on ranks that have no file of their own.
-        self.step = steps[-1]
+        if steps:
+            # Theirs leaves it as it was on ranks that have no file of their own.
+            self.step = steps[-1]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of a sharded ``model``, in host memory, on the main process; empty on the others.
@@ -362,6 +368,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._close_models()
         super().end_training()
 
+    def _foresee_save(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise, or warn, where ``save_state`` would refuse the state of ``optimizer``. Every rank calls it."""
+        for model, part in TrainingState(self._sharded()[0], [optimizer]).parts():
+            if self.project_configuration.automatic_checkpoint_naming:
+                require_saveable(model, part, "Choose another optimizer, or leave out automatic_checkpoint_naming.")
+            else:
+                warn_unsaveable(model, part, "save_state()", self.process_index)
+
     def _refuse_optimizers(self, optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
         known = [*_private.models_of(self), *(model for model in models if model not in _private.models_of(self))]
         whole = keeps_whole(self._config, self.num_processes)
@@ -384,7 +398,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Theirs does so to all optimizers, also to those whose backward has not run.
         """
-        if self.mixed_precision != "fp16":
+        if self.scaler is None:
             return
         models = _private.models_of(self)
         wanted = set(parameters)

@@ -120,10 +120,11 @@ class TrainingState:
         """
         index = Index.read(folder)
         if len(index.models) != len(self._models):
+            prepared = f"{len(self._models)} are prepared ({', '.join(self._names())})"
             raise ConfigError(
                 f"{folder} holds {len(index.models)} sharded models ({', '.join(index.models)}), but "
-                f"{len(self._models)} are prepared ({', '.join(self._names())}). Prepare the models that were saved, "
-                "in the same order."
+                f"{prepared if self._models else 'none is prepared'}. Prepare the models that were saved, in the same "
+                "order; a Trainer does so when it begins to train."
             )
         numbers = tuple(tuple(part.number for part in parts) for parts in self._parts)
         if numbers != index.optimizers:

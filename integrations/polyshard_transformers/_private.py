@@ -1,6 +1,6 @@
-"""Private names of Transformers and Accelerate, and nothing else: the mixin knows what they are for.
+"""Private names of Transformers, and nothing else: the mixin knows what they are for.
 
-Written against transformers 5.23.0 and accelerate 1.15.0. ``Trainer`` has no public place for an engine, but these
+Written against transformers 5.23.0. ``Trainer`` has no public place for an engine, but these
 methods are those that its own engines go through; a version that lacks one is refused (``refuse_other_trainers``):
 
 - ``_build_accelerator_args``: what the ``Accelerator`` is made with;
@@ -8,20 +8,16 @@ methods are those that its own engines go through; a version that lacks one is r
 - ``_save``, ``_save_optimizer_and_scheduler``: what a checkpoint's folder gets;
 - ``_load_from_checkpoint``, ``_load_optimizer_and_scheduler``, ``_load_best_model``: the reads of it;
 - ``PreTrainedModel._init_weights``: how a module's own parameters begin;
-- ``Accelerator._optimizers``: the optimizers that it prepared;
 - ``_precompute_ref_logps`` of TRL 1.16.0's ``DPOTrainer`` and ``KTOTrainer``: computes with the model while the trainer
   is made. A version without it is none that does so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
 import transformers
-from accelerate import Accelerator
 from polyshard.errors import UnsupportedError
-from polyshard_trainers.models import plain_optimizer
 from torch import nn
 
 #: Of ``Trainer``, overridden by the mixin.
@@ -64,8 +60,3 @@ def init_weights_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
     """The initializer of a model of Transformers for modules inside of it; None where ``module`` is no such model."""
     initialize = getattr(module, "_init_weights", None)
     return initialize if callable(initialize) else None
-
-
-def prepared_optimizers(accelerator: Accelerator) -> Sequence[torch.optim.Optimizer]:
-    """The optimizers that ``accelerator`` wrapped, without its wrappers."""
-    return [plain_optimizer(each) for each in accelerator._optimizers]

@@ -8,19 +8,21 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import accelerate
 import torch
 import transformers
-from accelerate import Accelerator
 from polyshard import placement
-from polyshard.api import clip_grad_norm_, close, no_sync, shard
+from polyshard.api import close, shard, unsharded
 from polyshard.checkpoint import load, save
 from polyshard.checkpoint.contents import require_saveable
 from polyshard.config import ShardConfig
 from polyshard.preemption import Preemption
+from polyshard_accelerate import Accelerator
+from polyshard_huggingface import saving
 from polyshard_trainers.config import (
     keeps_whole,
     on_device,
@@ -33,8 +35,8 @@ from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
-from ._private import prepared_optimizers, refuse_other_trainers
-from .checkpoints import SCHEDULER, STATE, export, require_exportable, require_state
+from ._private import refuse_other_trainers
+from .checkpoints import SCHEDULER, STATE, require_state, write_whole
 from .models import initializer_of, register_generate
 from .refusals import (
     refuse_arguments,
@@ -96,13 +98,12 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args)
         refuse_engines(os.environ, "PolyshardTrainer")
-        if self.shard_config is not None:
-            with_precision(self.shard_config, self.args.mixed_precision)
-            refuse_other_ranks(self.shard_config, "Trainer", self.args.world_size)
-            on_device(self.shard_config, self.args.device, "Trainer", self.args.process_index)
+        config = with_precision(self.shard_config or ShardConfig(policy="transformers"), self.args.mixed_precision)
+        refuse_other_ranks(config, "Trainer", self.args.world_size)
+        config = with_ranks(on_device(config, self.args.device, "Trainer", self.args.process_index))
         super().create_accelerator_and_postprocess()
         scales_loss = self.args.mixed_precision == "fp16"
-        ShardedAccelerator.adopt(self.accelerator, scales_loss=scales_loss, before=self._shard_reference)
+        TrainerAccelerator.adopt(self.accelerator, config, scales_loss=scales_loss, before=self._shard_reference)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer``, and a callback puts signals back where training fails."""
@@ -151,6 +152,16 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         sharded: nn.Module = self.model
         return sharded
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer``. With an ``evaluator``, which Sentence Transformers run on other numbers of batches a rank,
+        the model is whole on each rank meanwhile.
+        """
+        if getattr(self, "evaluator", None) is None:
+            return super().evaluation_loop(*args, **kwargs)
+        self._ensure_sharded(training=False)
+        with unsharded(self.model):
+            return super().evaluation_loop(*args, **kwargs)
+
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # Nothing has moved the model to its device yet.
         self._ensure_sharded(training=False)
@@ -170,7 +181,7 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         if not is_sharded(model):
             refuse_model(model, self.shard_config, self.args.process_index)
             with self._seeded_alike(model):
-                shard(model, self._config(), initializer=initializer_of(model))
+                shard(model, self.accelerator.shard_config, initializer=initializer_of(model))
         if hasattr(model, "generate") and "generate" not in model.__dict__:
             register_generate(model)
         self._whole_numel = _numel_without_embeddings(model)
@@ -184,7 +195,7 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
             refuse_unlike_reference(self.model, model)
         if not is_sharded(model):
             refuse_model(model, None, self.args.process_index)
-            shard(model, self._config())
+            shard(model, self.accelerator.shard_config)
 
     @contextmanager
     def _seeded_alike(self, model: nn.Module) -> Iterator[None]:
@@ -199,11 +210,6 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
 
     def _keeps_whole(self) -> bool:
         return keeps_whole(self.shard_config or ShardConfig(), self.args.world_size)
-
-    def _config(self) -> ShardConfig:
-        config = self.shard_config or ShardConfig(policy="transformers")
-        config = with_precision(config, self.args.mixed_precision)
-        return with_ranks(on_device(config, self.args.device, "Trainer", self.args.process_index))
 
     def _require_saveable(self) -> None:
         """Raise where the first checkpoint would fail.
@@ -221,7 +227,7 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
             "save_strategy='no'.",
             frozen=self._save_frozen,
             writes=not self.args.save_only_model,
-            also=lambda: require_exportable(self.model, one_folder=not self.args.save_on_each_node),
+            also=lambda: saving.require_saveable(self.model) if self._writes_parts() else None,
         )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -229,13 +235,24 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         if state_dict is not None or not is_sharded(self.model):
             super()._save(output_dir, state_dict=state_dict)
             return
-        folder = Path(output_dir or self.args.output_dir)
-        export(self.model, folder, writes=self.args.should_save, one_folder=not self.args.save_on_each_node)
-        if self.args.should_save:
+        folder, writes = Path(output_dir or self.args.output_dir), self.args.should_save
+        if not self._writes_parts():
+            write = partial(super()._save, str(folder)) if writes else None
+            write_whole(self.model, folder, write, one_folder=not self.args.save_on_each_node)
+            return
+        saving.save(self.model, folder)
+        if writes:
             beside = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if beside is not None:
                 beside.save_pretrained(folder)
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _writes_parts(self) -> bool:
+        """Whether each rank writes what it holds of the model. Else the ``Trainer`` behind does, of a whole one: the
+        files of an adapter, of a module, on each node, and those that only that ``Trainer`` knows.
+        """
+        known = super()._save.__func__ is transformers.Trainer._save
+        return known and isinstance(self.model, transformers.PreTrainedModel) and not self.args.save_on_each_node
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)
@@ -373,70 +390,45 @@ def _ends_epoch(state: Any) -> bool:
     return float(state.epoch).is_integer()
 
 
-class ShardedAccelerator(Accelerator):  # type: ignore[misc]
-    """Prepares data and optimizers as ever; of models it knows one, which is sharded.
+class TrainerAccelerator(Accelerator):
+    """``polyshard_accelerate.Accelerator`` of a ``Trainer``, which shards its models, and says what is saved.
 
-    Never made: ``Trainer`` makes an ``Accelerator``, which then becomes one of these (``adopt``).
+    Never made: ``Trainer`` makes an ``accelerate.Accelerator``, which then becomes one of these (``adopt``).
     """
 
-    #: The model that is trained; None until it is prepared.
-    sharded: nn.Module | None = None
     _before: Callable[[nn.Module], None]
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, *, scales_loss: bool, before: Callable[[nn.Module], None]) -> None:
-        """Let ``accelerator`` be one of these.
+    def adopt(
+        cls,
+        made: accelerate.Accelerator,
+        shard: ShardConfig,
+        *,
+        scales_loss: bool,
+        before: Callable[[nn.Module], None],
+    ) -> None:
+        """Let ``made`` be one of these.
 
         ``scales_loss``: gradients may underflow, so the loss is scaled. ``before``: called with each model that is to
         be prepared, and may shard it.
         """
-        accelerator.__class__ = cls
-        accelerator._before = before
+        made.__class__ = cls
+        made._config = shard
+        made._before = before
         if scales_loss:
-            accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
+            made.scaler = torch.amp.GradScaler(made.device.type)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """``model`` itself: neither wrapped for data parallelism, nor moved, nor under autocast.
-
-        One that is not sharded, such as a model that rewards, is theirs to place.
-        """
+        """As the base class. The ``Trainer`` may shard ``model`` first."""
         self._before(model)
-        if not is_sharded(model):
-            placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
-            return placed
-        if not evaluation_mode:
-            self.sharded = model
-        return model
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """As ``polyshard.no_sync``."""
-        with no_sync(model):
-            yield
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget what was prepared, and close nothing: ``train()`` begins with this, and ``end()`` closes the model."""
+        return accelerate.Accelerator.free_memory(self, *objects)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Scale ``loss`` where that is asked for, in fp32: a scaled fp16 number would be infinite."""
-        super().backward(loss if self.scaler is None else loss.float(), **kwargs)
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the loss's scale, of all optimizers that were prepared where none is given."""
-        if self.scaler is None:
-            return
-        for each in prepared_optimizers(self) if optimizer is None else [optimizer]:
-            self.scaler.unscale_(each)
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor:
-        """The norm over all ranks, which is what ``torch.nn.utils.clip_grad_norm_`` computes of sharded parameters."""
-        self.unscale_gradients()
-        given = list(parameters)
-        if self.sharded is not None and _same(given, self.sharded.parameters()):
-            return clip_grad_norm_(self.sharded, max_norm, norm_type)
-        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-
-
-def _same(given: Iterable[nn.Parameter], own: Iterable[nn.Parameter]) -> bool:
-    return all(each is other for each, other in zip_longest(given, own))
+    def _foresee_save(self, optimizer: torch.optim.Optimizer) -> None:
+        # Trainer has its own checkpoints, and looks at them before the first step.
+        pass

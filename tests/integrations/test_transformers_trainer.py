@@ -18,6 +18,7 @@ from processes import KeptRanks
 from torch import nn
 from transformers_runs import (
     STEPS,
+    VOCABULARY,
     arguments,
     curve,
     launched,
@@ -75,6 +76,7 @@ def require_alike(
         for step, (mine, theirs) in enumerate(zip(ours["curve"], plain["curve"], strict=True)):
             assert mine == pytest.approx(theirs, rel=rel, abs=abs), f"step {step}: {mine}, {theirs}"
         assert ours["evaluated"] == pytest.approx(plain["evaluated"], rel=rel)
+        assert ours["metrics"] == plain["metrics"]
         assert ours["flos"] == plain["flos"]
         torch.testing.assert_close(ours["predicted"], plain["predicted"], rtol=10 * rel, atol=10 * abs)
         assert_equal(ours.get("read", ours["parameters"]), ours["parameters"])
@@ -263,6 +265,109 @@ def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert torch.equal(mine[name], value), name
 
 
+# The trainer's accelerator
+
+
+def keep_by_accelerator(rank: int, folder: str) -> dict[str, Any]:
+    """Five steps, of which ``trainer.accelerator`` saves the third; and what the plain one's saves."""
+    quiet()
+    from polyshard import checkpoint
+    from safetensors.torch import load_file
+    from transformers import TrainerCallback
+
+    class Saves(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                made[-1].accelerator.save_state(state_of(made[-1]))
+
+    def state_of(trainer: Any) -> str:
+        return f"{trainer.args.output_dir}/state"
+
+    made: list[Any] = []
+    settings = {"max_steps": 5, "callbacks": [Saves()]}
+    with launched(rank, 2):
+        made.append(sharded_trainer(make_model("llama"), f"{folder}/ours", "llama", **settings))
+        trainer, counter = made[-1], Counter()
+        trainer.accelerator.register_for_checkpointing(counter)
+        trainer.train()
+        counter.seen = 1
+        trainer.accelerator.load_state(state_of(trainer))
+        written = checkpoint.read(checkpoint.latest(Path(f"{state_of(trainer)}/polyshard_0")))
+        trainer.accelerator.save_model(trainer.model, f"{folder}/weights")
+        found = {
+            "loaded": parameters(trainer.model),
+            "counted": counter.seen,
+            "written": written["model"],
+            "momenta": {name: each["exp_avg"] for name, each in written["optimizer"]["state"].items()},
+            "asked for": trainer.accelerator.get_state_dict(trainer.model),
+            "read": load_file(f"{folder}/weights/model.safetensors"),
+        }
+        # The optimizer's state came back, too.
+        trainer.accelerator.save_state(f"{folder}/again")
+        again = checkpoint.read(checkpoint.latest(Path(f"{folder}/again/polyshard_0")))
+        found["came back"] = {name: each["exp_avg"] for name, each in again["optimizer"]["state"].items()}
+        # Another one beside it, which the trainer does not close.
+        critic, optimizer = trainer.accelerator.prepare(*made_critic())
+        with trainer.accelerator.no_sync(critic):
+            trainer.accelerator.backward(critic(torch.full((2, 4), rank + 1.0)).sum())
+        trainer.accelerator.backward(critic(torch.full((2, 4), rank + 1.0)).sum())
+        found["norm"] = float(trainer.accelerator.clip_grad_norm_(critic.parameters(), 1.0))
+        optimizer.step()
+        trainer.train()
+        found["critic"] = parameters(critic)
+    if not rank:
+        made.append(plain_trainer(make_model("llama"), f"{folder}/plain", "llama", **settings))
+        made[-1].train()
+        plain = made[-1]
+        names = {each: name for name, each in plain.model.named_parameters()}
+        order = [names[each] for group in plain.optimizer.param_groups for each in group["params"]]
+        state = torch.load(f"{state_of(plain)}/optimizer.bin", weights_only=True)["state"]
+        found["plain"] = load_file(f"{state_of(plain)}/model.safetensors")
+        found["plain momenta"] = {name: state[index]["exp_avg"] for index, name in enumerate(order)}
+        critic, optimizer = made_critic()
+        # The mean of what ranks have, twice.
+        (2 * critic(torch.full((2, 4), 1.5)).sum()).backward()
+        found["plain norm"] = float(nn.utils.clip_grad_norm_(critic.parameters(), 1.0))
+        optimizer.step()
+        found["plain critic"] = parameters(critic)
+    return found
+
+
+class Counter:
+    """Something of the user's."""
+
+    seen = 3
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def made_critic() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(4)
+    critic = nn.Linear(4, 2)
+    return critic, torch.optim.SGD(critic.parameters(), lr=0.1)
+
+
+def test_the_accelerator_of_a_trainer_saves_what_the_plain_ones_does(tmp_path: Path) -> None:
+    results = RANKS.run(2, keep_by_accelerator, str(tmp_path))
+    plain, momenta = results[0]["plain"], results[0]["plain momenta"]
+    for rank, found in enumerate(results):
+        for name, value in plain.items():
+            torch.testing.assert_close(found["written"][name], value, rtol=2e-4, atol=2e-4, msg=name)
+        for name, value in momenta.items():
+            torch.testing.assert_close(found["momenta"][name], value, rtol=2e-4, atol=2e-6, msg=name)
+        assert_equal(found["loaded"], found["written"])
+        assert_equal(found["came back"], found["momenta"])
+        assert_equal(found["read"], found["written"])
+        assert found["counted"] == 3
+        assert_equal(found["asked for"], found["written"] if rank == 0 else {})
+        assert found["norm"] == pytest.approx(results[0]["plain norm"])
+        torch.testing.assert_close(found["critic"], results[0]["plain critic"])
+
+
 # Precision
 
 
@@ -431,6 +536,164 @@ def test_a_rank_that_cannot_write_adapters_ends_all(tmp_path: Path) -> None:
     assert re.match(r"Writing PeftModelForCausalLM to .*checkpoint-1 failed on other ranks.*rank 1", told)
 
 
+def load_adapters(rank: int, folder: str) -> tuple[str, float]:
+    """What ``set_peft_model_state_dict`` is told, and by how much outputs differ once it is called as told."""
+    quiet()
+    import peft
+    import polyshard
+
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model, plain = (peft.get_peft_model(make_model("llama"), settings) for _ in range(2))
+    made = torch.Generator().manual_seed(5)
+    whole = peft.get_peft_model_state_dict(plain)
+    weights = {name: torch.randn(value.shape, generator=made) for name, value in whole.items()}
+    peft.set_peft_model_state_dict(plain, weights)
+    polyshard.shard(model, shard_config())
+    with pytest.raises(polyshard.errors.StateError) as told:
+        peft.set_peft_model_state_dict(model, weights)
+    with polyshard.unsharded(model, writeback=True):
+        peft.set_peft_model_state_dict(model, weights)
+    tokens = torch.arange(8).view(1, 8)
+    return str(told.value), (model(tokens).logits - plain(tokens).logits).abs().max().item()
+
+
+def test_adapters_are_loaded_into_a_sharded_model_where_the_error_says(tmp_path: Path) -> None:
+    for told, difference in RANKS.run(2, load_adapters, str(tmp_path)):
+        assert re.search(
+            r"set_peft_model_state_dict .* inside of 'with polyshard\.unsharded\(model, writeback=True", told
+        )
+        assert difference == 0.0
+
+
+# Trainers and models with ways of their own
+
+
+class SavesItself(nn.Module):
+    """As models of Sentence Transformers: it writes itself, and describes itself by a forward, for which it moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = nn.Embedding(VOCABULARY, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, VOCABULARY)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.moves = True
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.norm(self.words(input_ids)) * self.scale)
+        found = {"logits": logits}
+        if labels is not None:
+            found["loss"] = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return found
+
+    def save_pretrained(self, path: str) -> None:
+        torch.save(self.state_dict(), f"{path}/own.pt")
+        if self.moves:
+            self.double()
+        with torch.no_grad():
+            example = self(torch.arange(3)[None])["logits"]
+        torch.save(example, f"{path}/example.pt")
+
+
+class SavesByTheModel:
+    """Before a ``Trainer``, as Sentence Transformers': it lets the model write itself, and evaluates by rank 0."""
+
+    #: Forwards for which rank 0 has batches.
+    evaluator = 3
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = output_dir or self.args.output_dir  # type: ignore[attr-defined]
+        os.makedirs(folder, exist_ok=True)
+        self.model.save_pretrained(folder)  # type: ignore[attr-defined]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        with torch.no_grad():
+            for _ in range(self.evaluator if self.is_world_process_zero() else 0):  # type: ignore[attr-defined]
+                logits = self.model(torch.arange(5)[None])["logits"]  # type: ignore[attr-defined]
+                output.metrics["eval_own"] = float(logits.square().mean())
+        return output
+
+
+def train_what_saves_itself(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    import transformers
+    from polyshard import ShardConfig
+    from polyshard_transformers import PolyshardMixin
+
+    behind = type("Behind", (SavesByTheModel, transformers.Trainer), {})
+    saving = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+    }  # fmt: skip
+    given: dict[str, Any] = {
+        "train_dataset": samples("llama", equal=True),
+        "eval_dataset": samples("llama", 8, equal=True),
+    }
+
+    def files(name: str) -> dict[str, Any]:
+        where = Path(f"{folder}/{name}/checkpoint-2")
+        return {each: torch.load(where / each) for each in ("own.pt", "example.pt")}
+
+    with launched(rank, 2):
+        trainer = type("Sharded", (PolyshardMixin, behind), {})(
+            model=SavesItself(),
+            args=arguments(f"{folder}/ours", ddp_backend="gloo", **saving),
+            shard=ShardConfig(),
+            **given,
+        )
+        trainer.train()
+        again = type("Sharded", (PolyshardMixin, behind), {})(
+            model=SavesItself(),
+            args=arguments(f"{folder}/again", ddp_backend="gloo", **saving),
+            shard=ShardConfig(),
+            **given,
+        )
+        again.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-2")
+        found = {
+            "curve": curve(trainer),
+            "again": curve(again),
+            "files": files("ours"),
+            "own": [entry["eval_own"] for entry in trainer.state.log_history if "eval_own" in entry],
+            "names": {path.name for path in Path(f"{folder}/ours/checkpoint-2").iterdir()},
+            "scale": trainer.model.scale.dtype,
+        }
+    if not rank:
+        model = SavesItself()
+        # For good: the plain trainer has but this one.
+        model.moves = False
+        plain = behind(
+            model=model, args=arguments(f"{folder}/plain", **{**saving, "per_device_train_batch_size": 4}), **given
+        )
+        plain.train()
+        found["plain"] = curve(plain)
+        found["plain files"] = files("plain")
+        found["plain own"] = [entry["eval_own"] for entry in plain.state.log_history if "eval_own" in entry]
+        found["plain names"] = {path.name for path in Path(f"{folder}/plain/checkpoint-2").iterdir()}
+    return found
+
+
+def test_a_trainer_that_saves_and_evaluates_in_its_own_way_is_given_a_whole_model(tmp_path: Path) -> None:
+    results = RANKS.run(2, train_what_saves_itself, str(tmp_path))
+    first = results[0]
+    for found in results:
+        assert len(found["curve"]) == 4
+        for mine, plain in zip(found["curve"], first["plain"], strict=True):
+            assert mine == pytest.approx(plain, **CLOSE)
+        assert found["again"] == found["curve"]
+        assert_equal(found["files"]["own.pt"], first["files"]["own.pt"])
+        assert found["scale"] is torch.float32
+    for name, value in first["plain files"]["own.pt"].items():
+        torch.testing.assert_close(first["files"]["own.pt"][name], value, rtol=2e-4, atol=2e-5, msg=name)
+    torch.testing.assert_close(
+        first["files"]["example.pt"].float(), first["plain files"]["example.pt"], rtol=2e-4, atol=2e-4
+    )
+    assert len(first["own"]) == 2
+    assert first["own"] == pytest.approx(first["plain own"], rel=1e-4)
+    without = {"optimizer.pt", "rng_state.pth"}
+    assert first["names"] == first["plain names"] - without | {"polyshard", "rng_state_0.pth", "rng_state_1.pth"}
+
+
 class Generating:
     """Before a ``Trainer``: batches are lists of samples, as of one that generates what it learns from."""
 
@@ -590,6 +853,13 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
+    def extended_trainer(model: Any) -> Any:
+        """One whose optimizer has weights beside the model's, as of a loss."""
+        trainer = sharded_trainer(model, f"{folder}/run", "llama", max_steps=2)
+        optimizer = trainer.create_optimizer()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4))]})
+        return trainer
+
     def train_blockwise(strategy: str, **settings: Any) -> None:
         model = make_model("llama")
         optimizer = BlockwiseMomentum(model.parameters())
@@ -629,6 +899,7 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         bf16 = shard_config(precision="bf16")
         told_by("sharded bf16", lambda: train(polyshard.shard(make_model("llama"), bf16), shard=None))
         told_by("optim", lambda: train(make_model("llama"), optim="adafactor"))
+        told_by("weights beside", lambda: extended_trainer(make_model("llama")).train())
         told_by("unsaveable", lambda: train_blockwise("steps"))
         told_by("not saved", lambda: train_blockwise("no"))
         told_by("saved without", lambda: train_blockwise("steps", save_only_model=True))
@@ -651,6 +922,9 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         model = make_model("llama")
         told_by("another model", lambda: train(model, resume=f"{folder}/run/checkpoint-2"))
         told_by("no state", lambda: train(make_model("llama"), resume=f"{folder}/plain/checkpoint-2"))
+        train(make_model("qwen")).accelerator.save_state(f"{folder}/state")
+        early = sharded_trainer(model, f"{folder}/run", "llama", shard=None)
+        told_by("nothing prepared", lambda: early.accelerator.load_state(f"{folder}/state"))
         # Sharded by then, and as it was.
         told["afterwards"] = str(len(curve(train(model, shard=None))))
     return told
@@ -673,6 +947,7 @@ REFUSED = {
     "sharded bf16": "ConfigError: This LlamaForCausalLM was sharded to compute in bf16, but .* mixed precision 'no'",
     "trainer": "UnsupportedError: Odd has no _build_accelerator_args, .* of its own to override",
     "version": "UnsupportedError: transformers 5.22.2 saves a model on one rank alone, .* needs 5.23 or newer",
+    "weights beside": r"ConfigError: Parameter 0 of group 2 of AdamW, \(3, 4\) on cpu, is not among",
     "optim": "UnsupportedError: TrainingArguments.optim='adafactor' computes with whole parameters",
     "unsaveable": r"ConfigError: Checkpoints of this run would fail\. The optimizer's state 'scales' of .* has "
     r"shape .*save_only_model=True\), none with save_strategy='no'",
@@ -685,6 +960,7 @@ REFUSED = {
     "layerdrop": r"UnsupportedError: LlamaConfig\.layerdrop=0\.1 lets each rank drop other layers",
     "group": "ConfigError: The ShardConfig's collectives is of 1 ranks, but Trainer divides its data between 2",
     "another model": r"ConfigError: The checkpoint .*polyshard/step-00000002 has .*bias.*, which the model lacks",
+    "nothing prepared": r"ConfigError: .*/state holds 1 sharded models \(Qwen2ForCausalLM\), but none is prepared",
     "no state": "ConfigError: .*plain/checkpoint-2 has no state of PolyshardTrainer to resume from",
     "afterwards": "2",
 }

@@ -117,7 +117,7 @@ def plain_trainer(model: Any, folder: str, family: str, **settings: Any) -> Any:
     """On one rank, with the batches of two."""
     from transformers import Seq2SeqTrainer, Trainer
 
-    extra = {key: settings.pop(key) for key in ("optimizers",) if key in settings}
+    extra = {key: settings.pop(key) for key in ("optimizers", "callbacks") if key in settings}
     made = Seq2SeqTrainer if family == "t5" else Trainer
     return made(
         model=model,
@@ -139,9 +139,11 @@ def outcome(trainer: Any) -> dict[str, Any]:
     """What is compared of a run: its curve, its evaluation, its predictions, its whole parameters."""
     predicted = trainer.predict(samples("vit" if "pixel_values" in trainer.train_dataset[0] else "llama", 8))
     logits = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
+    metrics = trainer.evaluate()
     return {
         "curve": curve(trainer),
-        "evaluated": trainer.evaluate()["eval_loss"],
+        "evaluated": metrics["eval_loss"],
+        "metrics": sorted(metrics),
         "predicted": torch.as_tensor(logits),
         "parameters": parameters(trainer.model),
         "flos": trainer.state.total_flos,

@@ -425,7 +425,8 @@ class _Guard:
                 "names of whole parameters. Save with polyshard.checkpoint.save, or with polyshard_huggingface.save as "
                 "save_pretrained would; call polyshard.state.get_model_state_dict, or this inside of 'with "
                 "polyshard.unsharded(model)', for whole parameters, or polyshard.local_state_dict(model) for the "
-                "pieces of this rank."
+                "pieces of this rank. What loads, and asks here for names, as PEFT's set_peft_model_state_dict and "
+                "load_adapter, is called inside of 'with polyshard.unsharded(model, writeback=True)'."
             )
 
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
