@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import _torch_private
 from ..errors import PolyshardError
@@ -366,8 +367,8 @@ class FlatBuffer:
     def make_leaves(self) -> None:
         """Let every view collect a gradient of its own, if there are gradients of its dtype."""
         collects = self.dtype.is_floating_point or self.dtype.is_complex
-        for view in self.views:
-            view.requires_grad_(collects)
+        # Parameters, as programs that look at them in a forward expect.
+        self.views = [nn.Parameter(view, requires_grad=collects) for view in self.views]
 
     def attach(self) -> None:
         """Give the buffer memory, uninitialised, from the current stream's pool. Nothing happens if it has some."""

@@ -4,8 +4,9 @@
 Autograd notes the version of each tensor that it saves, and refuses a backward that reads another one. The views of a
 gather buffer have one version counter. A gather sets it to the number of optimizers' steps over the master, so that a
 backward may read what a gather made of the same values; ``FlatBuffer.release`` sets it to ``RELEASED``. So a backward
-raises that comes to a unit past its hooks, or after a step: "has been modified by an inplace operation", by torch. Not
-seen are reads of what was saved past autograd: attributes of a ``ctx``, tensors packed by ``saved_tensors_hooks``.
+raises that comes to a unit past its hooks, or after a step: "has been modified by an inplace operation", by torch. So
+it does behind an in-place change in the forward, which the gather for backward undid. Not seen are reads of what was
+saved past autograd: attributes of a ``ctx``, tensors packed by ``saved_tensors_hooks``.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import enum
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
+from weakref import ref
 
 import torch
 
 from .. import _torch_private
-from ..errors import CollectiveError, ParameterError
+from ..errors import CollectiveError, ParameterError, ParameterMovedError
 from ..interfaces import (
     Collectives,
     LinearForm,
@@ -279,6 +281,8 @@ class Unit(UnitMaster):
         self._no_gradients = [None] * len(self.leaves)
         if not self.permanent:
             buffer.versioned = self._with_versions()
+            for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
+                leaf.set_ = partial(_set_to_itself, ref(leaf), parameter)  # type: ignore[method-assign]
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
 
@@ -577,6 +581,19 @@ class Unit(UnitMaster):
         self.state = UnitState.GATHERING
         self.places.clear()
         self.due = self.kept = False
+
+
+def _set_to_itself(leaf: ref[torch.Tensor], parameter: ManagedParameter, source: torch.Tensor) -> torch.Tensor:
+    """``set_`` of a gathered parameter, which ``torch.nn.utils.parametrize`` calls: to the parameter itself, no change.
+
+    Raises ParameterMovedError: ``source`` is another tensor.
+    """
+    if source is not leaf():
+        raise ParameterMovedError(
+            f"A forward gave '{parameter.names[0]}' other memory by set_() while it is gathered: no later gather would "
+            "reach that. Register parametrizations with a right_inverse before sharding."
+        )
+    return source
 
 
 def unshard_due(units: Sequence[Unit]) -> None:
