@@ -13,8 +13,10 @@ import torch
 from parity import (
     Block,
     Net,
+    adam,
     assert_all_close,
     assert_observed,
+    assert_parity,
     draw,
     on_ranks,
     seeded,
@@ -25,10 +27,11 @@ from parity import (
     units_of,
 )
 from polyshard import checkpoint
-from polyshard.errors import ParameterChangedError
+from polyshard.errors import ParameterChangedError, ParameterMovedError
 from polyshard.state import StateForm, StateOptions, get_model_state_dict, get_optimizer_state_dict
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.nn.utils import parametrize
 
 BLOCKS = {"policy": units_of(Block)}
 INPUTS = draw(4, 3)
@@ -444,3 +447,83 @@ def test_state_of_a_model_whose_modules_were_wrapped_has_the_names_of_before() -
 
     for found in on_ranks(2, on_rank):
         torch.testing.assert_close(found, dict(seeded(Net).state_dict()), rtol=0, atol=0)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+class Exponential(Doubled):
+    """Sets the parameter to what gives its values back."""
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+class Parametrized(Block):
+    """A parametrization that comes and goes inside of the forward, as those of PEFT's ``target_parameters``."""
+
+    by: type[Doubled] = Doubled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Saves another parameter of the unit before torch sets this one, to itself.
+        x = torch.tanh(self.down(nn.functional.pad(x, (0, 2))))
+        parametrize.register_parametrization(self.up, "weight", self.by())
+        try:
+            return super().forward(x)
+        finally:
+            parametrize.remove_parametrizations(self.up, "weight", leave_parametrized=False)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_parametrization_that_comes_and_goes_inside_of_a_forward(strategy: str) -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 5), Parametrized(), Parametrized(), nn.Linear(5, 2)))
+    assert_parity(model, settings={"policy": units_of(Parametrized), "strategy": strategy}, world_size=2, turns=3)
+
+
+def test_a_parametrization_that_sets_other_values_is_refused_inside_of_a_forward() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 5), Parametrized(), nn.Linear(5, 2)))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine: Any = sharded_copy(model, rank, world, policy=units_of(Parametrized))
+        mine[1].by = Exponential
+        with pytest.raises(ParameterMovedError, match=r"gave '1\.up\.weight' other memory by set_\(\)"):
+            mine(INPUTS)
+        mine[1].by = Doubled
+        return square_step(mine, 0, rank)
+
+    assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 100).view(4, 5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,eij->bj", x, self.weight)
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(5, 5), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.gate(x)) * self.experts(x)
+
+
+@pytest.mark.slow
+def test_low_rank_adapters_of_fused_experts() -> None:
+    """PEFT's ``target_parameters``: its layers parametrize the experts' weight for the length of each forward."""
+    import peft
+
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Linear(3, 5), ExpertBlock(), ExpertBlock(), nn.Linear(5, 2))
+        settings = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.weight"])
+        adapted: nn.Module = peft.get_peft_model(net, settings)  # type: ignore[arg-type]
+        return adapted
+
+    settings = {"policy": units_of(ExpertBlock)}
+    assert_parity(seeded(make), settings=settings, world_size=2, turns=3, optimizer=adam)

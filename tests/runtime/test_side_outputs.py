@@ -28,6 +28,7 @@ from parity import (
     train_reference,
     units_of,
 )
+from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -199,6 +200,40 @@ def test_a_backward_through_nothing_else_is_refused_where_parameters_were_releas
     assert_observed(on_ranks(2, on_rank), expected)
 
 
+class Aside(nn.Module):
+    """Keeps a loss, of which its output knows nothing."""
+
+    loss: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(3, 5), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.block(self.first(x))
+        self.loss = self.first(x).square().mean()
+        return y
+
+
+@pytest.mark.parametrize("found_by", ["the optimizer", "the next forward"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_gradients_that_came_past_all_outputs_are_refused_where_parameters_were_kept(
+    strategy: str, found_by: str
+) -> None:
+    model = seeded(Aside)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine: Any = sharded_copy(model, rank, world, policy=units_of(Block), strategy=strategy)
+        optimizer = sgd(mine)
+        mine(draw(4, 3))
+        mine.loss.backward()
+        with pytest.raises(StateError, match=r"gave '\(root\)' and 0 other units gradients .*\(rank \d\)"):
+            optimizer.step() if found_by == "the optimizer" else mine(draw(4, 3))
+        return square_step(mine, 0, rank)
+
+    assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_graph_from_before_a_step_is_refused_as_on_an_unsharded_model(flat: bool) -> None:
     """Parameters that are gathered again hold other values than those that the graph saved."""
@@ -287,7 +322,7 @@ def test_containers_whose_tensors_are_cast_on_the_way() -> None:
 
     def on_rank(rank: int, world: ThreadedWorld) -> float:
         mine = sharded_copy(model, rank, world, policy=units_of(Writes), precision="bf16")
-        return float(mine(draw(4, 3, rank=rank).float()))
+        return float(mine(draw(4, 3, rank=rank).float()).detach())
 
     for rank, total in enumerate(on_ranks(2, on_rank)):
-        assert total == pytest.approx(float(model(draw(4, 3, rank=rank).float())), rel=0.03)
+        assert total == pytest.approx(float(model(draw(4, 3, rank=rank).float()).detach()), rel=0.03)

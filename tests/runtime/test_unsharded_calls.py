@@ -223,31 +223,6 @@ def test_a_call_that_raises_leaves_the_parameters_whole() -> None:
 
 
 @pytest.mark.slow
-def test_side_outputs_are_still_watched_after_a_first_forward_without_gradients() -> None:
-    class Routed(Net):
-        loss: torch.Tensor
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            self.loss = x.square().mean()
-            return x
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        net = cast("Any", model)
-        if is_sharded(model):
-            with polyshard.unsharded(model):
-                with torch.no_grad():
-                    model(draw(4, 3))
-                model(draw(4, 3))
-                with pytest.raises(StateError, match=REFUSED):
-                    net.loss.backward()
-        model(draw(4, 3, turn=turn, rank=rank))
-        net.loss.backward()
-        return [net.loss.detach()]
-
-    assert_parity(seeded(Routed), step, 2, settings=BLOCKS)
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("policy", [units_of(Block), "always"])
 def test_a_backward_of_a_forward_before_it_is_not_disturbed(policy: Any, strategy: str) -> None:

@@ -206,3 +206,16 @@ def test_modules_of_no_sharded_model_are_refused() -> None:
     for call in (polyshard.unsharded, get_model_state_dict, polyshard.stream):
         with pytest.raises(StateError, match=r"needs a sharded module, but this Linear is not sharded"):
             call(nn.Linear(2, 2))
+
+
+def test_loading_what_is_dropped_warns() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(seeded(Tied), rank, world, **BLOCKS)
+        with polyshard.unsharded(model):
+            model.load_state_dict(seeded(Tied, seed=5).state_dict())
+        return get_model_state_dict(model, StateOptions(form="full"))
+
+    with pytest.warns(UserWarning, match=r"gives '.*' and others values that are dropped.*writeback=True"):
+        states = on_ranks(2, on_rank)
+    for state in states:
+        torch.testing.assert_close(dict(state), dict(seeded(Tied).state_dict()), rtol=0, atol=0)

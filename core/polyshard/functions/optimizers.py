@@ -67,6 +67,8 @@ class OptimizerCheck:
         make_scales_readable(optimizer)
         for reference in self._live.references:
             root = reference()
+            if root is not None:
+                root.refuse_unseen_gradients()
             if root is not None and root.unfilled:
                 self._refuse_unfilled(optimizer)
             if root is not None and root.active is not None and root.runs_here:

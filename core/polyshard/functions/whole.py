@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import ParameterChangedError, StateError, UnsupportedError
+from ..errors import ParameterChangedError, StateError, UnsupportedError, warn_once
 from ..interfaces import Collectives, CollectivesDecorator, Work
 from ..planning.extensions import InnerTensor, own_rows, rows_of
 from ..planning.parts import is_dtensor, local_of
@@ -62,7 +62,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
     refuse_flat_parameters(units, "unsharded()")
     root.adopt_changes(trains=False)
     root.outdate()
-    root.unsharded = frozenset(units)
+    root.unsharded, root.drops_writes = frozenset(units), not writeback
     flats: dict[Unit, torch.Tensor] = {}
     refusals = ExitStack()
     try:
@@ -445,6 +445,7 @@ class _Guard:
             if not gathers and (type(value) is not torch.Tensor and type(value) is not nn.Parameter):
                 continue
             if not self._shows_pieces:
+                self._warn_of_lost_values(index)
                 if gathers and part is None:
                     state_dict[prefix + key] = value.detach().full_tensor()
                 elif part is not None and not gathers and tuple(value.shape) == part.shape:
@@ -466,6 +467,15 @@ class _Guard:
             own = piece_in(whole, slot, start, stop)
             # A piece that is assigned would keep the gathered tensor alive.
             state_dict[prefix + key] = own.clone() if gathers else own
+
+    def _warn_of_lost_values(self, index: int) -> None:
+        step = self.unit.step
+        if step is not None and step.unsharded and step.drops_writes:
+            warn_once(
+                f"load_state_dict() inside of polyshard.unsharded() gives '{self._parameter(index)}' and others values "
+                "that are dropped where the context ends. Enter unsharded(model, writeback=True) to keep them.",
+                rank=self._rank,
+            )
 
     def _rows_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``value``, a whole parameter that gathers itself.

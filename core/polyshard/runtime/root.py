@@ -72,6 +72,8 @@ class Root(Step):
         self.last_backward = True
         # Whether one ended without.
         self._unfinished = False
+        # Whether no backward came behind the forward that ended last, and had gradients on.
+        self._unfollowed = False
         #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
         # Gives None once the backward that was entered last cannot end any more.
@@ -158,6 +160,7 @@ class Root(Step):
             self.recorder.peers.withdraw()
         if self.audit is not None and self.audit.done:
             self.end_audit()
+        self.refuse_unseen_gradients()
         self.adopt_changes()
         for unit in self.units:
             if not unit.prepared:
@@ -167,7 +170,7 @@ class Root(Step):
             self.idle_guard.leave()
         self.phase = Phase.FORWARD
         self._thread = threading.get_ident()
-        self.outdated = False
+        self.outdated = self._unfollowed = False
         self.active = outermost
         self.forward_record = ForwardRecord(outermost, module)
         for unit in self.units:
@@ -234,6 +237,7 @@ class Root(Step):
             self._keep_apart(self.forward_record)
         self.active = None
         self.phase = Phase.IDLE
+        self._unfollowed = torch.is_grad_enabled()
         if self.idle_guard is not None:
             self.idle_guard.enter()
         self.execution_order.end_forward()
@@ -271,7 +275,7 @@ class Root(Step):
         if self.outdated and self.active is not None:
             self._refuse_outdated()
         self.phase = Phase.BACKWARD
-        self._failure_reported = False
+        self._failure_reported = self._unfollowed = False
         self.accumulates = any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
             for module_state in reversed(self.module_states)
@@ -294,6 +298,24 @@ class Root(Step):
             f"{self.rank}): what is gathered there has the values from before the step. Let each step be a call of its "
             "own: name the method that makes one step with polyshard.register_forward_method, and not a loop over them."
         )
+
+    def refuse_unseen_gradients(self) -> None:
+        """Raise for gradients of a backward that passed no output of the last forward: nobody reduced them.
+
+        Looks where no other backward came since. The gradients are dropped.
+
+        Raises StateError: naming a unit.
+        """
+        pending = [unit for unit in self.units if unit.pending] if self._unfollowed else ()
+        self._unfollowed = False
+        for unit in pending:
+            unit.discard_gradients()
+        if pending:
+            raise StateError(
+                f"A backward gave '{pending[0].name}' and {len(pending) - 1} other units gradients without passing an "
+                f"output of the model (rank {self.rank}), so nobody reduced them. Return what is differentiated from "
+                "the model's forward."
+            )
 
     def end_inner_backward(self) -> None:
         """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.

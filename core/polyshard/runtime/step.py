@@ -76,6 +76,8 @@ class Step:
         self.registered = False
         #: The units of which ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
         self.unsharded: Collection[object] = ()
+        #: Whether these get their former values back behind it.
+        self.drops_writes = False
         #: Where masters hold other values than the trained ones: the context that the program entered, and what these
         #: are, for messages. None elsewhere.
         self.replaced: tuple[str, str] | None = None
