@@ -19,15 +19,17 @@ from ._state import State, outermost, state_of, states_in
 class UnshardHandle(TorchUnshardHandle):
     """What ``FSDPModule.unshard(async_op=True)`` returns."""
 
-    def __init__(self, units: Sequence[Unit] = ()) -> None:
+    def __init__(self, units: Sequence[Unit] = (), ahead: bool = False) -> None:
+        """``ahead``: of the next forward, which uses the gather."""
         self._units: Sequence[Unit] = units
+        self._ahead = ahead
 
     def wait(self) -> None:
         """Order compute after the gather, and let the module hold whole parameters."""
         units, self._units = self._units, ()
         for unit in units:
-            if unit.due:
-                # A forward used it and let go of it.
+            if unit.due or unit.ahead is not self._ahead:
+                # A forward used it.
                 continue
             unit.wait()
             unit.show()
@@ -51,7 +53,7 @@ class FSDPModule(TorchFSDPModule):
         """Gather the parameters of this module, not those of other sharded modules inside.
 
         Until ``reshard()`` or its next forward the module holds whole parameters in compute dtype. That forward makes
-        no gather of its own: what an optimizer wrote in between is not in it.
+        no gather of its own: what an optimizer wrote in between is not in it. Nothing where they are whole already.
 
         Args:
             async_op: Return at once, with a handle whose ``wait()`` shows the parameters. A forward waits by itself.
@@ -60,12 +62,8 @@ class FSDPModule(TorchFSDPModule):
             StateError: the parameters have no memory yet, or inside of ``polyshard.unsharded``.
         """
         state = _state(self)
-        for each in state.units:
-            each.take_over()
-            each.refuse_meta("unshard()")
-        module_state = state.module_state
-        units = tuple(unit for unit in module_state.units if not unit.permanent) if module_state is not None else ()
-        if module_state is not None and units:
+        module_state, units, rests = state.module_state, state.units, False
+        if module_state is not None:
             root = root_of(module_state)
             root.leave_failed_backward()
             root.refuse_ended("unshard()")
@@ -78,6 +76,8 @@ class FSDPModule(TorchFSDPModule):
             if rests:
                 root.begin_gathers()
             for unit in units:
+                unit.take_over()
+                unit.refuse_meta("unshard()")
                 if rests and not unit.ahead:
                     unit.adopt_changes()
                     if unit.state is UnitState.SHARDED_POST_FORWARD:
@@ -89,7 +89,7 @@ class FSDPModule(TorchFSDPModule):
             unshard_due(units)
             for unit in units:
                 unit.ahead = rests
-        handle = UnshardHandle(units)
+        handle = UnshardHandle(units, rests)
         if async_op:
             return handle
         handle.wait()
@@ -99,6 +99,7 @@ class FSDPModule(TorchFSDPModule):
         """Release the whole parameters of this module, and hold sharded ones again."""
         module_state = _state(self).module_state
         if module_state is not None:
+            _state(self).take_over()
             for unit in module_state.units:
                 unit.reshard()
 

@@ -113,6 +113,7 @@ def refusals(face: ModuleType) -> None:
         with pytest.raises(AssertionError, match="composable distributed API can only be applied to a module once"):
             shard(again, mesh=mesh)
     assert loss_of(model, next(batches(1))).item() == before
+    model.reshard()
     train(model, 1)
 
 
