@@ -87,8 +87,8 @@ def use_local_tensor(placed: torch.Tensor, local: torch.Tensor) -> None:
 def over_own_storage(view: torch.Tensor) -> torch.Tensor:
     """A tensor over the memory of ``view``, which is dense, whose storage is that and nothing around it.
 
-    Torch pickles and copies whole storages. It fails to copy a ``DTensor`` whose local tensor does not begin its storage:
-    it looks for memory of the ``DTensor`` itself there.
+    Torch pickles and copies whole storages. It fails to copy a ``DTensor`` whose local tensor does not begin its
+    storage: it looks for memory of the ``DTensor`` itself there.
     """
     if view.is_meta:
         return view

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fsdp2_models import (
     FACES,
+    OURS,
     WIDTH,
     Block,
     Words,
@@ -247,6 +248,27 @@ def settings_of_torch_are_taken(face: ModuleType) -> Any:
     out = model.blocks[0](torch.randn(2, WIDTH))
     out.sum().backward()
     return out, seen(model.blocks[0])
+
+
+def embeddings_that_no_piece_serves(rank: int) -> None:
+    """FSDP2 fails in the first backward, and loses what the forward scaled."""
+    for kind, words in (
+        ({"sparse": True}, "makes sparse gradients"),
+        ({"max_norm": 1.5}, "to max_norm=1.5 in forward"),
+    ):
+        model = make()
+        model.embedding = nn.Embedding(17, 12, dtype=torch.float64, **kind)
+        for module in (model, model.embedding):
+            with pytest.raises(ValueError, match=f"{words}.* ignored_params of fully_shard"):
+                OURS.fully_shard(module, mesh=cpu_mesh())
+        OURS.fully_shard(model, mesh=cpu_mesh(), ignored_params={model.embedding.weight})
+        loss_of(model, next(batches(1))).backward()
+        assert model.embedding.weight.grad is not None
+        assert model.embedding.weight.grad.is_sparse is ("sparse" in kind)
+
+
+def test_embeddings_that_no_piece_serves(ranks: KeptRanks) -> None:
+    ranks.run(2, embeddings_that_no_piece_serves)
 
 
 def test_settings_have_the_fields_of_torch() -> None:

@@ -237,7 +237,6 @@ def reads_in_backward(module: nn.Module) -> bool:
     return any(
         # Of a subclass too, unless it computes otherwise.
         type(each).forward is not nn.Embedding.forward
-        or each.max_norm is not None
         or "forward" in each.__dict__
         # They may compute with the weight.
         or bool(each._forward_hooks or each._forward_pre_hooks)
