@@ -132,7 +132,7 @@ class PlacedUnit(Unit):
 
     def local_parameters(self) -> Sequence[nn.Parameter]:
         if not self.is_local:
-            self.refuse_meta("local_parameters()")
+            self.require_values("local_parameters()")
             for parameter in self.parameters:
                 if parameter.original.grad is not None:
                     raise StateError(
@@ -176,7 +176,7 @@ class PlacedUnit(Unit):
     def adopt_changes(self) -> None:
         self.take_over()
         self.conceal()
-        self.refuse_meta("A forward")
+        self.require_values("A forward")
         super().adopt_changes()
 
     def take_over(self) -> None:
@@ -225,11 +225,12 @@ class PlacedUnit(Unit):
         """Whether parameters are on the meta device."""
         return self.master.is_meta
 
-    def refuse_meta(self, call: str) -> None:
-        """Raise if parameters are on the meta device.
+    def require_values(self, call: str) -> None:
+        """Raise unless ``call`` can read the parameters.
 
         Raises:
-            StateError: naming them.
+            StateError: they are on the meta device.
+            DeviceError: they were moved elsewhere, and not back yet.
         """
         if self.lacks_values and self.spec.device.type != "meta":
             names = [parameter.names[0] for parameter in self.parameters if parameter.original.is_meta]
@@ -237,6 +238,17 @@ class PlacedUnit(Unit):
                 "FSDP parameters should be materialized from meta device before training, but the following were still "
                 f"on meta device: {names}\n{call} needs their values (rank {self.ranks.world.rank}): call "
                 "to_empty(device=...) on the model, and then what initialises it, or load_state_dict(assign=True)."
+            )
+        self.refuse_elsewhere(_torch_private.local_tensor(self.views.tensors[0]).device)
+
+    def refuse_elsewhere(self, device: torch.device) -> None:
+        """Raise DeviceError unless ``device``, where the parameters are, is where they belong."""
+        wanted = torch.device("cpu") if self.parks else self.spec.device
+        if device != wanted:
+            names = [(parameter.names[0], device) for parameter in self.parameters]
+            raise DeviceError(
+                f"Found following parameters on non-{wanted.type.upper()} device: {names} (rank "
+                f"{self.ranks.world.rank}). Move the module to {wanted}."
             )
 
     def rehome(self, master: torch.Tensor) -> None:
@@ -410,7 +422,7 @@ class PlacedParameters(MasterViews):
         Raises:
             ParameterChangedError: a parameter is gone, has another shape, or lies otherwise; or some of one unit have
                 another dtype or device than others.
-            DeviceError: they are on a device that the unit does not compute on.
+            DeviceError: they are offloaded, and not in host memory.
         """
         unit = self._unit
         replaced = [index for index, each in enumerate(unit.parameters) if self._take_replacement(index, each)]
@@ -436,19 +448,18 @@ class PlacedParameters(MasterViews):
                 + ". Move or cast the whole module."
             )
         ((dtype, device),) = kinds
-        wanted = torch.device("cpu") if unit.parks else unit.spec.device
-        if device != wanted:
-            names = [(parameter.names[0], device) for parameter in unit.parameters]
-            raise DeviceError(
-                f"Found following parameters on non-{wanted.type.upper()} device: {names} (rank "
-                f"{unit.ranks.world.rank}). Move the module to {wanted}."
-            )
+        if unit.parks:
+            # What offloads keeps the master where it belongs.
+            unit.refuse_elsewhere(device)
         with torch.no_grad():
             self._take_values(found, dtype, device)
 
     def _take_values(self, found: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         unit = self._unit
-        if dtype != unit.master.dtype or unit.master.is_meta:
+        if dtype != unit.master.dtype or device != unit.master.device:
+            if device.type == "cpu" != unit.spec.device.type:
+                # What moved them may not have waited.
+                torch.accelerator.current_stream(unit.spec.device).synchronize()
             unit.rehome(torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device))
             return
         for index, local in enumerate(found):

@@ -60,6 +60,7 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             StateError: the parameters have no memory yet, or inside of ``polyshard.unsharded``.
+            DeviceError: they are elsewhere than they compute.
         """
         state = _state(self)
         module_state, units, rests = state.module_state, state.units, False
@@ -77,7 +78,7 @@ class FSDPModule(TorchFSDPModule):
                 root.begin_gathers()
             for unit in units:
                 unit.take_over()
-                unit.refuse_meta("unshard()")
+                unit.require_values("unshard()")
                 if rests and not unit.ahead:
                     unit.adopt_changes()
                     if unit.state is UnitState.SHARDED_POST_FORWARD:
