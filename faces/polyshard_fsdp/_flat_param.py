@@ -224,6 +224,13 @@ class FlatParamHandle:
         """Let the module hold the flat parameter under its own name."""
         self.module._parameters[FLAT_PARAM] = self.flat_param
 
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Let modules see shards again, and release the gathered flat parameter where that is asked for."""
+        if free_unsharded_flat_param:
+            self.unit.release()
+        else:
+            self.unit.conceal()
+
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """``flat_param.to(...)`` in place: trainers park models in host memory between phases."""
         self.unit.adopt_changes()

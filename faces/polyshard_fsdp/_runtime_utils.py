@@ -35,11 +35,8 @@ def _unshard(state: Any, handle: FlatParamHandle) -> None:
 
 
 def _reshard(state: Any, handle: FlatParamHandle, free_unsharded_flat_param: bool) -> None:
-    """Let modules see shards again, and release the gathered flat parameter where that is asked for."""
-    if free_unsharded_flat_param:
-        handle.unit.release()
-    else:
-        handle.unit.conceal()
+    """``handle.reshard``."""
+    handle.reshard(free_unsharded_flat_param)
 
 
 def _post_backward_reshard(state: Any, handle: FlatParamHandle) -> None:

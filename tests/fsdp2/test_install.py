@@ -144,11 +144,19 @@ def _parks(rank: int, use_orig_params: bool) -> None:
         for parameter in plain.parameters():
             # Buffers stay where they are.
             parameter.data = parameter.data.float().double()
-        as_unsharded(model, plain)
+        as_unsharded(model, plain, _released)
         program.park(model, torch.device("cpu"), torch.float32)
         program.park(model, torch.device("cpu"), torch.float64)
     # Of torch's own models it is torch's.
     assert program._lazy_init(SimpleNamespace(_is_root=True), nn.Linear(1, 1)) is None
+
+
+def _released(model: Any, words: torch.Tensor) -> torch.Tensor:
+    """The root is not whole behind a forward, as behind one of an evaluation, which a trainer releases so."""
+    loss = loss_of(model, words)
+    if hasattr(model, "_handle"):
+        model._handle.reshard(True)
+    return loss
 
 
 def _wrapped(model: nn.Module, use_orig_params: bool) -> Any:
