@@ -378,7 +378,7 @@ def refuse_embedding(name: str, module: nn.Module, ignored: Collection[nn.Parame
         return
     raise ParameterError(
         f"'{name or type(module).__name__}' {fault} (rank {rank}). Construct it with {instead}; or ignore its weight, "
-        "by ignored_parameters, ignored_params of fully_shard, or ignored_states of FSDP."
+        "by ignored_parameters, or by ignored_params or ignored_states of a drop-in."
     )
 
 
