@@ -132,9 +132,9 @@ class State(TorchState):
 
     def take_over(self) -> None:
         """Let what was done to the parameters from outside be what the units have."""
-        # What is on another device may be moved yet; the next forward refuses it.
-        with suppress(DeviceError):
-            for unit in self.units:
+        for unit in self.units:
+            # What is on another device may be moved yet; the next forward refuses it.
+            with suppress(DeviceError):
                 unit.take_over()
 
     def check_root(self) -> None:

@@ -19,17 +19,15 @@ from ._state import State, outermost, state_of, states_in
 class UnshardHandle(TorchUnshardHandle):
     """What ``FSDPModule.unshard(async_op=True)`` returns."""
 
-    def __init__(self, units: Sequence[Unit] = (), ahead: bool = False) -> None:
-        """``ahead``: of the next forward, which uses the gather."""
+    def __init__(self, units: Sequence[Unit] = ()) -> None:
         self._units: Sequence[Unit] = units
-        self._ahead = ahead
 
     def wait(self) -> None:
         """Order compute after the gather, and let the module hold whole parameters."""
         units, self._units = self._units, ()
         for unit in units:
-            if unit.due or unit.ahead is not self._ahead:
-                # A forward used it.
+            if unit.due:
+                # A forward used it and let go of it.
                 continue
             unit.wait()
             unit.show()
@@ -54,6 +52,7 @@ class FSDPModule(TorchFSDPModule):
 
         Until ``reshard()`` or its next forward the module holds whole parameters in compute dtype. That forward makes
         no gather of its own: what an optimizer wrote in between is not in it. Nothing where they are whole already.
+        What is written into whole parameters is lost with them.
 
         Args:
             async_op: Return at once, with a handle whose ``wait()`` shows the parameters. A forward waits by itself.
@@ -63,7 +62,7 @@ class FSDPModule(TorchFSDPModule):
             DeviceError: they are elsewhere than they compute.
         """
         state = _state(self)
-        module_state, units, rests = state.module_state, state.units, False
+        module_state, units = state.module_state, state.units
         if module_state is not None:
             root = root_of(module_state)
             root.leave_failed_backward()
@@ -90,7 +89,7 @@ class FSDPModule(TorchFSDPModule):
             unshard_due(units)
             for unit in units:
                 unit.ahead = rests
-        handle = UnshardHandle(units, rests)
+        handle = UnshardHandle(units)
         if async_op:
             return handle
         handle.wait()
