@@ -133,7 +133,7 @@ class FlatParamHandle:
         self.device = device
         self.process_group = process_group
         self.sharding_strategy = sharding_strategy
-        self.offload_params = offload_params
+        self._offload_params = offload_params
         self.keep_low_precision_grads = keep_low_precision_grads
         self.use_orig_params = use_orig_params
         self.module = module
@@ -223,6 +223,19 @@ class FlatParamHandle:
     def register_flat_param(self) -> None:
         """Let the module hold the flat parameter under its own name."""
         self.module._parameters[FLAT_PARAM] = self.flat_param
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Let modules see shards again, and release the gathered flat parameter where that is asked for."""
+        if free_unsharded_flat_param:
+            self.unit.release()
+        else:
+            self.unit.conceal()
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """``flat_param.to(...)`` in place: trainers park models in host memory between phases."""
+        self.unit.adopt_changes()
+        self.flat_param.data = self.flat_param.data.to(*args, **kwargs)
+        self.unit.take_up_home(refuse_offload=False)
 
     def deregister_flat_param(self) -> None:
         self.module._parameters.pop(FLAT_PARAM, None)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError
-from polyshard.extension import inner_tensors, send_from_first
+from polyshard.extension import inner_tensors, refuse_embedding, send_from_first
 from polyshard.interfaces import Collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -316,9 +316,13 @@ def check_parameters(
     """Refuse parameters that no instance could shard; before modules inside are wrapped, it looks at theirs too.
 
     Raises:
-        ParameterError: a parameter is a scalar.
+        ParameterError: a parameter is a scalar, or that of an embedding which cannot compute with a sharded one.
         ConfigError: ``param_init_fn`` cannot be called, or parameters are on another device than ``device``.
     """
+    modules = set(managed.modules())
+    for name, child in managed.module.named_modules():
+        if child in modules:
+            refuse_embedding(clean_tensor_name(name), child, managed.ignored_parameters, rank)
     for name, parameter in managed.named_parameters():
         if parameter.dim() == 0:
             raise ParameterError(

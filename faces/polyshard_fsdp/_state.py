@@ -182,6 +182,16 @@ class FSDPInstance:
         return self._handle.flat_param if self._handle is not None else None
 
     @property
+    def _all_handles(self) -> list[FlatParamHandle]:
+        """Of a root the handles of all instances under it, which trainers walk over; of others nothing."""
+        return [each._handle for each in self._instances if each._handle is not None] if self._is_root else []
+
+    @property
+    def _device_handle(self) -> Any:
+        """Torch's module for the kind of device that it computes on. Trainers ask."""
+        return torch.get_device_module(self.compute_device)
+
+    @property
     def _has_params(self) -> bool:
         """Whether it has a flat parameter. Trainers ask."""
         return self._handle is not None

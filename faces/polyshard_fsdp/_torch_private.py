@@ -12,12 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import _runtime_utils
 
 # Policy objects derive from the first, and tell themselves apart from functions by it alone; the other two are what
 # FSDP's own programs combine function policies with.
 from torch.distributed.fsdp.wrap import _or_policy as _or_policy
 from torch.distributed.fsdp.wrap import _Policy as _Policy
 from torch.distributed.fsdp.wrap import _wrap_module_cls_individually as _wrap_module_cls_individually
+
+#: Programs import ``_lazy_init`` from this module, and call it where they need a model's root before its first forward.
+runtime_utils, lazy_init = _runtime_utils, _runtime_utils._lazy_init
 
 # The functions of this module call ``_fqn_modifiers`` of every module: the first thing of a foreign module that they
 # run, in torch 2.11 and 2.13. No public name makes a module known to them.

@@ -108,6 +108,8 @@ class FlatUnit(Unit):
         super()._use_master(master)
         self.flat_param.data = self.master
         self.flat_param._local_shard = self.master
+        # Of one rank, the master before.
+        vars(self.flat_param).pop("_full_param_padded", None)
         if self.dtypes.compute != self.spec.master_dtype:
             # Casts go straight into the slice of the gather buffer that is sent.
             self.flat_param._mp_shard = torch.empty(0, dtype=self.dtypes.compute, device=self.spec.device)

@@ -86,7 +86,7 @@ class _Summoned:
             return
         if offload_to_cpu:
             whole = whole.cpu()
-        elif unit.handle.offload_params and whole.data_ptr() == unit.master.data_ptr():
+        elif unit.handle._offload_params and whole.data_ptr() == unit.master.data_ptr():
             # What is offloaded is never written to but by writeback, where it is computed with in host memory as well.
             whole = whole.clone()
         unit.whole_for_user = whole
@@ -149,7 +149,7 @@ class _Summoned:
 def _keeps_gradients(unit: FlatUnit) -> bool:
     """Whether the parameters are whole outside of the context too, and their gradients with them."""
     parts = any(each.part is not None for each in unit.parameters)
-    return unit.ranks.owner is None and not unit.handle.offload_params and not parts
+    return unit.ranks.owner is None and not unit.handle._offload_params and not parts
 
 
 def _shown(parameter: ManagedParameter) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from polyshard.extension import ExtendedUnit, ExtensionArguments, GradientTarget, MasterViews, cut, is_dtensor
+from polyshard.extension import ExtendedUnit, ExtensionArguments, MasterViews, cut, is_dtensor
 from torch import nn
 
 from . import _torch_private
@@ -65,6 +65,11 @@ class ExtendedParameters(PlacedParameters):
             return own
         return cut(unit.parameters[index], unit.ranks.shard_rank, unit.layout.world_size, unit.spec.device)
 
+    @property
+    def _found_at(self) -> Sequence[int]:
+        # Classes of programs may have no memory of their own.
+        return ()
+
     def expose(self) -> None:
         before, self._views = self._views, [self._part(index) for index in range(len(self.tensors))]
         for index, (placed, view) in enumerate(zip(self.tensors, self._views, strict=True)):
@@ -78,12 +83,3 @@ class ExtendedParameters(PlacedParameters):
             unit.rehome(torch.empty_like(unit.master, dtype=dtype))
         else:
             self.expose()
-
-    def _targets(self, receivers: Sequence[nn.Parameter]) -> list[GradientTarget]:
-        targets, end = [], 0
-        for index, (receiver, view) in enumerate(zip(receivers, self._views, strict=True)):
-            piece = self._pieces.get(index)
-            start = end if piece is None else piece.shard_offset
-            targets.append(GradientTarget(receiver, start, tuple(view.shape), view.stride(), index))
-            end = start + view.numel()
-        return sorted(targets, key=lambda target: target.offset)

@@ -45,7 +45,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
     mp_policy: MixedPrecisionPolicy = _WHOLE,
-    offload_policy: OffloadPolicy = _HERE,
+    offload_policy: OffloadPolicy | None = _HERE,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
@@ -53,7 +53,7 @@ def fully_shard(
 
     To be called from the inside out, before an optimizer is made: ``module.parameters()`` are new objects, ``DTensor``
     over this rank's part of each. Parameters on the meta device stay there until ``to_empty``, or
-    ``load_state_dict(assign=True)``, gives them memory.
+    ``load_state_dict(assign=True)``, gives them memory; other ranks may have values of them already.
 
     Args:
         module: A module, or a list of modules, which are one group: gathered when the first of them runs, released when
@@ -63,7 +63,7 @@ def fully_shard(
         shard_placement_fn: May answer ``Shard(n)`` for a parameter, whose dimension ``n`` the ranks divide, where not
             ``Shard(0)``.
         mp_policy: Dtypes.
-        offload_policy: Where shards live between uses.
+        offload_policy: Where shards live between uses; None for where they compute.
         ignored_params: Parameters that stay as they are.
         dp_mesh_dims: Refused.
 
@@ -93,7 +93,7 @@ def _shard(
     reshard_after_forward: bool | int | None,
     shard_placement_fn: Callable[[nn.Parameter], object] | None,
     mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
+    offload_policy: OffloadPolicy | None,
     ignored: frozenset[nn.Parameter],
 ) -> None:
     # What is wrong in a setting is found before anything is asked of parameters.

@@ -104,6 +104,9 @@ class PlacedUnit(Unit):
         bindings = Bindings(self.parameters, self.leaves, guarded=False)
         # As outside of compute.
         bindings.elsewhere = Shown.ORIGINALS
+        whole = [(leaf, each.names[0]) for leaf, each in zip(self.leaves, self.parameters, strict=True)]
+        rank = f"rank {self.ranks.world.rank}"
+        replaced_parameters.add(whole, "a DTensor of this rank's part", rank, ", and behind reshard()")
         return bindings
 
     def _make_gradients(self) -> Gradients:
@@ -129,7 +132,7 @@ class PlacedUnit(Unit):
 
     def local_parameters(self) -> Sequence[nn.Parameter]:
         if not self.is_local:
-            self.refuse_meta("local_parameters()")
+            self.require_values("local_parameters()")
             for parameter in self.parameters:
                 if parameter.original.grad is not None:
                     raise StateError(
@@ -150,10 +153,7 @@ class PlacedUnit(Unit):
     def is_kept_whole(self) -> bool:
         """Whether modules hold whole parameters that are there to stay until backward."""
         return (
-            self.prepared
-            and self.bindings.shown is Shown.VIEWS
-            and self.state is UnitState.UNSHARDED
-            and not (self.due or self.permanent)
+            self.prepared and self.bindings.shown is Shown.VIEWS and self.state is UnitState.UNSHARDED and not self.due
         )
 
     def conceal(self) -> None:
@@ -174,18 +174,35 @@ class PlacedUnit(Unit):
             self.conceal()
 
     def adopt_changes(self) -> None:
-        self.conceal()
         self.take_over()
-        self.refuse_meta("A forward")
+        self.conceal()
+        self.require_values("A forward")
         super().adopt_changes()
 
     def take_over(self) -> None:
         """Let parameters that were moved, cast, replaced or given memory since then be those of the unit."""
-        if self.views.changed:
+        assert self.step is not None
+        if self not in self.step.unsharded and self.views.changed:
+            if self.prepared and self.bindings.shown is Shown.VIEWS:
+                self._conceal_replaced()
             self.outdate()
             self.views.take_over()
             if self.prepared:
                 self.follow_requires_grad()
+
+    def _conceal_replaced(self) -> None:
+        """Conceal, and raise where modules held others than the whole parameters that the unit put there.
+
+        Raises:
+            ParameterChangedError: naming one.
+        """
+        replaced = self.views.replaced
+        self.conceal()
+        if replaced is not None:
+            raise ParameterChangedError(
+                f"'{replaced}' was replaced while it was whole (rank {self.ranks.world.rank}), and is what it was "
+                "before again. Replace it behind reshard(), by a DTensor that lies as it does."
+            )
 
     def parameters_replaced(self) -> None:
         """Other objects are the parameters now."""
@@ -208,11 +225,12 @@ class PlacedUnit(Unit):
         """Whether parameters are on the meta device."""
         return self.master.is_meta
 
-    def refuse_meta(self, call: str) -> None:
-        """Raise if parameters are on the meta device.
+    def require_values(self, call: str) -> None:
+        """Raise unless ``call`` can read the parameters.
 
         Raises:
-            StateError: naming them.
+            StateError: they are on the meta device.
+            DeviceError: they were moved elsewhere, and not back yet.
         """
         if self.lacks_values and self.spec.device.type != "meta":
             names = [parameter.names[0] for parameter in self.parameters if parameter.original.is_meta]
@@ -220,6 +238,17 @@ class PlacedUnit(Unit):
                 "FSDP parameters should be materialized from meta device before training, but the following were still "
                 f"on meta device: {names}\n{call} needs their values (rank {self.ranks.world.rank}): call "
                 "to_empty(device=...) on the model, and then what initialises it, or load_state_dict(assign=True)."
+            )
+        self.refuse_elsewhere(_torch_private.local_tensor(self.views.tensors[0]).device)
+
+    def refuse_elsewhere(self, device: torch.device) -> None:
+        """Raise DeviceError unless ``device``, where the parameters are, is where they belong."""
+        wanted = torch.device("cpu") if self.parks else self.spec.device
+        if device != wanted:
+            names = [(parameter.names[0], device) for parameter in self.parameters]
+            raise DeviceError(
+                f"Found following parameters on non-{wanted.type.upper()} device: {names} (rank "
+                f"{self.ranks.world.rank}). Move the module to {wanted}."
             )
 
     def rehome(self, master: torch.Tensor) -> None:
@@ -254,6 +283,8 @@ class PlacedUnit(Unit):
 
 class PlacedParameters(MasterViews):
     """The parameters of one unit: ``DTensor`` for modules and optimizers, and plain ones over the same memory."""
+
+    _addresses: Sequence[int] = ()
 
     def __init__(self, unit: PlacedUnit) -> None:
         self._unit = unit
@@ -300,19 +331,19 @@ class PlacedParameters(MasterViews):
         return [placed._spec for placed in self.tensors]  # type: ignore[attr-defined]
 
     def _find_sites(self) -> None:
-        sites = [
-            (module._parameters, key, each.original) for each in self._unit.parameters for module, key in each.sites
-        ]
-        self._holders: list[dict[str, Any]] = [holder for holder, _, _ in sites]
-        self._keys = [key for _, key, _ in sites]
-        self._held = [original for _, _, original in sites]
+        sites = [(slot, *site) for slot, each in enumerate(self._unit.parameters) for site in each.sites]
+        # One of each for every place in which a module holds a parameter.
+        self._slots = [slot for slot, _, _ in sites]
+        self._holders: list[dict[str, Any]] = [module._parameters for _, module, _ in sites]
+        self._keys = [key for _, _, key in sites]
+        self._held = [self._unit.parameters[slot].original for slot in self._slots]
         self.__dict__.pop("_specs", None)
 
     def _part(self, index: int) -> torch.Tensor:
         unit = self._unit
-        return part_of_master(
-            unit.master, unit.layout.slots[index], self._pieces.get(index), whole=unit.ranks.owner is None
-        )
+        slot, piece = unit.layout.slots[index], self._pieces.get(index)
+        part = part_of_master(unit.master, slot, piece, whole=unit.ranks.owner is None)
+        return _torch_private.over_own_storage(part)
 
     def placed(self, index: int, local: torch.Tensor) -> DTensor:
         """The whole of which ``local`` is this rank's part, as the parameter is placed."""
@@ -328,11 +359,12 @@ class PlacedParameters(MasterViews):
 
     def _targets(self, receivers: Sequence[nn.Parameter]) -> list[GradientTarget]:
         # Those without elements too: torch's functions for gradients need a DTensor on each rank.
-        start, targets, offsets = self._unit.master.storage_offset(), [], 0
+        targets, end = [], 0
         for index, (receiver, view) in enumerate(zip(receivers, self._views, strict=True)):
-            offset = int(view.storage_offset() - start) if view.numel() else offsets
-            targets.append(GradientTarget(receiver, offset, tuple(view.shape), view.stride(), index))
-            offsets = offset + view.numel()
+            piece = self._pieces.get(index)
+            start = end if piece is None else piece.shard_offset
+            targets.append(GradientTarget(receiver, start, tuple(view.shape), view.stride(), index))
+            end = start + view.numel()
         return sorted(targets, key=lambda target: target.offset)
 
     @property
@@ -348,14 +380,41 @@ class PlacedParameters(MasterViews):
                     self.locals[index] = nn.Parameter(view, requires_grad=placed.requires_grad)
                 self.locals[index].data = view
                 _torch_private.use_local_tensor(placed, view)
+        self._addresses = self._found_at
+
+    @property
+    def _found_at(self) -> Sequence[int]:
+        """Where the parameters are now. What hands a tensor to another process moves its storage there."""
+        return list(map(torch.Tensor.data_ptr, self._views))
 
     @property
     def changed(self) -> bool:
-        """Whether a parameter lies elsewhere than the unit put it, or another object is in its place."""
+        """Whether a parameter lies elsewhere than the unit put it, or modules hold another object than it put there."""
+        return self.exchanged or self._found_at != self._addresses
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether a parameter has another local tensor, or modules hold another object, than the unit put there."""
         return not (
             all(map(is_, map(_torch_private.local_tensor, self.tensors), self._views))
-            and all(map(is_, map(dict.get, self._holders, self._keys), self._held))
+            and all(map(is_, map(dict.get, self._holders, self._keys), self._shown))
         )
+
+    @property
+    def replaced(self) -> str | None:
+        """The name of a parameter in whose place modules hold another object than the unit put there."""
+        for slot, holder, key, shown in zip(self._slots, self._holders, self._keys, self._shown, strict=True):
+            if holder.get(key) is not shown:
+                return self._unit.parameters[slot].names[0]
+        return None
+
+    @property
+    def _shown(self) -> Sequence[torch.Tensor]:
+        """What the unit put into modules: parameters, or the whole ones that were gathered."""
+        unit = self._unit
+        if unit.prepared and unit.bindings.shown is Shown.VIEWS:
+            return [unit.leaves[slot] for slot in self._slots]
+        return self._held
 
     def take_over(self) -> None:
         """Take over what was moved, cast, replaced or given memory.
@@ -363,7 +422,7 @@ class PlacedParameters(MasterViews):
         Raises:
             ParameterChangedError: a parameter is gone, has another shape, or lies otherwise; or some of one unit have
                 another dtype or device than others.
-            DeviceError: they are on a device that the unit does not compute on.
+            DeviceError: they are offloaded, and not in host memory.
         """
         unit = self._unit
         replaced = [index for index, each in enumerate(unit.parameters) if self._take_replacement(index, each)]
@@ -389,24 +448,24 @@ class PlacedParameters(MasterViews):
                 + ". Move or cast the whole module."
             )
         ((dtype, device),) = kinds
-        wanted = torch.device("cpu") if unit.parks else unit.spec.device
-        if device != wanted:
-            names = [(parameter.names[0], device) for parameter in unit.parameters]
-            raise DeviceError(
-                f"Found following parameters on non-{wanted.type.upper()} device: {names} (rank "
-                f"{unit.ranks.world.rank}). Move the module to {wanted}."
-            )
+        if unit.parks:
+            # What offloads keeps the master where it belongs.
+            unit.refuse_elsewhere(device)
         with torch.no_grad():
             self._take_values(found, dtype, device)
 
     def _take_values(self, found: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         unit = self._unit
-        if dtype != unit.master.dtype or unit.master.is_meta:
+        if dtype != unit.master.dtype or device != unit.master.device:
+            if device.type == "cpu" != unit.spec.device.type:
+                # What moved them may not have waited.
+                torch.accelerator.current_stream(unit.spec.device).synchronize()
             unit.rehome(torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device))
             return
-        for view, local in zip(self._views, found, strict=True):
-            if view.data_ptr() != local.data_ptr():
-                view.copy_(local)
+        for index, local in enumerate(found):
+            part = self._part(index)
+            if part.data_ptr() != local.data_ptr():
+                part.copy_(local)
         self.expose()
 
     def _take_replacement(self, index: int, parameter: ManagedParameter) -> bool:
@@ -463,13 +522,14 @@ class PlacedParameters(MasterViews):
         Raises:
             ParameterMovedError: naming the parameter.
         """
-        moved = list(map(is_, map(_torch_private.local_tensor, self.tensors), self._views))
-        if all(moved) and not (held and self.changed):
+        if not self.exchanged:
             return
-        first = next((index for index, same in enumerate(moved) if not same), 0)
+        lies = map(is_, map(_torch_private.local_tensor, self.tensors), self._views)
+        moved = next((slot for slot, same in enumerate(lies) if not same), None)
+        name = self.replaced if moved is None else self._unit.parameters[moved].names[0]
         raise ParameterMovedError(
-            f"Parameters cannot be changed between forward and backward: '{self._unit.parameters[first].names[0]}' was "
-            f"replaced on rank {self._unit.ranks.world.rank}. Replace it before the forward or after the backward."
+            f"Parameters cannot be changed between forward and backward: '{name}' was replaced on rank "
+            f"{self._unit.ranks.world.rank}. Replace it before the forward or after the backward."
         )
 
 

@@ -215,7 +215,7 @@ def _precision(policy: object) -> PluginChoice:
 def _offload(policy: object) -> PluginChoice:
     if isinstance(policy, _ON_HOST):
         return {"name": "cpu", "pin_memory": policy.pin_memory}
-    if type(policy) in _NOWHERE:
+    if policy is None or type(policy) in _NOWHERE:
         return "none"
     if isinstance(policy, _NOWHERE):
         raise UnsupportedError(

@@ -133,7 +133,9 @@ class State(TorchState):
     def take_over(self) -> None:
         """Let what was done to the parameters from outside be what the units have."""
         for unit in self.units:
-            unit.take_over()
+            # What is on another device may be moved yet; the next forward refuses it.
+            with suppress(DeviceError):
+                unit.take_over()
 
     def check_root(self) -> None:
         if len(self.modules) > 1 and (state := self.module_state) and root_of(state).module_states[0] is state:
@@ -144,7 +146,7 @@ class State(TorchState):
             )
         for unit in self.units:
             unit.take_over()
-            unit.refuse_meta("The first forward")
+            unit.require_values("The first forward")
 
     def reduce_waiting(self) -> None:
         outermost(self, "A pipeline's reduction").reduce_waiting()
@@ -184,9 +186,7 @@ class State(TorchState):
             unit.reshard()
 
     def _after_load(self, *_: Any) -> None:
-        # What is on another device may be moved yet; the next forward refuses it.
-        with suppress(DeviceError):
-            self.take_over()
+        self.take_over()
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:

@@ -84,6 +84,19 @@ def use_local_tensor(placed: torch.Tensor, local: torch.Tensor) -> None:
     placed._local_tensor = local  # type: ignore[attr-defined]
 
 
+def over_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of ``view``, which is dense, whose storage is that and nothing around it.
+
+    Torch pickles and copies whole storages. It fails to copy a ``DTensor`` whose local tensor does not begin its
+    storage: it looks for memory of the ``DTensor`` itself there.
+    """
+    if view.is_meta:
+        return view
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+
+
 def spec_of(
     mesh: DeviceMesh,
     placements: Sequence[Placement],

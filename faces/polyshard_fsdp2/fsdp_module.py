@@ -51,21 +51,19 @@ class FSDPModule(TorchFSDPModule):
         """Gather the parameters of this module, not those of other sharded modules inside.
 
         Until ``reshard()`` or its next forward the module holds whole parameters in compute dtype. That forward makes
-        no gather of its own: what an optimizer wrote in between is not in it.
+        no gather of its own: what an optimizer wrote in between is not in it. Nothing where they are whole already.
+        What is written into whole parameters is lost with them.
 
         Args:
             async_op: Return at once, with a handle whose ``wait()`` shows the parameters. A forward waits by itself.
 
         Raises:
             StateError: the parameters have no memory yet, or inside of ``polyshard.unsharded``.
+            DeviceError: they are elsewhere than they compute.
         """
         state = _state(self)
-        for each in state.units:
-            each.take_over()
-            each.refuse_meta("unshard()")
-        module_state = state.module_state
-        units = tuple(unit for unit in module_state.units if not unit.permanent) if module_state is not None else ()
-        if module_state is not None and units:
+        module_state, units = state.module_state, state.units
+        if module_state is not None:
             root = root_of(module_state)
             root.leave_failed_backward()
             root.refuse_ended("unshard()")
@@ -78,6 +76,8 @@ class FSDPModule(TorchFSDPModule):
             if rests:
                 root.begin_gathers()
             for unit in units:
+                unit.take_over()
+                unit.require_values("unshard()")
                 if rests and not unit.ahead:
                     unit.adopt_changes()
                     if unit.state is UnitState.SHARDED_POST_FORWARD:
@@ -99,6 +99,7 @@ class FSDPModule(TorchFSDPModule):
         """Release the whole parameters of this module, and hold sharded ones again."""
         module_state = _state(self).module_state
         if module_state is not None:
+            _state(self).take_over()
             for unit in module_state.units:
                 unit.reshard()
 

@@ -133,6 +133,18 @@ PARAMETERS = {
         ("'inner.head'", "sparse gradients"),
         trains=False,
     ),
+    "scaled in forward": Case(
+        lambda: Tower(nn.Embedding(3, 4, max_norm=1.5)),
+        errors.ParameterError,
+        ("'inner.head'", "max_norm=1.5 in forward", "Construct it with max_norm=None", "ignore its weight"),
+        trains=False,
+    ),
+    "bag that is scaled in forward": Case(
+        lambda: Tower(nn.EmbeddingBag(3, 4, max_norm=1.5)),
+        errors.ParameterError,
+        ("'inner.head'", "max_norm=1.5 in forward"),
+        trains=False,
+    ),
     "lazy": Case(
         lambda: Tower(nn.LazyLinear(4)),
         errors.ParameterError,
@@ -168,9 +180,13 @@ def test_parameters_that_cannot_be_sharded_inside_out(case: Case) -> None:
 def test_what_is_ignored_is_not_refused() -> None:
     model = Tower(Holder(nn.Parameter(torch.tensor([1, 2]), requires_grad=False)))
     polyshard.shard(model, silent()(), ignored_parameters=[model.inner.head.odd])
-    model = Tower(nn.Embedding(3, 4, sparse=True))
-    polyshard.shard(model, silent()(), ignored_modules=[model.inner.head])
-    assert model.inner.head.weight.shape == (3, 4)
+    for ignored in ("ignored_modules", "ignored_parameters"):
+        for settings in ({"sparse": True}, {"max_norm": 1.5}):
+            head = nn.Embedding(3, 4, **settings)
+            model = Tower(head)
+            given = {"ignored_modules": [head]} if ignored == "ignored_modules" else {ignored: [head.weight]}
+            polyshard.shard(model, silent()(), **given)
+            assert head.weight.shape == (3, 4)
 
 
 def test_a_model_whose_every_parameter_is_ignored_is_empty() -> None:

@@ -371,6 +371,20 @@ REFUSED: list[Any] = [
         id="scalar",
     ),
     pytest.param(
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True)),
+        lambda model: {"process_group": PAIR},
+        ValueError,
+        "'1' makes sparse gradients, which cannot be reduced in a flat buffer (rank 0). Construct it with sparse=False",
+        id="sparse-gradients",
+    ),
+    pytest.param(
+        lambda: nn.Sequential(Net(), nn.EmbeddingBag(3, 2, max_norm=1.5)),
+        lambda model: {"process_group": PAIR, "auto_wrap_policy": ModuleWrapPolicy({Net})},
+        ValueError,
+        "'1' scales rows of its weight to max_norm=1.5 in forward, where they are a copy that is lost (rank 0).",
+        id="scaled-in-forward",
+    ),
+    pytest.param(
         HalfMeta,
         lambda model: {"process_group": PAIR},
         RuntimeError,
@@ -398,6 +412,22 @@ def test_bad_arguments_are_refused_and_the_model_is_unchanged(
         FSDP(model, **options)
     assert isinstance(caught.value, PolyshardError)
     assert [(name, id(parameter), parameter.shape) for name, parameter in model.named_parameters()] == before
+
+
+@pytest.mark.parametrize("settings", [{"sparse": True}, {"max_norm": 0.5}])
+def test_an_embedding_whose_weight_is_ignored_computes_as_it_does(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    table, words = nn.Embedding(3, 2, **settings), torch.tensor([0, 2])
+    weight = table.weight.detach().clone()
+    model = FSDP(nn.Sequential(table, nn.Linear(2, 2)), PAIR, ignored_states=[table.weight])
+    model.module[0](words).sum().backward()
+    twin = nn.Embedding(3, 2, _weight=weight, **settings)
+    twin(words).sum().backward()
+    for mine, its in ((table.weight, twin.weight), (table.weight.grad, twin.weight.grad)):
+        assert mine is not None
+        assert its is not None
+        assert mine.is_sparse == its.is_sparse
+        assert torch.equal(mine.to_dense(), its.to_dense())
 
 
 def test_an_accelerator_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

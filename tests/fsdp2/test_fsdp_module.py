@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import polyshard
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from fsdp2_models import (
     OURS,
     WIDTH,
     as_whole,
+    averaged,
     batches,
     beside_torch,
     both,
@@ -28,6 +31,7 @@ from fsdp2_models import (
     train,
     wholes,
 )
+from polyshard.errors import ParameterChangedError
 from polyshard_backends.gloo import GlooCollectives
 from processes import KeptRanks
 from torch import nn
@@ -60,6 +64,8 @@ def _unshards(face: ModuleType, asynchronous: bool) -> Any:
         block.unshard()
         block.reshard()
         found.append(copied(block.up.weight))
+        # The optimizer is made of sharded parameters.
+        model.reshard()
         found.append(train(model, 1))
     return found
 
@@ -67,6 +73,126 @@ def _unshards(face: ModuleType, asynchronous: bool) -> Any:
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_unshard_and_reshard(ranks: KeptRanks, asynchronous: bool) -> None:
     ranks.run(2, beside_torch, _unshards, asynchronous)
+
+
+class _Chunked(nn.Module):
+    """A body, and a head that the loss calls by itself, for a part of the batch at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(torch.tanh(self.body(x)))
+        return normed
+
+
+def _in_chunks(model: Any) -> list[float]:
+    """Losses of steps as torchtitan makes them."""
+    sharded = isinstance(model, OURS.FSDPModule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    random, told = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(3):
+        hidden = model(torch.randn(4, WIDTH, generator=random, dtype=torch.float64))
+        leaf = hidden.detach().requires_grad_()
+        if sharded:
+            # Both are whole behind the forward, which ran one of them.
+            model.norm.unshard()
+        for number, part in enumerate(leaf.chunk(2)):
+            if sharded:
+                model.head.unshard()
+                model.head.set_requires_gradient_sync(number == 1)
+            loss = model.head(part).square().mean() + nn.functional.linear(part, model.head.weight).mean()
+            loss.backward()
+            told.append(loss.item())
+        hidden.backward(leaf.grad)
+        if not sharded:
+            averaged(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+def a_loss_in_chunks(rank: int) -> None:
+    # FSDP2 of torch 2.11 fails in the backward through the norm.
+    torch.manual_seed(0)
+    plain: Any = _Chunked().double()
+    model = copy.deepcopy(plain)
+    OURS.fully_shard(model.body, mesh=cpu_mesh())
+    OURS.fully_shard([model.norm, model.head], mesh=cpu_mesh(), reshard_after_forward=False)
+    OURS.fully_shard(model, mesh=cpu_mesh())
+    same(_in_chunks(model), _in_chunks(plain))
+    same(wholes(model), dict(plain.state_dict()), rtol=0, atol=1e-12)
+
+
+def a_loss_in_chunks_on_one_rank(rank: int) -> None:
+    a_loss_in_chunks(rank)
+
+
+def modules_that_are_whole_already(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model: Any = shard_all(face, make(), reshard_after_forward=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        modules, told = [model, model.blocks[0], model.embedding], []
+
+        def again(*_: object) -> None:
+            for module in modules:
+                module.unshard()
+
+        for module in model.blocks:
+            module.register_forward_pre_hook(again)
+            module.register_forward_hook(again)
+            module.register_full_backward_pre_hook(again)
+        for words in batches(3):
+            again()
+            loss = loss_of(model, words)
+            again()
+            model.blocks[0].reshard()
+            again()
+            loss.backward()
+            again()
+            model.reshard()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                again()
+                told += [loss.item(), loss_of(model, words).item()]
+            again()
+            model.load_state_dict({name: value * 1.25 for name, value in model.state_dict().items()})
+            again()
+            model._get_fsdp_state()._lazy_init()
+            for module in modules:
+                module.reshard()
+        return told, wholes(model)
+
+    both(run)
+
+
+def what_is_done_to_whole_parameters(rank: int) -> None:
+    """Each is lost in FSDP2, without a word."""
+    model: Any = shard_all(OURS, make())
+    expected = wholes(model)
+    block, words = model.blocks[0], next(batches(1))
+    calls: list[Callable[[], object]] = [block.unshard, block.reshard, lambda: model(words)]
+    for call in calls:
+        block.unshard()
+        block.up.weight = nn.Parameter(torch.ones_like(block.up.weight))
+        with pytest.raises(ParameterChangedError, match=r"'blocks.0.up.weight' was replaced while it was whole"):
+            call()
+        block.reshard()
+        same(wholes(model), expected)
+    block.unshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, words).backward()
+    with pytest.raises(ValueError, match=r"SGD holds .*'blocks.0.norm.weight'.* and behind reshard\(\)"):
+        optimizer.step()
+    model.zero_grad()
+    with polyshard.unsharded(model, writeback=True):
+        block.reshard()
+        model._get_fsdp_state()._lazy_init()
+        model.load_state_dict({name: value * 2 for name, value in expected.items()})
+    same(wholes(model), {name: value * 2 for name, value in expected.items()})
+    train(model, 1)
 
 
 def recovery_from_an_exception(rank: int) -> None:
@@ -279,6 +405,10 @@ def parameters_on_some_ranks(rank: int) -> None:
 #: Bodies, and on how many ranks each runs.
 BODIES: dict[Callable[[int], object], int] = {
     forward_methods: 2,
+    a_loss_in_chunks: 2,
+    a_loss_in_chunks_on_one_rank: 1,
+    modules_that_are_whole_already: 2,
+    what_is_done_to_whole_parameters: 2,
     recovery_from_an_exception: 2,
     hints_change_no_number: 2,
     hints_say_what_is_gathered_next: 2,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fsdp2_models import (
     FACES,
+    OURS,
     WIDTH,
     Block,
     Words,
@@ -113,6 +114,7 @@ def refusals(face: ModuleType) -> None:
         with pytest.raises(AssertionError, match="composable distributed API can only be applied to a module once"):
             shard(again, mesh=mesh)
     assert loss_of(model, next(batches(1))).item() == before
+    model.reshard()
     train(model, 1)
 
 
@@ -185,6 +187,26 @@ def meta_model_is_loaded_from_one_rank(face: ModuleType) -> Any:
     return wholes(model), train(model, 2), seen(model)
 
 
+def values_on_the_first_rank_alone(face: ModuleType) -> Any:
+    """As trainers load large models: rank 0 from a file, the others behind ``fully_shard``, from there."""
+    first = dist.get_rank() == 0
+    torch.manual_seed(0)
+    with torch.device("cpu" if first else "meta"):
+        # Behind those of ``make``, so that nothing is right by chance.
+        model = Words().double() and Words().double()
+    whole = dict(model.state_dict()) if first else {}
+    # Trained by all ranks, and made by each.
+    adapter = model.blocks[0].adapter = nn.Linear(WIDTH, 1).double()
+    nn.init.ones_(adapter.weight)
+    shard_all(face, model, offload_policy=None)
+    model.to("cpu") if first else model.to_empty(device="cpu")
+    nn.init.zeros_(adapter.weight)
+    nn.init.zeros_(adapter.bias)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, whole, options=options)
+    return wholes(model), train(model, 2), seen(model)
+
+
 def meta_model_over_replicas_and_offloaded(face: ModuleType) -> Any:
     whole = dict(make().state_dict())
     with torch.device("meta"):
@@ -248,6 +270,48 @@ def settings_of_torch_are_taken(face: ModuleType) -> Any:
     return out, seen(model.blocks[0])
 
 
+def embeddings_that_no_piece_serves(rank: int) -> None:
+    """FSDP2 fails in the first backward, and loses what the forward scaled."""
+    for kind, words in (
+        ({"sparse": True}, "makes sparse gradients"),
+        ({"max_norm": 1.5}, "to max_norm=1.5 in forward"),
+    ):
+        model = make()
+        model.embedding = nn.Embedding(17, 12, dtype=torch.float64, **kind)
+        for module in (model, model.embedding):
+            with pytest.raises(ValueError, match=f"{words}.* ignored_params"):
+                OURS.fully_shard(module, mesh=cpu_mesh())
+        OURS.fully_shard(model, mesh=cpu_mesh(), ignored_params={model.embedding.weight})
+        loss_of(model, next(batches(1))).backward()
+        assert model.embedding.weight.grad is not None
+        assert model.embedding.weight.grad.is_sparse is ("sparse" in kind)
+
+
+def values_that_differ(rank: int) -> None:
+    """In FSDP2 ranks train a mixture."""
+    torch.manual_seed(rank)
+    model = Words().double()
+    differs = r"Rank 1 holds other values than rank 0.* set_model_state_dict with broadcast_from_rank0=True"
+    with pytest.raises(RuntimeError, match=differs):
+        OURS.fully_shard(model, mesh=cpu_mesh())
+    model.load_state_dict(make().state_dict())
+    # Nor among those ranks that have values.
+    with torch.device("meta" if rank == 2 else "cpu"):
+        torch.manual_seed(rank)
+        other = Words()
+    with pytest.raises(RuntimeError, match=differs):
+        OURS.fully_shard(other, mesh=cpu_mesh())
+    train(shard_all(OURS, model), 1)
+
+
+def test_values_that_differ(ranks: KeptRanks) -> None:
+    ranks.run(3, values_that_differ)
+
+
+def test_embeddings_that_no_piece_serves(ranks: KeptRanks) -> None:
+    ranks.run(2, embeddings_that_no_piece_serves)
+
+
 def test_settings_have_the_fields_of_torch() -> None:
     for ours, theirs in (
         (MixedPrecisionPolicy(), FACES[0].MixedPrecisionPolicy()),
@@ -263,6 +327,7 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
     refusals: 2,
     meta_model_in_a_forward: 2,
     meta_model_takes_what_is_assigned: 2,
+    values_on_the_first_rank_alone: 3,
     meta_model_is_loaded_from_one_rank: 2,
     meta_model_over_replicas_and_offloaded: 4,
     pieces_along_another_dimension: 2,

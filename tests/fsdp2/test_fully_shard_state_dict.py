@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import polyshard
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,6 +19,7 @@ from fsdp2_models import (
     FACES,
     Mlps,
     Words,
+    alike,
     as_whole,
     batches,
     beside_torch,
@@ -32,7 +37,7 @@ from fsdp2_models import (
     wholes,
 )
 from processes import KeptRanks
-from torch import nn
+from torch import multiprocessing, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -43,6 +48,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 WHOLE = StateDictOptions(full_state_dict=True)
 #: Ranks, and a mesh of them as ``parallel`` takes it.
@@ -236,12 +242,66 @@ def in_the_middle_of_a_step(face: ModuleType) -> Any:
     return [*copied(found), seen(model)]
 
 
+def _again(face: ModuleType, value: Any) -> list[Any]:
+    """``value`` behind each of the ways in which programs write it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    read = []
+    for weights_only in (True, False):
+        file.seek(0)
+        read.append(torch.load(file, weights_only=weights_only))
+    read += [pickle.loads(pickle.dumps(value)), copy.deepcopy(value)]
+    locals_ = [each.to_local() for each in tree_leaves(read) if isinstance(each, DTensor)]
+    # Of FSDP2 a rank with fewer rows writes as many as the first.
+    assert face is FACES[0] or all(each.untyped_storage().nbytes() == each.nbytes for each in locals_)
+    return read
+
+
+def files_of_each_rank(face: ModuleType) -> Any:
+    """As trainers save them that write a file a rank: by ``torch.save``, and no checkpoint of torch's."""
+    model = shard_all(face, make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: list[Any] = [_again(face, model.state_dict())]
+    train(model, 1, optimizer)
+    saved = _again(face, dict(model.state_dict())), _again(face, optimizer.state_dict())
+    found += [*saved, train(model, 1, optimizer)]
+    for states in zip(*saved, strict=True):
+        for into, state in zip((model, optimizer), states, strict=True):
+            into.load_state_dict(state)
+        found.append(train(model, 1, optimizer))
+    last = list(model.parameters())[-1]
+    assert face is FACES[0] or last.to_local().untyped_storage().nbytes() == last.to_local().nbytes
+    return found, _again(face, list(model.parameters())), _again(face, last.detach().to_local()), seen(model)
+
+
+def handed_to_another_process(face: ModuleType) -> Any:
+    """A queue between processes moves what it is given into memory that both share, where optimizers write then."""
+    model = shard_all(face, make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    queue, found = multiprocessing.get_context("fork").SimpleQueue(), []
+    for words in batches(2):
+        loss = loss_of(model, words)
+        for parameter in optimizer.param_groups[0]["params"]:
+            queue.put(parameter.detach().to_local())
+            queue.get()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), wholes(model)]
+    if face is not FACES[0]:
+        with polyshard.unsharded(model):
+            alike(copied(dict(model.named_parameters())), {key: found[-1][key] for key, _ in model.named_parameters()})
+    return found, train(model, 1)
+
+
 #: Bodies, and on how many ranks each runs.
 BODIES: dict[Callable[[ModuleType], object], int] = {
     share_memory_with_parameters: 2,
     loading_dtensors: 2,
     what_does_not_fit_is_refused: 2,
     in_the_middle_of_a_step: 2,
+    files_of_each_rank: 2,
+    handed_to_another_process: 2,
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +18,7 @@ from fsdp2_models import (
     TENSOR_PARALLEL,
     Block,
     Mlps,
+    as_unsharded,
     as_whole,
     batches,
     cpu_mesh,
@@ -100,6 +103,73 @@ def _wraps(rank: int) -> None:
 
 def test_the_wrapper_in_torchs_place(ranks: KeptRanks) -> None:
     ranks.run(2, _wraps)
+
+
+_PARKS = """
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+
+def park(model, *where):
+    # As trainers do to make room for another phase.
+    _lazy_init(model, model)
+    assert model._is_root and model._device_handle.is_available()
+    for handle in model._all_handles:
+        if handle._offload_params:
+            continue
+        flat_param = handle.flat_param
+        assert flat_param.data.data_ptr() == flat_param._local_shard.data_ptr()
+        assert flat_param.data.size() == flat_param._local_shard.size()
+        handle.flat_param_to(*where, non_blocking=True)
+        flat_param._local_shard = flat_param.data
+"""
+
+
+@without_trainers()
+def _parks(rank: int, use_orig_params: bool) -> None:
+    import polyshard_fsdp
+
+    with polyshard_fsdp.install():
+        program = ModuleType("a_trainer")
+        exec(_PARKS, vars(program))
+    model = _wrapped(make(dtype=torch.float32), use_orig_params)
+    program.park(model, torch.device("cpu"))
+    assert len(model._all_handles) == 3
+    assert model.module.blocks[0]._all_handles == []
+    before = [weakref.ref(handle.flat_param._local_shard) for handle in model._all_handles]
+    # The host is where it computes: another dtype stands for another device.
+    program.park(model, torch.float64)
+    gc.collect()
+    assert [each() for each in before] == [None] * 3
+    plain = make(dtype=torch.float32)
+    for _ in range(2):
+        for parameter in plain.parameters():
+            # Buffers stay where they are.
+            parameter.data = parameter.data.float().double()
+        as_unsharded(model, plain, _released)
+        program.park(model, torch.device("cpu"), torch.float32)
+        program.park(model, torch.device("cpu"), torch.float64)
+    # Of torch's own models it is torch's.
+    assert program._lazy_init(SimpleNamespace(_is_root=True), nn.Linear(1, 1)) is None
+
+
+def _released(model: Any, words: torch.Tensor) -> torch.Tensor:
+    """The root is not whole behind a forward, as behind one of an evaluation, which a trainer releases so."""
+    loss = loss_of(model, words)
+    if hasattr(model, "_handle"):
+        model._handle.reshard(True)
+    return loss
+
+
+def _wrapped(model: nn.Module, use_orig_params: bool) -> Any:
+    import polyshard_fsdp
+    from polyshard_fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({Block})
+    return polyshard_fsdp.FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_trainer_parks_wrapped_models(ranks: KeptRanks, use_orig_params: bool) -> None:
+    ranks.run(2, _parks, use_orig_params)
 
 
 @without_trainers()

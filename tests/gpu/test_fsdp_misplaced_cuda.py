@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
+import polyshard_fsdp
 import pytest
 import torch
+import torch.distributed.fsdp
 from polyshard_fsdp import CPUOffload
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp.wrap import ModuleWrapPolicy
 from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
@@ -58,3 +62,47 @@ def test_on_the_device_although_offloaded(use_orig_params: bool) -> None:
             f"{device_of(rank)}. Make sure to not move the module from CPU when offloading parameters."
         )
         assert trained
+
+
+def parked(rank: int, use_orig_params: bool) -> tuple[list[list[float]], int, int]:
+    """Losses of torch's wrapper and ours, and of ours the bytes that parking frees, and those of flat parameters."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    told, freed, held = [], 0, 0
+    for face in (torch.distributed.fsdp, polyshard_fsdp):
+        lazy_init = importlib.import_module(f"{face.__name__}._runtime_utils")._lazy_init
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            # With one GPU, not sharded.
+            warnings.simplefilter("ignore")
+            model = face.FullyShardedDataParallel(
+                nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 3)).double(),
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                device_id=device,
+                use_orig_params=use_orig_params,
+            )
+        x = torch.randn(4, 256, dtype=torch.float64).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        told.append([])
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told[-1].append(loss.item())
+            lazy_init(model, model)
+            before = torch.cuda.memory_allocated()
+            for where in (torch.device("cpu"), device):
+                for handle in model._all_handles:
+                    handle.flat_param_to(where, non_blocking=True)
+                    handle.flat_param._local_shard = handle.flat_param.data
+                if where is not device:
+                    freed = before - torch.cuda.memory_allocated()
+                    held = sum(handle.flat_param.nbytes for handle in model._all_handles)
+    return told, freed, held
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_in_host_memory_between_steps(use_orig_params: bool) -> None:
+    for (theirs, ours), freed, held in RANKS.run(WORLD_SIZE, parked, use_orig_params):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert freed >= held

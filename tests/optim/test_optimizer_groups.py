@@ -310,11 +310,6 @@ def with_outside(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
-def by_rate(model: nn.Module) -> torch.optim.Optimizer:
-    first, second = by_dims(model, torch.Tensor.dim)
-    return torch.optim.SGD([{"params": first["params"], "lr": 1.0}, {"params": second["params"], "lr": 0.1}])
-
-
 def of_matrices_alone(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if len(polyshard.placement(p).shape) == 2]
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.0}, {"params": [], "weight_decay": 0.1}])
@@ -328,7 +323,6 @@ def of_matrices_alone(model: nn.Module) -> torch.optim.Optimizer:
             ["ConfigError: ", "group 0 is empty", "'first.weight', of shape (5, 3), is in group 1"],
         ),
         (with_outside, ["ConfigError: ", "group 0 decays and holds no sharded matrix", "'first.weight'"]),
-        (by_rate, ["ConfigError: The parameter groups of SGD", "group 0 is empty"]),
         (of_matrices_alone, ["ConfigError: ", "group 1 is empty", "is in group 0"]),
         (
             lambda model: torch.optim.LBFGS(model.parameters()),
@@ -353,6 +347,28 @@ def test_what_is_refused(
         assert f"rank {rank}" in message
         for word in words:
             assert word in message
+
+
+def trained_in_groups(model: Any) -> nn.Module:
+    """The first block at a rate of its own, which is frozen: its group is empty."""
+    model.blocks[0].requires_grad_(False)
+    parts = (model.blocks[0], 0.01), (model, 0.1)
+    trained = [{"params": [p for p in part.parameters() if p.requires_grad], "lr": rate} for part, rate in parts]
+    optimizer = torch.optim.SGD(trained, momentum=0.9)
+    for step in range(2):
+        square_step(model, step, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_an_empty_group_at_another_rate_is_warned_about_and_steps() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        return whole(trained_in_groups(sharded_copy(seeded(Net), rank, world, **BLOCKS)))
+
+    with pytest.warns(UserWarning, match="SGD look as if .* group 0 is empty, .* meant so, leave an empty group out"):
+        found = on_ranks(2, on_rank)
+    assert_all_close(found, dict(trained_in_groups(seeded(Net)).named_parameters()))
 
 
 def test_muon_made_before_sharding_is_refused() -> None:

@@ -10,6 +10,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, root_of, seeded, sharded_copy, units_of, whole_of
+from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
@@ -364,6 +365,19 @@ def test_batch_norms_left_alone_keep_full_precision_in_a_unit_of_their_own() -> 
     )
     expected = nn.functional.conv1d(hidden.bfloat16(), plain.last.weight.bfloat16(), plain.last.bias.bfloat16())
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_batch_norms_whose_statistics_stay_are_refused_by_name() -> None:
+    model = Convolved()
+    words = r"'norm.weight' would .*bfloat16 .*BatchNorm1d .* leave_alone=\['torch.nn.modules.batchnorm:BatchNorm1d'\]"
+    for precision in ("bf16", {"name": "mixed", "param": "bf16"}):
+        with pytest.raises(ConfigError, match=words):
+            polyshard.shard(model, polyshard.ShardConfig(collectives=fake(0, 2), precision=precision))
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 2, 7)
+    # Torch serves both in one dtype.
+    alone = faked_alone(model, precision={"name": "mixed", "param": "bf16", "buffer": "bf16"})
+    torch.testing.assert_close(alone(x), plain.bfloat16()(x.bfloat16()), rtol=0, atol=0)
 
 
 class TwoProbes(nn.Module):

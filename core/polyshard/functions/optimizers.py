@@ -288,7 +288,9 @@ def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequ
 
 
 def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
-    """Raise for groups that were chosen by ``p.ndim >= 2`` after sharding, when no piece has two dimensions."""
+    """Raise for groups that were chosen by ``p.ndim >= 2`` after sharding, when no piece has two dimensions; warn where
+    an empty one may be meant so.
+    """
     dims = [
         [len(each.unit.layout.slots[each.slot].shape) for each in group if each.slot is not None] for group in groups
     ]
@@ -310,13 +312,17 @@ def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[S
             if each.slot is not None and len(each.unit.layout.slots[each.slot].shape) >= 2
         )
         assert first.slot is not None
-        raise ConfigError(
+        shapes = (
             f"The parameter groups of {type(optimizer).__name__} look as if they were chosen by the shapes of pieces "
             f"(rank {first.root.rank}): group {index} {'is empty' if empty else 'decays and holds no sharded matrix'}, "
             f"and '{first.name}', of shape {first.unit.layout.slots[first.slot].shape}, is in group {there}. A "
             "sharded parameter may be 1-D: choose by polyshard.placement(parameter).shape, by name, or before "
             "sharding. If it is meant so, leave an empty group out, and give matrices a group of their own."
         )
+        if loses_decay:
+            raise ConfigError(shapes)
+        # A group for what is frozen, or for names that this model has not, is empty too.
+        warn_once(shapes, rank=first.root.rank)
 
 
 def _harmless(empty: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:

@@ -352,18 +352,34 @@ def refuse_unshardable(
     extends: bool = False,
 ) -> None:
     """Raise ParameterError for a parameter that cannot be sharded. ``extends``: whether some may gather themselves."""
-    seen = set(ignored_parameters)
+    ignored = frozenset(ignored_parameters)
+    seen = set(ignored)
     for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ParameterError(
-                f"'{prefix}' makes sparse gradients, which cannot be reduced in a flat buffer (rank {rank}). "
-                "Construct it with sparse=False, or pass it in ignored_modules."
-            )
+        refuse_embedding(prefix, module, ignored, rank)
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter not in seen:
                 seen.add(parameter)
                 known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
                 _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, module, rank, known, extends)
+
+
+def refuse_embedding(name: str, module: nn.Module, ignored: Collection[nn.Parameter], rank: int) -> None:
+    """Raise ParameterError for an embedding that cannot compute with a sharded weight. ``ignored``: what is not."""
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module._parameters.get("weight") in ignored:
+        return
+    if module.sparse:
+        fault, instead = "makes sparse gradients, which cannot be reduced in a flat buffer", "sparse=False"
+    elif module.max_norm is not None:
+        fault = (
+            f"scales rows of its weight to max_norm={module.max_norm} in forward, where they are a copy that is lost"
+        )
+        instead = "max_norm=None, and scale what polyshard.unsharded(..., writeback=True) shows"
+    else:
+        return
+    raise ParameterError(
+        f"'{name or type(module).__name__}' {fault} (rank {rank}). Construct it with {instead}; or ignore its weight, "
+        "by ignored_parameters, or by ignored_params or ignored_states of a drop-in."
+    )
 
 
 def _check_parameter(

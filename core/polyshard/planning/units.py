@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from ..events import Events
 from ..interfaces import (
     InputCast,
@@ -184,6 +185,8 @@ def plan_units(
     else:
         first = unsized
         buffer_dtype = dtypes_of(caster, first, rank).buffer
+    for unit, members in zip(units, groups, strict=True):
+        _refuse_narrow_batch_norms(members, unit.dtypes.compute, buffer_dtype, rank)
     # A split module's inputs and outputs stay inside the module around it.
     casts = planned.parent is None
     reads = reads_in_backward(planned.module)
@@ -207,6 +210,24 @@ def plan_units(
         post_forward_size=post_forward_size if reads else None,
         scope=None if planned.overrides.get("mesh") is None else lists.of(rank),
     )
+
+
+def _refuse_narrow_batch_norms(
+    members: Sequence[ManagedParameter], compute: torch.dtype, buffer_dtype: torch.dtype | None, rank: int
+) -> None:
+    """Raise ConfigError for a batch norm whose statistics are in another dtype than it computes in: torch cannot."""
+    for parameter in members:
+        module, _ = parameter.sites[0]
+        mean = module._buffers.get("running_mean") if type(module).forward is nn.BatchNorm1d.forward else None
+        statistics = compute if mean is None else buffer_dtype or mean.dtype
+        if statistics != compute:
+            kind = type(module)
+            raise ConfigError(
+                f"'{parameter.names[0]}' would compute in {compute} (rank {rank}), but the statistics of its "
+                f"{kind.__name__} are in {statistics}, and torch wants one dtype. Leave it as it is, by "
+                f"leave_alone=['{kind.__module__}:{kind.__name__}'] of the precision, or by a fully_shard call of its "
+                "own without param_dtype."
+            )
 
 
 def decide_parking(plans: Sequence[PlannedModule], rank: int) -> tuple[PlannedModule, ...]:
@@ -237,7 +258,6 @@ def reads_in_backward(module: nn.Module) -> bool:
     return any(
         # Of a subclass too, unless it computes otherwise.
         type(each).forward is not nn.Embedding.forward
-        or each.max_norm is not None
         or "forward" in each.__dict__
         # They may compute with the weight.
         or bool(each._forward_hooks or each._forward_pre_hooks)

@@ -101,8 +101,9 @@ def difference_text(rank: int, others: str, ours: Sequence[Any], theirs: Sequenc
         what += f", of those that are the same on {scope if len(scope) <= _LONG else f'{scope[:_LONG]}...'}"
     return (
         f"{others} other values than rank {rank}: '{name}' {what}. Each rank keeps a part of its own copy, so the "
-        "model would be a mixture. Seed all ranks alike before the model is built, or set sync_module_states=True, "
-        "which takes rank 0's values."
+        "model would be a mixture. Seed all ranks alike before the model is built; or take rank 0's values, by "
+        "sync_module_states=True of polyshard.shard, or by set_model_state_dict with broadcast_from_rank0=True behind "
+        "fully_shard of a model on the meta device."
     )
 
 

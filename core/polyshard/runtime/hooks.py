@@ -314,7 +314,7 @@ class ForwardHooks:
         for unit in module_state.units:
             for observer in unit.observers:
                 observer.computed(unit.spec, False)
-            stays = unit.permanent or not unit.releases(turns)
+            stays = not unit.releases(turns)
             try:
                 if unit.packed:
                     refuse_moved_views(unit)

@@ -148,8 +148,6 @@ class Unit(UnitMaster):
         # Of gathers from the shards of all ranks, and from what neighbours keep behind a forward.
         self._shard_record: GatherRecord
         self._post_forward_record: GatherRecord
-        self.leaves: list[torch.Tensor] = []
-        self._no_gradients: list[None] = []
         self.bindings: Bindings
         #: Reduced in the backward that runs.
         self.reduced = False
@@ -173,6 +171,11 @@ class Unit(UnitMaster):
         #: Whether the parameters are to be gathered: neither there, nor on their way, or of another step.
         self.due = not self.permanent
         self.prepared = False
+        self.leaves: list[torch.Tensor] = []
+        self._no_gradients: list[None] = []
+        for name in ("buffer", "bindings", "record", "_shard_record", "_post_forward_record"):
+            # They would keep the memory of the master before, which is elsewhere now to make room.
+            self.__dict__.pop(name, None)
         self._training_buffer: FlatBuffer | None = None
         self._eval_buffer: FlatBuffer | None = None
         #: Whether the caster wants another dtype in eval mode.

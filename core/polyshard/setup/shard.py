@@ -378,8 +378,14 @@ def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement:
         report += [["ranks", own.label, own.shard, own.replicate] for own in others]
     if compares:
         report.append(["polyshard", __version__, registry.engine_digest()])
-        for scope, rows in values_to_compare(plan.modules, compare=not config.sync_module_states).items():
-            report.of(scope).extend(rows)
+        values = values_to_compare(plan.modules, compare=not config.sync_module_states)
+        among = ""
+        if plan.request.stays_on_meta:
+            # Where rank 0 alone has values, the program sends them later.
+            on_meta = [str(name) for rows in values.values() for _, name, _, value in rows if value == "meta"]
+            among = f"ranks with {', '.join(on_meta) or 'no parameter'} on the meta device"
+        for scope, rows in values.items():
+            report.of(", ".join(filter(None, (among, scope)))).extend(rows)
         if config.sync_module_states:
             own = {inner for each in plan.modules for inner in each.modules}
             report += buffers_to_compare(named for named in plan.request.module.named_modules() if named[1] in own)
