@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -157,6 +158,10 @@ class NcclCollectives(ProcessGroupCollectives):
         return scope or self._make_scope()
 
     def prepare_capture(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
+        # NCCL registers what a graph's operations read and write. With that, replays of gathers and reductions of 32
+        # bits over large buffers hang (2.28.9, two H200s; one communicator or two); without it they take as long. NCCL
+        # reads this once in a process, with the first operation that is captured.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         if self._scope is not None:
             self._scope.share(stream, like)
 
