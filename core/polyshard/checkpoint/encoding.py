@@ -37,6 +37,7 @@ _REMEDY = (
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 #: Sizes and offsets in bytes, and numbers of elements, stay below.
 _MOST = 1 << 62
+_MOST_DIMENSIONS = 64
 
 
 class Encoder:
@@ -305,6 +306,16 @@ def a_count(value: Any, what: str) -> int:
 def counts(value: Any, what: str) -> tuple[int, ...]:
     """``value``, which must be a list of such numbers."""
     return tuple(a_count(each, what) for each in a_list(value, what))
+
+
+def a_shape(value: Any, what: str) -> tuple[int, ...]:
+    """``value``, which must be the shape of a tensor that torch could have, without elements too."""
+    shape = counts(value, what)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise MalformedError(f"{what} has {len(shape)} dimensions")
+    if math.prod(max(extent, 1) for extent in shape) >= _MOST:
+        raise MalformedError(f"{what} has the shape {shape}, which no tensor has")
+    return shape
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

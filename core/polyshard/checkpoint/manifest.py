@@ -24,6 +24,7 @@ from .encoding import (
     MalformedError,
     a_count,
     a_list,
+    a_shape,
     a_text,
     an_object,
     checked,
@@ -41,7 +42,6 @@ BLOCK = 4 << 20
 #: Of what begins in a file.
 ALIGNMENT = 64
 _FILE = re.compile(r"rank-\d{5,9}\.bin", re.ASCII)
-_MOST_DIMENSIONS = 64
 #: Of markers and manifests; a checkpoint of another number is refused.
 FORMAT = 3
 _DIGEST = "sha256"
@@ -208,9 +208,7 @@ class _Tensors:
         """One of the manifest's. Raises MalformedError: its chunks are not what its shape says, or not in the files."""
         what = f"'{name}'"
         entry = an_object(entry, what)
-        dtype, shape = DTYPES[a_text(entry["dtype"], what)], counts(entry["shape"], what)
-        if len(shape) > _MOST_DIMENSIONS:
-            raise MalformedError(f"{what} has {len(shape)} dimensions")
+        dtype, shape = DTYPES[a_text(entry["dtype"], what)], a_shape(entry["shape"], what)
         whole = Box.whole(shape)
         chunks = tuple(self._chunk(each, what, dtype, whole) for each in a_list(entry["chunks"], what))
         held = sum(chunk.box.numel for chunk in chunks)
