@@ -143,8 +143,8 @@ class Line:
     def name_of(self, step: int) -> str:
         """The name of the directory for ``step``.
 
-        A run that was resumed from an earlier step reaches steps that it had saved before: these stay, and the new ones
-        get a number.
+        A run that was resumed from an earlier step reaches steps that it had saved before: these stay, whatever they
+        are, and the new ones get a number.
 
         Raises ConfigError: the step is committed already, or another job saves into the folder.
         """
@@ -160,7 +160,7 @@ class Line:
                 "steps. Save another step, or remove that directory."
             )
         number = 1
-        while storage_of(self.folder).exists(self.folder / name / MARKER):
+        while storage_of(self.folder).exists(self.folder / name):
             number += 1
             name = f"step-{step:08d}.{number}"
         return name
