@@ -141,9 +141,7 @@ def read_header(path: Path) -> dict[str, SavedTensor]:
     try:
         with safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            told = {
-                name: (each.get_dtype(), a_shape(each.get_shape(), repr(name))) for name, each in slices.items()
-            }
+            told = {name: (each.get_dtype(), a_shape(each.get_shape(), repr(name))) for name, each in slices.items()}
         with path.open("rb") as stream:
             # Of two entries with one name and the same bytes the library takes the last.
             parse(stream.read(int.from_bytes(stream.read(8), "little")))

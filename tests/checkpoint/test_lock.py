@@ -188,10 +188,11 @@ def test_a_checkpoint_that_is_in_the_way_is_not_moved(tmp_path: Path) -> None:
     directory = checkpoint.save(tmp_path, 1, sharded())
     before = directory.stat()
     local = LocalStorage()
-    with local.attempt(tmp_path, directory.name) as attempt, pytest.raises(ConfigError, match="was made while this save went on"):
+    with (
+        local.attempt(tmp_path, directory.name) as attempt,
+        pytest.raises(ConfigError, match="was made while this save went on"),
+    ):
         attempt.commit(Marker.read(directory).rendered())
     after = directory.stat()
     assert (before.st_ino, before.st_ctime_ns) == (after.st_ino, after.st_ctime_ns)
     checkpoint.verify(directory)
-
-

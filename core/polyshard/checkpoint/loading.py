@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..errors import ConfigError, PolyshardError, StateError
+from ..errors import ConfigError, StateError
 from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives
 from ..io.boxes import Box
@@ -29,7 +29,7 @@ from .contents import restore_casters
 from .folder import Line
 from .manifest import Manifest, Marker
 from .pending import History
-from .reading import StoredSource
+from .reading import StoredSource, readable
 from .storage import MARKER, Place, place_of, storage_of
 
 #: What ``torch.distributed.checkpoint`` describes a directory in.
@@ -209,20 +209,6 @@ def read_metadata(directory: Path) -> Metadata:
             "did not end. Name the directory that was checkpoint_id of the save."
         )
     return FileSystemReader(directory).read_metadata()
-
-
-@contextmanager
-def readable(directory: Place, collectives: Collectives) -> Iterator[None]:
-    """Name the checkpoint and the rank where torch, pickle and zip raise what does not."""
-    try:
-        yield
-    except (PolyshardError, OSError):
-        raise
-    except Exception as error:
-        raise StateError(
-            f"{directory} is damaged: it cannot be read on rank {collectives.rank} ({type(error).__name__}: {error}). "
-            "Load an older checkpoint."
-        ) from error
 
 
 def require_file_seen(collectives: Collectives, directory: object, name: str) -> None:
