@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import threading
 from pathlib import Path
 
 import polyshard
 import pytest
 import torch
+from checkpoints import remark
 from parity import Block, Net, on_ranks, seeded, threaded, units_of
 from polyshard import checkpoint
 from polyshard.errors import ConfigError, ConfigTypeError, PolyshardError, RankMismatchError, StateError
@@ -187,6 +189,18 @@ def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
         assert checkpoint.latest(tmp_path) == tmp_path / "step-00000200"
     with pytest.raises(StateError, match="'COMMITTED' cannot be what was written"):
         checkpoint.load(tmp_path / "step-00000300", model)
+
+
+def test_a_marker_behind_which_there_is_no_other_is_named_before_anything_is_committed(tmp_path: Path) -> None:
+    model = line_of_three(tmp_path)
+    remark(tmp_path / "step-00000300", lambda marker: marker.update(turn=(1 << 62) - 1))
+    with pytest.raises(
+        ConfigError, match=r"step-00000300 says that it is commit 4,611,686,018,427,387,903.* or remove it"
+    ):
+        checkpoint.save(tmp_path, 400, model)
+    assert names(tmp_path) == [f"step-00000{step}00" for step in (1, 2, 3)]
+    shutil.rmtree(tmp_path / "step-00000300")
+    assert checkpoint.save(tmp_path, 400, model) == checkpoint.latest(tmp_path) == tmp_path / "step-00000400"
 
 
 def test_the_fallback_stays_with_the_run(tmp_path: Path) -> None:

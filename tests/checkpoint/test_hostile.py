@@ -215,6 +215,18 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "a year of none": (lambda m: m["extra"].update(x={"$date": "99999-99-99"}), "ValueError"),
     "a huge duration": (lambda m: m["extra"].update(x={"$timedelta": [10**30, 0, 0]}), "OverflowError"),
     "a tensor in a number": (lambda m: m["extra"].update(x={"$tensor": {"$tensor": 1}}), "KeyError"),
+    "keys of one hash": (
+        lambda m: m["extra"].update(x={"$dict": [[number * (2**61 - 1), 1] for number in range(2000)]}),
+        "keys that were made to have one hash",
+    ),
+    "members of one hash": (
+        lambda m: m["extra"].update(x={"$set": [number * (2**61 - 1) for number in range(2000)]}),
+        "keys that were made to have one hash",
+    ),
+    "state of nobody": (
+        lambda m: m["optimizer"]["state"].update(ghost={"step": 1}),
+        "state of 'ghost', which no group has",
+    ),
     "groups that are none": (lambda m: m["optimizer"].update(groups={"0": {}}), "groups is no list"),
     "a group without names": (lambda m: m["optimizer"]["groups"][0].pop("params"), "KeyError"),
     "names that are numbers": (
@@ -369,6 +381,17 @@ def test_a_sparse_file_of_more_than_the_machines_memory_is_refused(directory: Pa
         with pytest.raises(StateError, match=r"has [\d,]+ bytes to be read into host memory .* this machine has"):
             call()
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+    def shared(manifest: dict[str, Any]) -> None:
+        told = manifest["extra"].pop("more")["$tensor"]
+        told.update(shape=[size // 2], chunks=[[[0], [size // 2], "rank-00001.bin", 0, size // 2]])
+        manifest["model"]["large"] = told
+        manifest["aliases"].update({"again": "large", "once more": "large"})
+
+    # Each name of a tensor is given memory.
+    reseal(directory, shared)
+    with pytest.raises(StateError, match=r"has [\d,]+ bytes to be read into host memory"):
+        checkpoint.read(directory)
 
 
 @pytest.mark.slow

@@ -285,9 +285,10 @@ def _optimizer(entry: Json, read: _Tensors, sizes: Mapping[str, int]) -> StoredO
                 decode(value, _no_tensor)
             own[key] = value if tensor is None else read.tensor(tensor, f"{name}.{key}", sizes.get(name, 0))
     groups = [an_object(each, "a group") for each in a_list(entry["groups"], "groups")]
-    for group in groups:
-        for name in a_list(an_object(group["params"], "params")["$list"], "params"):
-            a_text(name, "params")
+    members = [a_list(an_object(group["params"], "params")["$list"], "params") for group in groups]
+    others = state.keys() - {a_text(name, "params") for names in members for name in names}
+    if others:
+        raise MalformedError(f"it has optimizer state of {listed(sorted(others))}, which no group has")
     return StoredOptimizer(state, groups, _kind(entry["kind"]))
 
 

@@ -323,7 +323,8 @@ def read(directory: Place) -> dict[str, Any]:
     if not marker.complete:
         raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
     manifest = Manifest.read(directory, marker)
-    _require_memory(manifest, (stored for _, stored in manifest.tensors()))
+    aliases = (manifest.model[first] for first in manifest.aliases.values())
+    _require_memory(manifest, (*(stored for _, stored in manifest.tensors()), *aliases))
     with readable(directory):
         source = StoredSource(manifest)
         paths = source.paths()
