@@ -9,7 +9,7 @@ import queue
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +22,7 @@ from polyshard.io.boxes import Box, box_within, row_major, slabs, span
 from polyshard.io.files import MOST, carried_out, read_at, write_at
 from polyshard.io.memory import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, flat_bytes, view_of
 from polyshard.io.progress import report_progress
+from polyshard.state.source import listed
 from safetensors import SafetensorError, safe_open
 
 #: What Transformers calls them.
@@ -108,25 +109,27 @@ def _read_index(path: Path) -> dict[str, SavedTensor]:
         if size > _LONGEST_INDEX:
             raise MalformedError(f"it has {size:,} bytes")
         weight_map = an_object(an_object(parse(path.read_bytes()), "it")["weight_map"], "weight_map")
-        files = dict.fromkeys(a_text(file, f"the file of {name!r}") for name, file in weight_map.items())
+        files: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(a_text(file, f"the file of {name!r}"), []).append(name)
     except (MalformedError, KeyError) as error:
         raise StateError(f"{path} is no index of safetensors files ({type(error).__name__}: {error}).") from error
     outside = [file for file in files if os.path.isabs(file) or ".." in Path(file).parts]
     if outside:
         raise StateError(
-            f"{path} names files outside of its folder: {', '.join(outside)}. Take the checkpoint from where you trust "
+            f"{path} names files outside of its folder: {listed(outside)}. Take the checkpoint from where you trust "
             "it, or put the files and the index into one folder."
         )
     absent = [file for file in files if not os.path.isfile(path.parent / file)]
     if absent:
-        raise StateError(f"{path} names files that are not there: {', '.join(absent)}. Copy the whole checkpoint.")
+        raise StateError(f"{path} names files that are not there: {listed(absent)}. Copy the whole checkpoint.")
     found: dict[str, SavedTensor] = {}
-    for file in files:
+    for file, names in files.items():
         held = read_header(path.parent / file)
-        lacking = [name for name, owner in weight_map.items() if owner == file and name not in held]
+        lacking = [name for name in names if name not in held]
         if lacking:
             raise StateError(
-                f"{path} says that {file} holds {', '.join(map(repr, lacking))}, which it does not: the files are of "
+                f"{path} says that {file} holds {listed(lacking)}, which it does not: the files are of "
                 "several checkpoints. Copy the whole checkpoint again."
             )
         found.update({name: tensor for name, tensor in held.items() if weight_map.get(name, file) == file})
@@ -150,14 +153,15 @@ def read_header(path: Path) -> dict[str, SavedTensor]:
             f"{path} is damaged, was cut off, or is no safetensors file: {error}. Copy it again."
         ) from error
     found: dict[str, SavedTensor] = {}
-    end = path.stat().st_size
-    for name, (kind, shape) in reversed(told.items()):
+    end = 0
+    for name, (kind, shape) in told.items():
         dtype = SAFETENSORS_DTYPES.get(kind)
         if dtype is None:
             raise StateError(f"'{name}' in {path} has the dtype {kind}, which this torch does not have.")
-        end -= math.prod(shape) * dtype.itemsize
         found[name] = SavedTensor(name, dtype, shape, path, end)
-    return found
+        end += found[name].nbytes
+    begin = path.stat().st_size - end
+    return {name: replace(each, offset=begin + each.offset) for name, each in found.items()}
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:

@@ -59,6 +59,22 @@ def test_everything_that_does_not_fit_is_named_and_nothing_changed(tmp_path: Pat
         assert "1 of torch.int32 in the files and torch.float32 in the model, which cannot be cast: 'frozen'" in text
 
 
+def test_names_of_numbers_that_are_no_layers_are_told_one_by_one(tmp_path: Path) -> None:
+    """Numbers in six places have more combinations than any memory has room for."""
+    names = [f"w.{number}.{number}.{number}.{number}.{number}.{number}.x" for number in range(100)]
+    names += [f"v.{number}.{other}.x" for number in range(3) for other in (0, 1, 2, 5)] + [f"u.{'9' * 5000}.x"]
+    save_file({**state(), **{name: torch.zeros(1) for name in names}}, tmp_path / "model.safetensors")
+
+    def read(model: Net, rank: int) -> str:
+        with pytest.raises(ConfigError, match="113 in the files and not in the model: ") as refused:
+            polyshard_huggingface.load(model, tmp_path)
+        return str(refused.value)
+
+    for text in on_ranks(1, read):
+        assert "'w.57.57.57.57.57.57.x'" in text
+        assert "'v.{0-2}.{0-2,5}.x'" in text
+
+
 def test_what_was_named_may_be_missing_or_left_out(tmp_path: Path) -> None:
     some = state()
     some["extra.weight"] = torch.zeros(2)
@@ -203,7 +219,9 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path: Path) -> None:
             on_ranks(1, lambda model, rank: polyshard_huggingface.load(model, inside))
 
     for file in ("../secret.safetensors", "deep/../../secret.safetensors", str(tmp_path / "secret.safetensors")):
-        refused(json.dumps({"weight_map": dict.fromkeys(state(), file)}), f"names files outside of its folder: {file}")
+        refused(
+            json.dumps({"weight_map": dict.fromkeys(state(), file)}), f"names files outside of its folder: '{file}'"
+        )
     refused('{"weight_map":{"a":"b"},"weight_map":{"a":"c"}}', "is no index .*a name twice")
     refused('{"weight_map":{"a":"b","a":"c"}}', "is no index .*a name twice")
     refused('{"weight_map":{"a":3}}', "is no index .*the file of 'a' is no text")
@@ -232,7 +250,7 @@ def test_an_index_whose_files_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"says that model-00002-of-\d+.safetensors holds .* which it does not"):
         on_ranks(1, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
     second.unlink()
-    with pytest.raises(StateError, match=r"names files that are not there: model-00002"):
+    with pytest.raises(StateError, match=r"names files that are not there: 'model-00002"):
         on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(StateError, match="is no index"):
