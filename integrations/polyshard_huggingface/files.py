@@ -19,7 +19,7 @@ import torch
 from polyshard.checkpoint.encoding import MalformedError, a_shape, a_text, an_object, parse
 from polyshard.errors import ConfigError, PolyshardError, StateError
 from polyshard.io.boxes import Box, box_within, row_major, slabs, span
-from polyshard.io.files import MOST, carried_out, read_at, write_at
+from polyshard.io.files import MOST, carried_out, naming, read_at, write_at
 from polyshard.io.memory import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, flat_bytes, view_of
 from polyshard.io.progress import report_progress
 from polyshard.state.source import listed
@@ -142,7 +142,7 @@ def read_header(path: Path) -> dict[str, SavedTensor]:
     The library reads it. It refuses bytes that are of no tensor, or of two: so they lie one behind another, to the end.
     """
     try:
-        with safe_open(path, "numpy") as file:
+        with naming(path), safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
             told = {name: (each.get_dtype(), a_shape(each.get_shape(), repr(name))) for name, each in slices.items()}
         with path.open("rb") as stream:

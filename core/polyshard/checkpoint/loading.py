@@ -117,14 +117,14 @@ def load_parts(
         marker = Marker.read(directory)
         if coordinates(everyone):
             marker.require_files(directory)
-        with readable(directory, everyone):
+        with readable(directory, everyone.rank):
             manifest = Manifest.read(directory, marker)
             source = StoredSource(manifest)
             # Decoded here, where a failure changes nothing.
             precision, extra = source.precision, source.extra
     require_same(everyone, directory, marker.identity, REMEDY)
     kind = manifest.optimizer.kind if manifest.optimizer else None
-    with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone):
+    with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone.rank):
         sources = [part.source_in(source) for part in parts]
         restores = [
             Restore(each, part.sharded, part.module, part.joint, kind, rank=everyone.rank, frozen=frozen)
@@ -179,7 +179,7 @@ def load_dcp(
         called: dict[str, object] = {}
         require_file_seen(collectives, directory, _METADATA)
         opening = f"Opening the directory {directory}"
-        with together(collectives, opening, called), readable(directory, collectives):
+        with together(collectives, opening, called), readable(directory, collectives.rank):
             directory = _local(directory)
             joint = None if optimizer is None else Joint(optimizer)
             called.update(optimizer=str(joint and joint.signature), keys=keys)
@@ -191,11 +191,11 @@ def load_dcp(
             source = ForeignSource(directory, read_metadata(directory), keys or DcpKeys(), groups)
             identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
         require_same(collectives, directory, identity, REMEDY)
-        with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives):
+        with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives.rank):
             if joint is not None:
                 source.find_optimizer()
             restore = Restore(source, sharded, model, joint, rank=collectives.rank)
-        with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives):
+        with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives.rank):
             source.read(restore.targets)
             restore.commit()
         notify_listeners(collectives, f"the load of {directory}", partial(sharded.notify_loaded, model, directory))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointDamagedError, ConfigError, PolyshardError, StateError
-from ..interfaces import Collectives
 from ..io.boxes import Box, box_within, row_major, span
 from ..io.files import MOST, carried_out, damaged, digest_of
 from ..io.memory import flat_bytes, memory_of_machine, view_of
@@ -202,14 +201,14 @@ def nested(manifest: Manifest, fillings: list[Filling]) -> Callable[[Json], torc
 
 
 @contextmanager
-def readable(directory: Place, collectives: Collectives | None = None) -> Iterator[None]:
+def readable(directory: Place, rank: int | None = None) -> Iterator[None]:
     """Name the checkpoint and the rank where torch, pickle and zip raise what does not."""
     try:
         yield
     except (PolyshardError, OSError):
         raise
     except Exception as error:
-        where = "" if collectives is None else f" on rank {collectives.rank}"
+        where = "" if rank is None else f" on rank {rank}"
         raise StateError(
             f"{directory} is damaged: it cannot be read{where} ({type(error).__name__}: {error}). Load an older "
             "checkpoint."
