@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,8 @@ from .tensors import ModelTensor
 #: Tensors by name of the one side, and of the other, put together of them by slices, ``cat``, ``stack`` and the like.
 Conversion = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 aten = torch.ops.aten
+#: A part of a name that stands for the number of a layer, an expert and the like.
+_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
 
 def unchanged(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -149,12 +150,12 @@ def listed(names: Sequence[str]) -> str:
     """All of ``names``, those that differ in one number together: ``'layers.{0-31}.weight'``."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
-        groups.setdefault(tuple(re.split(r"(?<=\.)\d+(?=\.)", f".{name}.")), []).append(name)
+        groups.setdefault(tuple(_NUMBER.split(f".{name}.")), []).append(name)
     shown = []
     for pieces, members in groups.items():
-        numbers = [re.findall(r"(?<=\.)\d+(?=\.)", f".{name}.") for name in members]
+        numbers = [_NUMBER.findall(f".{name}.") for name in members]
         columns = [sorted({int(number) for number in column}) for column in zip(*numbers, strict=True)]
-        complete = len(members) == len(set(itertools.product(*columns))) if columns else len(members) == 1
+        complete = len(members) == math.prod(map(len, columns))
         if len(members) == 1 or not complete:
             shown += [f"'{name}'" for name in members]
             continue

@@ -9,25 +9,28 @@ import queue
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from polyshard.checkpoint.encoding import MalformedError, a_shape, a_text, an_object, parse
 from polyshard.errors import ConfigError, PolyshardError, StateError
 from polyshard.io.boxes import Box, box_within, row_major, slabs, span
-from polyshard.io.files import MOST, carried_out, read_at, write_at
+from polyshard.io.files import MOST, carried_out, naming, read_at, write_at
 from polyshard.io.memory import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, flat_bytes, view_of
 from polyshard.io.progress import report_progress
+from polyshard.state.source import listed
+from safetensors import SafetensorError, safe_open
 
 #: What Transformers calls them.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Headers are padded to a multiple of this, so that tensors lie where their dtype needs it.
 _ALIGNMENT = 8
-#: A length that no header has; a file that seems to have it is of another kind.
-_LONGEST_HEADER = 100_000_000
+#: Bytes of an index that is read: what the library allows the header of a file.
+_LONGEST_INDEX = 100_000_000
 
 
 #: Among these a value keeps its meaning when it is cast.
@@ -96,87 +99,85 @@ def open_saved(path: Path) -> Saved:
             "its files; a name on the Hub is downloaded by huggingface_hub.snapshot_download first."
         )
     if path.suffix == ".safetensors":
-        return Saved(path, _read_header(path))
+        return Saved(path, read_header(path))
     return Saved(path, _read_index(path))
 
 
 def _read_index(path: Path) -> dict[str, SavedTensor]:
     try:
-        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(file): None for file in weight_map.values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        size = path.stat().st_size
+        if size > _LONGEST_INDEX:
+            raise MalformedError(f"it has {size:,} bytes")
+        weight_map = an_object(an_object(parse(path.read_bytes()), "it")["weight_map"], "weight_map")
+        files: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(a_text(file, f"the file of {name!r}"), []).append(name)
+    except (MalformedError, KeyError) as error:
         raise StateError(f"{path} is no index of safetensors files ({type(error).__name__}: {error}).") from error
-    absent = [file for file in files if not (path.parent / file).is_file()]
+    outside = [file for file in files if os.path.isabs(file) or ".." in Path(file).parts]
+    if outside:
+        raise StateError(
+            f"{path} names files outside of its folder: {listed(outside)}. Take the checkpoint from where you trust "
+            "it, or put the files and the index into one folder."
+        )
+    absent = [file for file in files if not os.path.isfile(path.parent / file)]
     if absent:
-        raise StateError(f"{path} names files that are not there: {', '.join(absent)}. Copy the whole checkpoint.")
+        raise StateError(f"{path} names files that are not there: {listed(absent)}. Copy the whole checkpoint.")
     found: dict[str, SavedTensor] = {}
-    for file in files:
-        held = _read_header(path.parent / file)
-        lacking = [name for name, owner in weight_map.items() if owner == file and name not in held]
+    for file, names in files.items():
+        held = read_header(path.parent / file)
+        lacking = [name for name in names if name not in held]
         if lacking:
             raise StateError(
-                f"{path} says that {file} holds {', '.join(map(repr, lacking))}, which it does not: the files are of "
+                f"{path} says that {file} holds {listed(lacking)}, which it does not: the files are of "
                 "several checkpoints. Copy the whole checkpoint again."
             )
         found.update({name: tensor for name, tensor in held.items() if weight_map.get(name, file) == file})
     return found
 
 
-def _read_header(path: Path) -> dict[str, SavedTensor]:
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        head = stream.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else _LONGEST_HEADER
-        if length >= _LONGEST_HEADER or 8 + length > size:
-            raise StateError(f"{path} is no safetensors file, or was cut off: it has {size:,} bytes.")
-        text = stream.read(length)
+def read_header(path: Path) -> dict[str, SavedTensor]:
+    """The tensors in the safetensors file ``path``, by name. Raises StateError: it is none, or is damaged.
+
+    The library reads it. It refuses bytes that are of no tensor, or of two: so they lie one behind another, to the end.
+    """
     try:
-        header: dict[str, Any] = json.loads(text)
-        header.pop("__metadata__", None)
-        entries = {
-            name: (each["dtype"], tuple(map(int, each["shape"])), *map(int, each["data_offsets"]))
-            for name, each in header.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StateError(f"The header of {path} cannot be read ({type(error).__name__}: {error}).") from error
-    found = {}
-    for name, (kind, shape, begin, end) in entries.items():
+        with naming(path), safe_open(path, "numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            told = {name: (each.get_dtype(), a_shape(each.get_shape(), repr(name))) for name, each in slices.items()}
+        with path.open("rb") as stream:
+            # Of two entries with one name and the same bytes the library takes the last.
+            parse(stream.read(int.from_bytes(stream.read(8), "little")))
+    except (SafetensorError, MalformedError) as error:
+        raise StateError(
+            f"{path} is damaged, was cut off, or is no safetensors file: {error}. Copy it again."
+        ) from error
+    found: dict[str, SavedTensor] = {}
+    end = 0
+    for name, (kind, shape) in told.items():
         dtype = SAFETENSORS_DTYPES.get(kind)
         if dtype is None:
             raise StateError(f"'{name}' in {path} has the dtype {kind}, which this torch does not have.")
-        tensor = SavedTensor(name, dtype, shape, path, 8 + length + begin)
-        if end - begin != tensor.nbytes or begin < 0 or 8 + length + end > size:
-            raise StateError(
-                f"{path} is damaged or was cut off: '{name}' should lie in bytes {8 + length + begin:,} to "
-                f"{8 + length + end:,} of {size:,}. Copy it again."
-            )
-        found[name] = tensor
-    return found
+        found[name] = SavedTensor(name, dtype, shape, path, end)
+        end += found[name].nbytes
+    begin = path.stat().st_size - end
+    return {name: replace(each, offset=begin + each.offset) for name, each in found.items()}
 
 
-def header_of(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], file: Path
-) -> tuple[bytes, list[SavedTensor]]:
-    """The beginning of a file of ``tensors`` in this order, and where each will lie.
+def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The beginning of a file of ``tensors`` in this order.
 
-    Wider dtypes must come first, so that each tensor begins at a multiple of its element's size.
+    Not by the library, which writes whole tensors of one process. Wider dtypes must come first, so that each tensor
+    begins at a multiple of its element's size.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    placed, cursor = [], 0
+    end = 0
     for name, (dtype, shape) in tensors.items():
-        tensor = SavedTensor(name, dtype, shape, file, cursor)
-        entries[name] = {
-            "dtype": SAFETENSORS_NAMES.get(dtype),
-            "shape": list(shape),
-            "data_offsets": [cursor, cursor + tensor.nbytes],
-        }
-        cursor += tensor.nbytes
-        placed.append(tensor)
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": SAFETENSORS_NAMES.get(dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    begin = 8 + len(text)
-    moved = [SavedTensor(each.name, each.dtype, each.shape, file, begin + each.offset) for each in placed]
-    return struct.pack("<Q", len(text)) + text, moved
+    return struct.pack("<Q", len(text)) + text
 
 
 #: Bytes on their way in one thread: enough that a disk answers at its full rate.

@@ -32,7 +32,7 @@ from torch import nn
 
 from . import _private
 from .conversion import Conversion, Part, StandIn, converted, covered, listed, transfers_of
-from .files import INDEX, WEIGHTS, OpenFiles, SavedTensor, castable, header_of, write_all
+from .files import INDEX, WEIGHTS, OpenFiles, SavedTensor, castable, header_of, read_header, write_all
 from .loading import Ranks
 from .tensors import ModelTensor, refuse_hollow, shared_out, tensors_of
 
@@ -130,10 +130,9 @@ def save_through(
         require_seen(collectives, directory, directory.is_dir() or not writes, _ALONE)
         with together(collectives, f"Opening {what}"):
             placed: dict[str, SavedTensor] = {}
-            for name, tensors in plan.shards.files.items():
-                placed.update({each.name: each for each in header_of(tensors, directory / name)[1]})
-            if writes:
-                files.open(directory / name for name in plan.shards.files)
+            for path in [directory / name for name in plan.shards.files] if writes else ():
+                placed.update(read_header(path))
+                files.open([path])
         if ranks == "all":
             with together(collectives, f"Writing {what}"), sharded.reporting_progress(model, f"Saving {folder}"):
                 _write((shared_out(each) for each in held if each.unit is not None), plan, placed, files)
@@ -255,10 +254,10 @@ def files_of(
 def _begin(module: nn.Module, directory: Path, plan: _Plan, dtype: torch.dtype | None) -> None:
     """Make the files in their full size, with their headers: every rank then writes at its own places."""
     for name, tensors in plan.shards.files.items():
-        header, placed = header_of(tensors, directory / name)
+        header = header_of(tensors)
         with (directory / name).open("wb") as stream:
             stream.write(header)
-            stream.truncate(max((each.offset + each.nbytes for each in placed), default=len(header)))
+            stream.truncate(len(header) + sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values()))
     index = plan.shards.index(plan.parameters)
     if index is not None:
         (directory / INDEX).write_text(index, encoding="utf-8")

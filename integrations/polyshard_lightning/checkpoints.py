@@ -66,6 +66,7 @@ def save_folder(
 
     Raises:
         UnsupportedError: ``path`` is no path of this host.
+        ConfigError: a directory of something else is there; on every rank.
         PolyshardError, OSError: as ``polyshard.checkpoint.save``; the directory from before stays.
     """
     if is_remote(path):
@@ -74,6 +75,10 @@ def save_folder(
             "path, or set state_dict_type='full'."
         )
     path = Path(path)
+    if path.is_dir() and not path.is_symlink() and not is_folder(path) and any(path.iterdir()):
+        raise ConfigError(
+            f"{path} is a directory, and no checkpoint, where one is to be written. Choose another path, or empty it."
+        )
     unfinished = path.parent / f".{path.name}.unfinished"
     if first:
         path.parent.mkdir(parents=True, exist_ok=True)

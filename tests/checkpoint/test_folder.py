@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import threading
 from pathlib import Path
 
 import polyshard
 import pytest
 import torch
+from checkpoints import remark
 from parity import Block, Net, on_ranks, seeded, threaded, units_of
 from polyshard import checkpoint
 from polyshard.errors import ConfigError, ConfigTypeError, PolyshardError, RankMismatchError, StateError
@@ -189,6 +191,18 @@ def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "step-00000300", model)
 
 
+def test_a_marker_behind_which_there_is_no_other_is_named_before_anything_is_committed(tmp_path: Path) -> None:
+    model = line_of_three(tmp_path)
+    remark(tmp_path / "step-00000300", lambda marker: marker.update(turn=(1 << 62) - 1))
+    with pytest.raises(
+        ConfigError, match=r"step-00000300 says that it is commit 4,611,686,018,427,387,903.* or remove it"
+    ):
+        checkpoint.save(tmp_path, 400, model)
+    assert names(tmp_path) == [f"step-00000{step}00" for step in (1, 2, 3)]
+    shutil.rmtree(tmp_path / "step-00000300")
+    assert checkpoint.save(tmp_path, 400, model) == checkpoint.latest(tmp_path) == tmp_path / "step-00000400"
+
+
 def test_the_fallback_stays_with_the_run(tmp_path: Path) -> None:
     line_of_three(tmp_path)
     model = alone()
@@ -201,16 +215,18 @@ def test_the_fallback_stays_with_the_run(tmp_path: Path) -> None:
 
 def test_what_an_ended_save_left_is_removed_and_what_a_running_one_writes_is_not(tmp_path: Path) -> None:
     model = line_of_three(tmp_path)
-    ended, running = tmp_path / ".unfinished-ended", tmp_path / ".unfinished-running"
-    for path in (ended, running):
+    ended, running = (tmp_path / f".unfinished-{digit * 32}" for digit in "0f")
+    users = tmp_path / ".unfinished-work"
+    for path in (ended, running, users):
         path.mkdir()
-        (path / "__0_0.distcp").write_bytes(b"half")
+        (path / "rank-00000.bin").write_bytes(b"half")
     lock = os.open(running, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         checkpoint.save(tmp_path, 400, model)
-        assert names(tmp_path)[0] == running.name
-        assert len(names(tmp_path)) == 5
+        assert names(tmp_path)[:2] == [running.name, users.name]
+        assert len(names(tmp_path)) == 6
+        assert (users / "rank-00000.bin").read_bytes() == b"half"
     finally:
         os.close(lock)
 
@@ -240,8 +256,43 @@ def test_ranks_that_were_given_different_checkpoints_are_told(tmp_path: Path) ->
     assert on_ranks(2, on_rank) == [7.0, 7.0]
 
 
-def test_something_in_the_way_is_named(tmp_path: Path) -> None:
-    (tmp_path / "step-00000001").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="step-00000001 is in the way"):
-        checkpoint.save(tmp_path, 1, alone())
-    assert names(tmp_path) == ["step-00000001"]
+def test_what_has_the_name_of_a_save_stays_and_the_save_gets_a_number(tmp_path: Path) -> None:
+    notes, copied, link, file = (tmp_path / f"step-{step:08d}" for step in (1, 2, 3, 4))
+    for path, name in ((notes, "notes.txt"), (copied, "rank-00000.bin")):
+        (path / "deep").mkdir(parents=True)
+        for each in (path / name, path / "deep" / name):
+            each.write_text("mine")
+    link.symlink_to("nowhere")
+    file.write_text("mine")
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[Path]:
+        model = polyshard.shard(filled(float(5)), threaded(world, rank, policy=units_of(Block)))
+        return [checkpoint.save(tmp_path, step, model, keep=1) for step in (1, 2, 3, 4, 5)]
+
+    made, others = on_ranks(2, on_rank)
+    assert made == others == [
+        *(tmp_path / f"step-{step:08d}.2" for step in (1, 2, 3, 4)), tmp_path / "step-00000005"
+    ]  # fmt: skip
+    assert checkpoint.latest(tmp_path) == made[-1]
+    assert value_of(made[-1]) == {5.0}
+    assert names(tmp_path) == [path.name for path in (notes, copied, link, file, made[-1])]
+    for each in (notes / "notes.txt", notes / "deep" / "notes.txt", copied / "rank-00000.bin", file):
+        assert each.read_text() == "mine"
+
+
+def test_keep_leaves_what_others_put_into_a_checkpoint(tmp_path: Path) -> None:
+    model = alone()
+    first = checkpoint.save(tmp_path, 1, model)
+    (first / "deep").mkdir()
+    mine = [first / "notes.txt", first / "deep" / "rank-00000.bin", first / "rank-00000.bin.bak"]
+    for path in mine:
+        path.write_text("mine")
+    (first / "written-by-0").symlink_to(mine[0])
+    for step in (2, 3):
+        checkpoint.save(tmp_path, step, model, keep=1)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+    assert sorted(path.name for path in first.iterdir()) == ["deep", "notes.txt", "rank-00000.bin.bak", "written-by-0"]
+    assert [path.read_text() for path in mine] == ["mine"] * 3
+    # It is no checkpoint any more, and its step can be saved again, beside it.
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
+    assert checkpoint.save(tmp_path, 1, model).name == "step-00000001.2"

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import polyshard
+import psutil
 import pytest
 import torch
+import xxhash
 from checkpoints import remark, reseal
 from polyshard import checkpoint
 from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
@@ -167,7 +169,12 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "no object": (lambda m: m.update(model=[1]), "model is no object"),
     "of no dtype": (lambda m: m["model"]["0.weight"].update(dtype="os"), "KeyError"),
     "of another dtype": (lambda m: m["model"]["0.weight"].update(dtype="float64"), "60 bytes for 15 elements"),
-    "a huge shape": (lambda m: m["model"]["0.weight"].update(shape=[1 << 61, 5]), "has 15 elements"),
+    "a huge shape": (lambda m: m["model"]["0.weight"].update(shape=[1 << 45, 5]), "has 15 elements"),
+    "a shape of no tensor": (lambda m: m["model"]["0.weight"].update(shape=[0, 1 << 61, 1 << 61]), "no tensor has"),
+    "a value of no tensor's shape": (
+        lambda m: m["extra"].update(x={"$tensor": {"dtype": "int8", "shape": [0, *[1 << 61] * 60], "chunks": []}}),
+        "no tensor has",
+    ),
     "a number of 400 digits": (lambda m: m["model"]["0.weight"].update(shape=[10**400, 5]), "no number of anything"),
     "a negative shape": (lambda m: m["model"]["0.weight"].update(shape=[-3, -5]), "no number of anything"),
     "a shape of fractions": (lambda m: m["model"]["0.weight"].update(shape=[3.0, 5]), "no number of anything"),
@@ -208,6 +215,18 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "a year of none": (lambda m: m["extra"].update(x={"$date": "99999-99-99"}), "ValueError"),
     "a huge duration": (lambda m: m["extra"].update(x={"$timedelta": [10**30, 0, 0]}), "OverflowError"),
     "a tensor in a number": (lambda m: m["extra"].update(x={"$tensor": {"$tensor": 1}}), "KeyError"),
+    "keys of one hash": (
+        lambda m: m["extra"].update(x={"$dict": [[number * (2**61 - 1), 1] for number in range(2000)]}),
+        "keys that were made to have one hash",
+    ),
+    "members of one hash": (
+        lambda m: m["extra"].update(x={"$set": [number * (2**61 - 1) for number in range(2000)]}),
+        "keys that were made to have one hash",
+    ),
+    "state of nobody": (
+        lambda m: m["optimizer"]["state"].update(ghost={"step": 1}),
+        "state of 'ghost', which no group has",
+    ),
     "groups that are none": (lambda m: m["optimizer"].update(groups={"0": {}}), "groups is no list"),
     "a group without names": (lambda m: m["optimizer"]["groups"][0].pop("params"), "KeyError"),
     "names that are numbers": (
@@ -319,6 +338,123 @@ def test_sizes_are_compared_before_memory_is_asked_for(directory: Path) -> None:
     # A sparse file of that size could be there.
     reseal(directory, lambda manifest: manifest["model"]["0.weight"].update(shape=[1 << 45, 5]))
     refused(directory, "rank-00000.bin|0.weight")
+
+
+def test_state_of_one_rank_of_many_has_no_more_elements_than_its_parameter(directory: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        step = manifest["optimizer"]["state"]["0.weight"]["step"]["$tensor"]
+        step.update(shape=[1 << 40], chunks=[])
+
+    reseal(directory, change)
+    remark(directory, lambda marker: marker.update(complete=False))
+    model, optimizer = alone(1)
+    before = values(model)
+    with pytest.raises(CheckpointDamagedError, match=r"'0\.weight\.step' of shape \(1099511627776,\) has 0 elements"):
+        checkpoint.load(directory, model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+def add_file(directory: Path, size: int, told: dict[str, Any]) -> None:
+    """Let a file of ``size`` zeros be there, too, and in ``extra`` the tensor ``told`` of it."""
+    (directory / "rank-00001.bin").touch()
+    os.truncate(directory / "rank-00001.bin", size)
+    block = 4 << 20
+    digests = [xxhash.xxh3_128(bytes(min(block, size))).hexdigest()] * (size // block)
+    digests += [xxhash.xxh3_128(bytes(size % block)).hexdigest()] * (size % block > 0)
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"]["rank-00001.bin"] = {"size": size, "xxh3_128": digests}
+        manifest["extra"]["more"] = {"$tensor": told}
+
+    reseal(directory, change)
+    remark(directory, lambda marker: marker["files"].update({"rank-00001.bin": size}))
+
+
+def test_a_sparse_file_of_more_than_the_machines_memory_is_refused(directory: Path) -> None:
+    size = psutil.virtual_memory().total + psutil.swap_memory().total + (4 << 20)
+    size -= size % (4 << 20)
+    chunk = [[0], [size], "rank-00001.bin", 0, size]
+    add_file(directory, size, {"dtype": "uint8", "shape": [size], "chunks": [chunk]})
+    model, optimizer = alone(1)
+    before = values(model)
+    for call in (lambda: checkpoint.load(directory, model, optimizer), lambda: checkpoint.read(directory)):
+        with pytest.raises(StateError, match=r"has [\d,]+ bytes to be read into host memory .* this machine has"):
+            call()
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+    def shared(manifest: dict[str, Any]) -> None:
+        told = manifest["extra"].pop("more")["$tensor"]
+        told.update(shape=[size // 2], chunks=[[[0], [size // 2], "rank-00001.bin", 0, size // 2]])
+        manifest["model"]["large"] = told
+        manifest["aliases"].update({"again": "large", "once more": "large"})
+
+    # Each name of a tensor is given memory.
+    reseal(directory, shared)
+    with pytest.raises(StateError, match=r"has [\d,]+ bytes to be read into host memory"):
+        checkpoint.read(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_thousands_of_chunks_beside_each_other_take_no_minutes(directory: Path) -> None:
+    count = 8000
+    chunks = [[[0, column], [2, 1], "rank-00001.bin", 64 * column, 2] for column in range(count)]
+    random.Random(0).shuffle(chunks)
+    add_file(directory, 64 * count, {"dtype": "uint8", "shape": [2, count], "chunks": chunks})
+    checkpoint.verify(directory)
+    model, optimizer = alone(1)
+    assert torch.equal(checkpoint.load(directory, model, optimizer)["more"], torch.zeros(2, count, dtype=torch.uint8))
+
+    def twice(manifest: dict[str, Any]) -> None:
+        told = manifest["extra"]["more"]["$tensor"]["chunks"]
+        told[0][0] = told[1][0]
+
+    reseal(directory, twice)
+    refused(directory, "'manifest.json' .*has elements twice")
+
+
+def set_lr(value: Any) -> Change:
+    return lambda m: m["optimizer"]["groups"][0].update(lr=value)
+
+
+def set_state(**state: Any) -> Change:
+    return lambda m: m["optimizer"]["state"]["0.weight"].update(state)
+
+
+NONSENSE: dict[str, tuple[Change, str]] = {
+    "a list for a rate": (set_lr({"$list": [1, 2]}), r"'lr' was \[1, 2\] and is 0.001"),
+    "a text for a rate": (set_lr("0.001"), "'lr' was '0.001' and is 0.001"),
+    "no number for a rate": (set_lr({"$float": "nan"}), "'lr' was nan and is 0.001"),
+    "three betas": (
+        lambda m: m["optimizer"]["groups"][0].update(betas={"$tuple": [0.9, 0.95, 0.99]}),
+        r"'betas' was \(0.9, 0.95, 0.99\) and is \(0.9, 0.999\)",
+    ),
+    "a text for a beta": (
+        lambda m: m["optimizer"]["groups"][0].update(betas={"$tuple": [0.9, "a"]}),
+        r"'betas' was \(0.9, 'a'\) and is",
+    ),
+    "a text for steps": (set_state(step="abc"), "optimizer state 'step' of '0.weight' is 'abc'"),
+    "a list for steps": (set_state(step={"$list": [1]}), r"optimizer state 'step' of '0.weight' is \[1\]"),
+    "no number of steps": (set_state(step={"$float": "nan"}), "optimizer state 'step' of '0.weight' is nan"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_what_no_optimizer_has_is_refused(name: str, directory: Path) -> None:
+    change, words = NONSENSE[name]
+    good = checkpoint.read(directory)["model"]
+    reseal(directory, change)
+    model, optimizer = alone(1)
+    fresh = torch.optim.AdamW(model.parameters())
+    flat = torch.optim.AdamW(polyshard.flat_parameters(model))
+    before = values(model)
+    for each in (optimizer, fresh, flat):
+        with pytest.raises(ConfigError, match=words.replace("'0.weight'", ".*")):
+            checkpoint.load(directory, model, each)
+    assert all(torch.equal(value, before[key]) for key, value in values(model).items())
+    # Without its optimizer it loads.
+    checkpoint.load(directory, model)
+    assert all(torch.equal(value, good[key]) for key, value in values(model).items())
 
 
 @pytest.mark.parametrize(("name", "fits"), [("AdamW", True), ("Some", False)])

@@ -226,6 +226,20 @@ def test_keep_removes_the_marker_first(store: type[ObjectStore]) -> None:
     assert {key.split("/")[2] for key in objects()} == {".job-lock", made[2].name}
 
 
+def test_what_others_put_beside_the_files_of_a_save_stays(store: type[ObjectStore]) -> None:
+    root, model = URL("store://bucket/run"), alone()
+    first = checkpoint.save(root, 1, model)
+    torn = "step-00000009.0123456789ab"
+    mine = [f"bucket/run/{name}/{key}" for name in (first.name, torn) for key in ("notes.txt", "deep/rank-00000.bin")]
+    for key in mine:
+        put(key, b"mine")
+    for name in ("SAVING", "rank-00000.bin", "rank-00001.bin.part", "manifest.json"):
+        put(f"bucket/run/{torn}/{name}", b"half")
+    kept = checkpoint.save(root, 2, model, keep=1)
+    assert {key for key in objects() if kept.name not in key} == {"bucket/run/.job-lock", *mine}
+    checkpoint.verify(kept)
+
+
 def alone(value: float | None = None) -> nn.Module:
     model = nn.Linear(5, 3)
     if value is not None:

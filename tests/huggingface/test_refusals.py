@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from polyshard import ShardConfig
 from polyshard.errors import ConfigError, RankMismatchError, StateError, UnsupportedError
 from polyshard_huggingface.loading import load_through
 from polyshard_huggingface.saving import save_through
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from saved_net import Counted, Net, Values, net, on_ranks, same, state, whole
 
@@ -55,6 +57,22 @@ def test_everything_that_does_not_fit_is_named_and_nothing_changed(tmp_path: Pat
         assert "1 in the files and not in the model: 'extra.weight'" in text
         assert "1 of shape (6, 13) in the files and (13, 6) in the model: 'blocks.1.up.weight'" in text
         assert "1 of torch.int32 in the files and torch.float32 in the model, which cannot be cast: 'frozen'" in text
+
+
+def test_names_of_numbers_that_are_no_layers_are_told_one_by_one(tmp_path: Path) -> None:
+    """Numbers in six places have more combinations than any memory has room for."""
+    names = [f"w.{number}.{number}.{number}.{number}.{number}.{number}.x" for number in range(100)]
+    names += [f"v.{number}.{other}.x" for number in range(3) for other in (0, 1, 2, 5)] + [f"u.{'9' * 5000}.x"]
+    save_file({**state(), **{name: torch.zeros(1) for name in names}}, tmp_path / "model.safetensors")
+
+    def read(model: Net, rank: int) -> str:
+        with pytest.raises(ConfigError, match="113 in the files and not in the model: ") as refused:
+            polyshard_huggingface.load(model, tmp_path)
+        return str(refused.value)
+
+    for text in on_ranks(1, read):
+        assert "'w.57.57.57.57.57.57.x'" in text
+        assert "'v.{0-2}.{0-2,5}.x'" in text
 
 
 def test_what_was_named_may_be_missing_or_left_out(tmp_path: Path) -> None:
@@ -108,16 +126,25 @@ def _bad_header(path: Path) -> None:
 
 
 def _unknown_dtype(path: Path) -> None:
-    text = json.dumps({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0")
+    _put(path, {"a": _entry([2], 0, 1, "F4")}, 1)
+
+
+def _put(path: Path, header: Any, nbytes: int) -> None:
+    """A file of ``header``, and so many bytes that are no zeros behind it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\x3f" * nbytes)
+
+
+def _entry(shape: Any, begin: Any, end: Any, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_cut_off, "is damaged or was cut off"),
+        (_cut_off, "is damaged, was cut off.*not fully covered"),
         (_another_kind, "is no safetensors file"),
-        (_bad_header, "cannot be read"),
+        (_bad_header, "invalid JSON in header"),
         (_unknown_dtype, "dtype F4"),
     ],
 )
@@ -134,6 +161,88 @@ def test_damage_is_told_from_the_wrong_checkpoint(damage: Callable[[Path], None]
     assert all(same(values, net().state_dict()) for values in on_ranks(2, read))
 
 
+A, B = _entry([4, 4], 0, 64), _entry([4], 64, 80)
+#: Header, bytes behind it, and what the library says; None where it reads such files.
+HEADERS: dict[str, tuple[Any, int, str | None]] = {
+    "bytes of two tensors": ({"weight": A, "bias": _entry([4], 48, 64)}, 64, "invalid offset for tensor `bias`"),
+    "bytes of none between": ({"weight": A, "bias": _entry([4], 80, 96)}, 96, "invalid offset for tensor `bias`"),
+    "bytes of none in front": ({"weight": _entry([4, 4], 4, 68), "bias": _entry([4], 68, 84)}, 84, "invalid offset"),
+    "bytes of none behind": ({"weight": A, "bias": B}, 96, "file not fully covered"),
+    "offsets that are fractions": ({"weight": A, "bias": _entry([4], 64.7, 80.3)}, 80, "floating point"),
+    "offsets that are text": ({"weight": A, "bias": _entry([4], "64", "80")}, 80, "invalid type: string"),
+    "offsets below zero": ({"weight": A, "bias": _entry([4], -16, 0)}, 80, "invalid value: integer"),
+    "a shape of a text": ({"weight": _entry("44", 0, 64), "bias": B}, 80, "invalid type: string"),
+    "a shape of negatives": ({"weight": _entry([-4, -4], 0, 64), "bias": B}, 80, "invalid value: integer"),
+    "a shape for other bytes": ({"weight": _entry([4, 5], 0, 64), "bias": B}, 80, "invalid"),
+    "a huge shape": ({"weight": _entry([1 << 40, 1 << 40], 0, 64), "bias": B}, 80, "overflow"),
+    "an end beyond 64 bits": (b'{"weight":{"dtype":"F32","shape":[4,4],"data_offsets":[0,1e400]}}', 80, "number out"),
+    "an infinite length": (b'{"weight":{"dtype":"F32","shape":[Infinity,4],"data_offsets":[0,64]}}', 80, "expected"),
+    "a list": ([1, 2], 80, "invalid"),
+    "a deep one": (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, 80, "recursion limit"),
+    "a name twice": (b'{"weight":%s,"weight":%s}' % (json.dumps(A).encode(), json.dumps(A).encode()), 64, None),
+    "a name twice, empty": (b'{"w":%s,"w":%s}' % ((json.dumps(_entry([0], 0, 0)).encode(),) * 2), 0, None),
+    "a shape that torch has not": ({"weight": A, "z": _entry([0, 1 << 40, 1 << 40], 64, 64)}, 64, None),
+    "a thousand dimensions": ({"weight": _entry([1] * 1000, 0, 4)}, 4, None),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_damaged_header_is_refused_as_the_library_does(what: str, tmp_path: Path) -> None:
+    header, nbytes, words = HEADERS[what]
+    path = tmp_path / "model.safetensors"
+    _put(path, header, nbytes)
+    if words is None:
+        with safe_open(path, "pt"):
+            pass
+    else:
+        with pytest.raises(SafetensorError, match=words):
+            safe_open(path, "pt")
+    model = polyshard.shard(torch.nn.Linear(4, 4), ShardConfig(collectives="fake", strategy="no_shard", device="cpu"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for missing in ([], ["*"]):
+        with pytest.raises(StateError, match=rf"model\.safetensors is damaged.*{words or ''}.*Copy it again"):
+            polyshard_huggingface.load(model, path, missing=missing, unexpected=["*"])
+    assert same(model.state_dict(), before)
+    save_file({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, path)
+    polyshard_huggingface.load(model, path)
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
+def test_an_index_names_files_of_its_folder_alone(tmp_path: Path) -> None:
+    inside, index = tmp_path / "in", tmp_path / "in" / "model.safetensors.index.json"
+    (inside / "deep").mkdir(parents=True)
+    save_file(state(), tmp_path / "secret.safetensors")
+
+    def refused(text: str, words: str) -> None:
+        index.write_text(text)
+        with pytest.raises(StateError, match=words):
+            on_ranks(1, lambda model, rank: polyshard_huggingface.load(model, inside))
+
+    for file in ("../secret.safetensors", "deep/../../secret.safetensors", str(tmp_path / "secret.safetensors")):
+        refused(
+            json.dumps({"weight_map": dict.fromkeys(state(), file)}), f"names files outside of its folder: '{file}'"
+        )
+    refused('{"weight_map":{"a":"b"},"weight_map":{"a":"c"}}', "is no index .*a name twice")
+    refused('{"weight_map":{"a":"b","a":"c"}}', "is no index .*a name twice")
+    refused('{"weight_map":{"a":3}}', "is no index .*the file of 'a' is no text")
+    refused('{"weight_map":["a"]}', "is no index .*weight_map is no object")
+    refused("[" * 100_000, "is no index .*nested too deeply")
+    refused(json.dumps({"weight_map": {"a": "x" * 5000, "b": "a\0b", "c": "deep"}}), "names files that are not there")
+    index.write_bytes(b"")
+    os.truncate(index, 1 << 40)
+    with pytest.raises(StateError, match=r"is no index .*it has 1,099,511,627,776 bytes"):
+        on_ranks(1, lambda model, rank: polyshard_huggingface.load(model, inside))
+    # Caches of the Hub have links to files elsewhere, and some checkpoints folders.
+    (inside / "deep" / "a.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(state(), "deep/a.safetensors")}))
+
+    def read(model: Net, rank: int) -> Values:
+        polyshard_huggingface.load(model, inside)
+        return whole(model)
+
+    assert all(same(values, state()) for values in on_ranks(2, read))
+
+
 def test_an_index_whose_files_are_not_there(tmp_path: Path) -> None:
     on_ranks(1, lambda model, rank: polyshard_huggingface.save(model, tmp_path, max_shard_size=700))
     first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
@@ -141,7 +250,7 @@ def test_an_index_whose_files_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"says that model-00002-of-\d+.safetensors holds .* which it does not"):
         on_ranks(1, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
     second.unlink()
-    with pytest.raises(StateError, match=r"names files that are not there: model-00002"):
+    with pytest.raises(StateError, match=r"names files that are not there: 'model-00002"):
         on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(StateError, match="is no index"):

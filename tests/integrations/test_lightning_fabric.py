@@ -431,6 +431,11 @@ def wrong(rank: int, folder: str) -> list[tuple[str, str]]:
     assert lenient["epoch"] == 7
     runs.load(f"{folder}/model", {"model": model}, weights_only=True)
     refused(runs.save, "memory://here", {"model": model})
+    taken = Path(folder, "taken")
+    taken.mkdir(exist_ok=True)
+    (taken / f"notes{rank}.txt").write_text("mine")
+    refused(runs.save, taken, {"model": model})
+    assert (taken / f"notes{rank}.txt").read_text() == "mine"
     other = runs.setup_module(nn.Sequential(nn.Linear(3, 5), Block()))
     refused(runs.load, f"{folder}/model", {"model": other})
     refused(runs.load, f"{folder}/model")
@@ -461,6 +466,7 @@ def test_wrong_use_is_refused_by_name(tmp_path: Path) -> None:
         (ConfigError, "has no optimizer"),
         (ConfigError, "has no 'epoch'"),
         (UnsupportedError, "state_dict_type='full'"),
+        (ConfigError, "taken is a directory, and no checkpoint, where one is to be written"),
         (ConfigError, "Load it into the model that it was saved from"),
         (ConfigError, "none is given"),
         (StateError, "no_backward_sync"),

@@ -35,8 +35,11 @@ _REMEDY = (
     "checkpoint holds no pickles. Of an object save what it is made of, as its state_dict()."
 )
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+#: Keys of one dict or set whose hash another one has.
+_MOST_ALIKE = 1000
 #: Sizes and offsets in bytes, and numbers of elements, stay below.
-_MOST = 1 << 62
+MOST = 1 << 62
+_MOST_DIMENSIONS = 64
 
 
 class Encoder:
@@ -176,9 +179,13 @@ def decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int = 0) 
         return tensor(inner).numpy()
     if kind == "dict":
         pairs = [[decode(part, tensor, depth + 1) for part in a_list(pair, "a pair")] for pair in a_list(inner, kind)]
+        _require_hashes([pair[0] for pair in pairs])
         return dict(pairs)
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](decode(each, tensor, depth + 1) for each in a_list(inner, kind))
+        items = [decode(each, tensor, depth + 1) for each in a_list(inner, kind)]
+        if kind in ("set", "frozenset"):
+            _require_hashes(items)
+        return _SEQUENCES[kind](items)
     if kind == "scalar":
         name, raw = a_list(inner, kind)
         if name not in NUMPY:
@@ -188,6 +195,12 @@ def decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int = 0) 
     if kind in _OTHERS:
         return _OTHERS[kind](inner)
     raise MalformedError(f"it has a value of kind {kind!r}, which this polyshard does not know")
+
+
+def _require_hashes(keys: list[Any]) -> None:
+    """Raise MalformedError where so many keys have one hash that to put them together would take minutes."""
+    if len(keys) - len(set(map(hash, keys))) > _MOST_ALIKE:
+        raise MalformedError("it has keys that were made to have one hash")
 
 
 def _of_others(value: Any) -> Json | None:
@@ -297,7 +310,7 @@ def a_text(value: Any, what: str) -> str:
 
 def a_count(value: Any, what: str) -> int:
     """``value``, which must be a whole number from 0 to 2**62."""
-    if type(value) is not int or not 0 <= value < _MOST:
+    if type(value) is not int or not 0 <= value < MOST:
         raise MalformedError(f"{what} is no number of anything")
     return value
 
@@ -305,6 +318,16 @@ def a_count(value: Any, what: str) -> int:
 def counts(value: Any, what: str) -> tuple[int, ...]:
     """``value``, which must be a list of such numbers."""
     return tuple(a_count(each, what) for each in a_list(value, what))
+
+
+def a_shape(value: Any, what: str) -> tuple[int, ...]:
+    """``value``, which must be the shape of a tensor that torch could have, without elements too."""
+    shape = counts(value, what)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise MalformedError(f"{what} has {len(shape)} dimensions")
+    if math.prod(max(extent, 1) for extent in shape) >= MOST:
+        raise MalformedError(f"{what} has the shape {shape}, which no tensor has")
+    return shape
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import cast
 
 from ..errors import ConfigError, StateError, warn_once
 from . import reading
+from .encoding import MOST
 from .manifest import Marker
 from .storage import MARKER, AnyPlace, Place, place_of, storage_of
 
@@ -143,8 +144,8 @@ class Line:
     def name_of(self, step: int) -> str:
         """The name of the directory for ``step``.
 
-        A run that was resumed from an earlier step reaches steps that it had saved before: these stay, and the new ones
-        get a number.
+        A run that was resumed from an earlier step reaches steps that it had saved before: these stay, whatever they
+        are, and the new ones get a number.
 
         Raises ConfigError: the step is committed already, or another job saves into the folder.
         """
@@ -160,14 +161,24 @@ class Line:
                 "steps. Save another step, or remove that directory."
             )
         number = 1
-        while storage_of(self.folder).exists(self.folder / name / MARKER):
+        while storage_of(self.folder).exists(self.folder / name):
             number += 1
             name = f"step-{step:08d}.{number}"
         return name
 
     def next_turn(self) -> int:
-        """Higher than that of all checkpoints that are there. Raises ConfigError: another job saves into the folder."""
-        return 1 + max((entry.marker.turn for entry in self._require_alone().entries), default=0)
+        """Higher than that of all checkpoints that are there.
+
+        Raises ConfigError: another job saves into the folder, or a marker there leaves no number.
+        """
+        last = max(self._require_alone().entries, key=lambda entry: entry.marker.turn, default=None)
+        turn = 1 + (0 if last is None else last.marker.turn)
+        if last is not None and turn >= MOST:
+            raise ConfigError(
+                f"{last.directory} says that it is commit {turn - 1:,}, behind which there is no other. Save into "
+                "another folder, or remove it."
+            )
+        return turn
 
     def after(self, marker: Marker) -> Line:
         return replace(self, newest=marker.identity, known=self.known | {marker.identity})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..errors import ConfigError, PolyshardError, StateError
+from ..errors import ConfigError, StateError
 from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives
 from ..io.boxes import Box
@@ -29,7 +29,7 @@ from .contents import restore_casters
 from .folder import Line
 from .manifest import Manifest, Marker
 from .pending import History
-from .reading import StoredSource
+from .reading import StoredSource, readable
 from .storage import MARKER, Place, place_of, storage_of
 
 #: What ``torch.distributed.checkpoint`` describes a directory in.
@@ -117,14 +117,14 @@ def load_parts(
         marker = Marker.read(directory)
         if coordinates(everyone):
             marker.require_files(directory)
-        with readable(directory, everyone):
+        with readable(directory, everyone.rank):
             manifest = Manifest.read(directory, marker)
             source = StoredSource(manifest)
             # Decoded here, where a failure changes nothing.
             precision, extra = source.precision, source.extra
     require_same(everyone, directory, marker.identity, REMEDY)
     kind = manifest.optimizer.kind if manifest.optimizer else None
-    with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone):
+    with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone.rank):
         sources = [part.source_in(source) for part in parts]
         restores = [
             Restore(each, part.sharded, part.module, part.joint, kind, rank=everyone.rank, frozen=frozen)
@@ -179,7 +179,7 @@ def load_dcp(
         called: dict[str, object] = {}
         require_file_seen(collectives, directory, _METADATA)
         opening = f"Opening the directory {directory}"
-        with together(collectives, opening, called), readable(directory, collectives):
+        with together(collectives, opening, called), readable(directory, collectives.rank):
             directory = _local(directory)
             joint = None if optimizer is None else Joint(optimizer)
             called.update(optimizer=str(joint and joint.signature), keys=keys)
@@ -191,11 +191,11 @@ def load_dcp(
             source = ForeignSource(directory, read_metadata(directory), keys or DcpKeys(), groups)
             identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
         require_same(collectives, directory, identity, REMEDY)
-        with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives):
+        with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives.rank):
             if joint is not None:
                 source.find_optimizer()
             restore = Restore(source, sharded, model, joint, rank=collectives.rank)
-        with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives):
+        with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives.rank):
             source.read(restore.targets)
             restore.commit()
         notify_listeners(collectives, f"the load of {directory}", partial(sharded.notify_loaded, model, directory))
@@ -209,20 +209,6 @@ def read_metadata(directory: Path) -> Metadata:
             "did not end. Name the directory that was checkpoint_id of the save."
         )
     return FileSystemReader(directory).read_metadata()
-
-
-@contextmanager
-def readable(directory: Place, collectives: Collectives) -> Iterator[None]:
-    """Name the checkpoint and the rank where torch, pickle and zip raise what does not."""
-    try:
-        yield
-    except (PolyshardError, OSError):
-        raise
-    except Exception as error:
-        raise StateError(
-            f"{directory} is damaged: it cannot be read on rank {collectives.rank} ({type(error).__name__}: {error}). "
-            "Load an older checkpoint."
-        ) from error
 
 
 def require_file_seen(collectives: Collectives, directory: object, name: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
+import math
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -24,6 +26,7 @@ from .encoding import (
     MalformedError,
     a_count,
     a_list,
+    a_shape,
     a_text,
     an_object,
     checked,
@@ -41,7 +44,6 @@ BLOCK = 4 << 20
 #: Of what begins in a file.
 ALIGNMENT = 64
 _FILE = re.compile(r"rank-\d{5,9}\.bin", re.ASCII)
-_MOST_DIMENSIONS = 64
 #: Of markers and manifests; a checkpoint of another number is refused.
 FORMAT = 3
 _DIGEST = "sha256"
@@ -130,8 +132,8 @@ class Manifest:
             if top["format"] != 3:
                 raise MalformedError(f"it is of format {top['format']!r}, and 'COMMITTED' of format 3")
             known = {name: _file(name, each) for name, each in an_object(top["files"], "files").items()}
-            sizes = {name: each.size for name, each in known.items()}
-            if sizes != {name: nbytes for name, nbytes in marker.files.items() if name != NAME}:
+            nbytes = {name: each.size for name, each in known.items()}
+            if {NAME: len(content), **nbytes} != marker.files:
                 raise MalformedError("its files are not those of 'COMMITTED'")
             read = _Tensors(known, complete=marker.complete)
             model = {name: read.tensor(each, name) for name, each in an_object(top["model"], "model").items()}
@@ -139,7 +141,9 @@ class Manifest:
             for name, first in aliases.items():
                 if name in model or first not in model:
                     raise MalformedError(f"'{name}' is said to be '{first}'")
-            optimizer = None if top["optimizer"] is None else _optimizer(top["optimizer"], read)
+            sizes = {name: math.prod(each.shape) for name, each in model.items()}
+            sizes.update({name: sizes[first] for name, first in aliases.items()})
+            optimizer = None if top["optimizer"] is None else _optimizer(top["optimizer"], read, sizes)
             found = cls(known, model, aliases, optimizer, top["precision"], top["extra"], marker.complete, directory)
 
             # Decoded without elements first: a rank must not find out when others have changed their models.
@@ -158,6 +162,11 @@ class Manifest:
         """The tensor of ``entry`` in an encoded value of this manifest."""
         return self._within[id(entry)]
 
+    @property
+    def in_values(self) -> Iterable[StoredTensor]:
+        """Tensors in encoded values."""
+        return self._within.values()
+
     def settings(self) -> Iterator[Json]:
         for group in () if self.optimizer is None else self.optimizer.groups:
             yield from group.values()
@@ -170,20 +179,26 @@ class Manifest:
                 for state, value in states.items():
                     if isinstance(value, StoredTensor):
                         yield f"optimizer.state.{name}.{state}", value
-        for stored in self._within.values():
+        for stored in self.in_values:
             yield "a tensor in extra, precision or param_groups", stored
+
+    @cached_property
+    def _in_order(self) -> Mapping[str, list[tuple[int, int, str]]]:
+        """The chunks of each file as they lie there: their first byte, the one behind them, and what they are of."""
+        found: dict[str, list[tuple[int, int, str]]] = {}
+        for name, stored in self.tensors():
+            for chunk in stored.chunks:
+                found.setdefault(chunk.file, []).append((chunk.at, chunk.at + chunk.nbytes, name))
+        return {file: sorted(chunks) for file, chunks in found.items()}
 
     def block_damaged(self, file: str, index: int) -> Exception:
         """The error for a block whose content is not what was written."""
         low = index * BLOCK
         high = min(low + BLOCK, self.files[file].size)
-        hit = [
-            name
-            for name, stored in self.tensors()
-            for chunk in stored.chunks
-            if chunk.file == file and chunk.at < high and chunk.at + chunk.nbytes > low
-        ]
-        what = f", where {listed(list(dict.fromkeys(hit)))} lie" if hit else ""
+        order = self._in_order.get(file, [])
+        first = bisect.bisect_right(order, low, key=lambda each: each[1])
+        hit = {name: None for *_, name in order[first : bisect.bisect_left(order, high, key=lambda each: each[0])]}
+        what = f", where {listed(list(hit))} lie" if hit else ""
         return damaged(
             self.directory,
             f"'{file}' holds something else than was written from byte {low:,} to {high:,}{what}: the digest differs",
@@ -200,21 +215,23 @@ class _Tensors:
 
     def stand_in(self, entry: Json, found: dict[int, StoredTensor]) -> torch.Tensor:
         """Without elements, for a tensor in an encoded value, which must be whole; it is noted in ``found``."""
-        stored = self.tensor(entry, "a tensor in a value", complete=True)
+        stored = self.tensor(entry, "a tensor in a value", 0)
         found[id(entry)] = stored
         return torch.empty(0, dtype=stored.dtype)
 
-    def tensor(self, entry: Json, name: str, *, complete: bool | None = None) -> StoredTensor:
-        """One of the manifest's. Raises MalformedError: its chunks are not what its shape says, or not in the files."""
+    def tensor(self, entry: Json, name: str, most: int | None = None) -> StoredTensor:
+        """One of the manifest's. ``most``: how many elements it has at most, where they are not all in the files.
+
+        Raises MalformedError: its chunks are not what its shape says, or not in the files.
+        """
         what = f"'{name}'"
         entry = an_object(entry, what)
-        dtype, shape = DTYPES[a_text(entry["dtype"], what)], counts(entry["shape"], what)
-        if len(shape) > _MOST_DIMENSIONS:
-            raise MalformedError(f"{what} has {len(shape)} dimensions")
+        dtype, shape = DTYPES[a_text(entry["dtype"], what)], a_shape(entry["shape"], what)
         whole = Box.whole(shape)
         chunks = tuple(self._chunk(each, what, dtype, whole) for each in a_list(entry["chunks"], what))
         held = sum(chunk.box.numel for chunk in chunks)
-        if held != whole.numel if (self._complete if complete is None else complete) else held > whole.numel:
+        missing = whole.numel - held
+        if missing < 0 or (missing and (self._complete or (most is not None and whole.numel > most))):
             raise MalformedError(f"{what} of shape {shape} has {held} elements")
         if len(chunks) > 1 and _overlapping([chunk.box for chunk in chunks], shape):
             raise MalformedError(f"{what} has elements twice")
@@ -255,7 +272,8 @@ def _file(name: str, entry: Json) -> StoredFile:
     return StoredFile(size, blocks)
 
 
-def _optimizer(entry: Json, read: _Tensors) -> StoredOptimizer:
+def _optimizer(entry: Json, read: _Tensors, sizes: Mapping[str, int]) -> StoredOptimizer:
+    """``sizes``: the elements of each parameter."""
     entry = an_object(entry, "optimizer")
     state: dict[str, dict[str, StoredTensor | Json]] = {}
     for name, states in an_object(entry["state"], "state").items():
@@ -265,11 +283,12 @@ def _optimizer(entry: Json, read: _Tensors) -> StoredOptimizer:
             if tensor is None:
                 # State that is no tensor has none in it: no rank but the first could write one.
                 decode(value, _no_tensor)
-            own[key] = value if tensor is None else read.tensor(tensor, f"{name}.{key}")
+            own[key] = value if tensor is None else read.tensor(tensor, f"{name}.{key}", sizes.get(name, 0))
     groups = [an_object(each, "a group") for each in a_list(entry["groups"], "groups")]
-    for group in groups:
-        for name in a_list(an_object(group["params"], "params")["$list"], "params"):
-            a_text(name, "params")
+    members = [a_list(an_object(group["params"], "params")["$list"], "params") for group in groups]
+    others = state.keys() - {a_text(name, "params") for names in members for name in names}
+    if others:
+        raise MalformedError(f"it has optimizer state of {listed(sorted(others))}, which no group has")
     return StoredOptimizer(state, groups, _kind(entry["kind"]))
 
 
@@ -290,13 +309,24 @@ def _overlapping(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     ranges = [span(shape, box) for box in boxes]
     if all(stop - start == box.numel for (start, stop), box in zip(ranges, boxes, strict=True)):
         return any(stop > start for (_, stop), (start, _) in pairwise(sorted(ranges)))
-    # Along the first dimension only those that share rows can share elements.
-    alive: list[Box] = []
-    for box in sorted(boxes, key=lambda each: each.offsets[0]):
-        alive = [each for each in alive if each.offsets[0] + each.sizes[0] > box.offsets[0]]
-        if any(each.overlap(box) is not None for each in alive):
+    # Halved by planes between their first elements, and boxes that a plane meets with them.
+    groups = [list(boxes)]
+    while groups:
+        group = groups.pop()
+        starts = [sorted(set(column)) for column in zip(*(box.offsets for box in group), strict=True)]
+        dim = max(range(len(shape)), key=lambda dim: len(starts[dim]))
+        if len(starts[dim]) == 1:
+            # All begin with one element.
             return True
-        alive.append(box)
+        plane = starts[dim][len(starts[dim]) // 2]
+        below, above = [], []
+        for box in group:
+            room, size = plane - box.offsets[dim], box.sizes[dim]
+            if room > 0:
+                below.append(box.narrowed(dim, 0, min(room, size)))
+            if size > room:
+                above.append(box.narrowed(dim, max(room, 0), size - max(room, 0)))
+        groups += [half for half in (below, above) if len(half) > 1]
     return False
 
 

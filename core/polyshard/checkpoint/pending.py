@@ -35,7 +35,7 @@ from ..state.exchange import Answers, coordinates, named
 from .encoding import a_count, a_list, a_text, an_object, checked, parse, render
 from .folder import Contents, Line
 from .manifest import Marker
-from .storage import LOCK, MARKER, AnyPlace, JobLock, Place, storage_of
+from .storage import LOCK, MARKER, AnyPlace, JobLock, Place, is_written, storage_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Notes:
                     self._storage.replace_whole(self._directory / _GIVEN_UP, text.encode(errors="backslashreplace"))
             with suppress(OSError):
                 for name in self._storage.names(self._directory):
-                    if name != _GIVEN_UP:
+                    if is_written(name) and name != _GIVEN_UP:
                         # Another rank may write meanwhile, and give its note the name that it is to have.
                         self._storage.remove(self._directory / name)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointDamagedError, ConfigError
+from ..errors import CheckpointDamagedError, ConfigError, PolyshardError, StateError
 from ..io.boxes import Box, box_within, row_major, span
 from ..io.files import MOST, carried_out, damaged, digest_of
-from ..io.memory import flat_bytes, view_of
+from ..io.memory import flat_bytes, memory_of_machine, view_of
 from ..io.progress import report_progress
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Entry, Source, chunks_of, in_lines
@@ -199,12 +200,39 @@ def nested(manifest: Manifest, fillings: list[Filling]) -> Callable[[Json], torc
     return give
 
 
+@contextmanager
+def readable(directory: Place, rank: int | None = None) -> Iterator[None]:
+    """Name the checkpoint and the rank where torch, pickle and zip raise what does not."""
+    try:
+        yield
+    except (PolyshardError, OSError):
+        raise
+    except Exception as error:
+        where = "" if rank is None else f" on rank {rank}"
+        raise StateError(
+            f"{directory} is damaged: it cannot be read{where} ({type(error).__name__}: {error}). Load an older "
+            "checkpoint."
+        ) from error
+
+
+def _require_memory(manifest: Manifest, tensors: Iterable[StoredTensor]) -> None:
+    """Raise StateError where the machine cannot hold ``tensors``: a sparse file is as large as it says."""
+    nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
+    most = memory_of_machine()
+    if nbytes > most:
+        raise StateError(
+            f"{manifest.directory} has {nbytes:,} bytes to be read into host memory at once, and this machine has "
+            f"{most:,}. Read it on a larger one, or load an older checkpoint."
+        )
+
+
 class StoredSource(Source):
     """What ``save`` wrote, by path: ``("model", name)``, ``("optimizer", "state", name, key)``,
     ``("optimizer", "param_groups", index, setting)``.
     """
 
     def __init__(self, manifest: Manifest) -> None:
+        _require_memory(manifest, manifest.in_values)
         self._manifest = manifest
         self.label = f"the checkpoint {manifest.directory}"
         self.complete = manifest.complete
@@ -284,7 +312,7 @@ def read(directory: Place) -> dict[str, Any]:
         ``set_optimizer_state_dict``. ``"extra"``: as it was given. Each tensor has memory of its own.
 
     Raises:
-        StateError: it is no checkpoint, or is not committed.
+        StateError: it is no checkpoint, is not committed, or is larger than the machine's memory.
         CheckpointDamagedError: it holds something else than was written.
         ConfigError: it is of one rank of a pretended world, or ``directory`` is no path.
         OSError: reading failed.
@@ -293,10 +321,15 @@ def read(directory: Place) -> dict[str, Any]:
     marker = Marker.read(directory)
     if not marker.complete:
         raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
-    source = StoredSource(Manifest.read(directory, marker))
-    paths = source.paths()
-    values: dict[str, Any] = {key: source.blank(key) for key in paths}
-    source.read(values)
+    manifest = Manifest.read(directory, marker)
+    aliases = (manifest.model[first] for first in manifest.aliases.values())
+    _require_memory(manifest, (*(stored for _, stored in manifest.tensors()), *aliases))
+    with readable(directory):
+        source = StoredSource(manifest)
+        paths = source.paths()
+        values: dict[str, Any] = {key: source.blank(key) for key in paths}
+        source.read(values)
+        extra = source.extra
     found: dict[str, Any] = {MODEL: {}}
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
@@ -309,7 +342,7 @@ def read(directory: Place) -> dict[str, Any]:
             groups.setdefault(path[2], {})[path[3]] = values[key]
     if groups:
         found[OPTIMIZER] = {"state": state, "param_groups": [groups[index] for index in sorted(groups)]}
-    return {**found, "extra": source.extra}
+    return {**found, "extra": extra}
 
 
 def verify(directory: Place) -> None:

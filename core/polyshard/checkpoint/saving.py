@@ -39,11 +39,11 @@ def save(
 
     Every rank calls it, between steps. Each rank writes its own shards, so all must see the same file system. They
     write to a directory of this save alone, which gets its name only when it is complete and the file ``COMMITTED`` is
-    in it; what saves left in ``root`` that did not live to their end is removed. A run that was resumed from an earlier
-    step and reaches one that is there already writes ``step-00000100.2``. At a URL the directory has a name that no
-    other save has, ``step-00000100.`` and twelve digits, from the beginning. On one rank of a pretended world
-    (collectives that cannot communicate) the directory holds that rank's part. A save that goes on in the background
-    is waited for.
+    in it; what saves left in ``root`` that did not live to their end is removed. Where something has the name, such as
+    the same step of a run that went on from an earlier one, it stays, and this is ``step-00000100.2``. At a URL the
+    directory has a name that no other save has, ``step-00000100.`` and twelve digits, from the beginning. On one rank
+    of a pretended world (collectives that cannot communicate) the directory holds that rank's part. A save that goes on
+    in the background is waited for.
 
     Args:
         root: Directory of all checkpoints of a run, or the ``URL`` of one; made where missing. For one job at a time.
@@ -56,7 +56,7 @@ def save(
             any device (which come back on the host), numpy arrays and numbers; no other objects: there are no pickles
             in a checkpoint. Subclasses of dict and list come back as these.
         keep: How many checkpoints to leave of those that this one goes back to, itself included; older ones are
-            removed. What ``root`` holds beside them, and links, stay. None for all.
+            removed. What ``root`` holds beside them, links, and what others put into them stay. None for all.
         frozen: Whether parameters that need no gradient are written. Without them whoever loads must have their values
             from elsewhere, and says so by ``load(..., frozen=False)``.
 

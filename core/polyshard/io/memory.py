@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
 #: Bytes that are copied from a device at once. A power of two: torch keeps pinned memory in such sizes.
 SEGMENT = 64 << 20
+
+
+def memory_of_machine() -> int:
+    """Bytes of memory and swap; where the system does not say so, more than anybody has."""
+    with suppress(OSError), open("/proc/meminfo") as lines:
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("MemTotal:", "SwapTotal:")))
+    return sys.maxsize
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from .sharded import CheckpointTensor, Holding
-from .source import Source, fits, listed, opening, problem_with, require_dtype, same_values
+from .source import Source, fits, listed, opening, problem_with, require_dtype, require_like, same_values
 
 #: For a flat parameter that differs from the parameters that it stands for.
 _REMEDY = "Give the optimizer model.parameters() instead."
@@ -64,7 +64,7 @@ class FlatState:
         return {key: self._source.blank(key) for keys in self._scalars.values() for key in keys.values()}
 
     def take_scalars(self, values: Mapping[str, Any]) -> None:
-        """Take the values in ``scalars``. Raises ConfigError: two parameters have different values."""
+        """Take the values in ``scalars``. Raises ConfigError: two parameters differ in one, or it can be no state."""
         for name, keys in self._scalars.items():
             (first, key), *others = keys.items()
             for other, other_key in others:
@@ -74,6 +74,7 @@ class FlatState:
                         f"{_shown(values[other_key])} for '{other}' in {self._source.label}, and "
                         f"{self._holding.label} has one for both {self._where}. {_REMEDY}"
                     )
+            require_like(values[key], name, self._present, self._holding.label, self._source, self._where)
             self._agreed[name] = values[key]
 
     def finish(self) -> dict[str, Any]:

@@ -37,6 +37,8 @@ from .source import (
     opening,
     problem_with,
     require_dtype,
+    require_like,
+    resembles,
     same_values,
 )
 
@@ -215,7 +217,7 @@ class _OptimizerRestore:
                     self._entries.append((parameter, name, key))
         if wrong:
             raise ConfigError(in_lines(wrong))
-        self._read_scalars()
+        self._read_scalars(held)
 
     def commit(self, read: Mapping[str, Any]) -> None:
         """Give the optimizer what was ``read`` into ``targets``, and into other things beside."""
@@ -356,15 +358,19 @@ class _OptimizerRestore:
                     f"{listed(different)} {where}. Make the optimizer as it was when the checkpoint was saved."
                 )
 
-    def _read_scalars(self) -> None:
-        """Read what flat parameters have once and the source many times, and see that it agrees."""
-        scalars: dict[str, Any] = {}
+    def _read_scalars(self, held: Mapping[nn.Parameter, Holding]) -> None:
+        """Read what is no tensor, and what flat parameters have once and the source many times; see that it can be."""
+        scalars: dict[str, Any] = {key: None for key, target in self.targets.items() if target is None}
         for flat in self._flat.values():
             scalars.update(flat.scalars())
         if scalars:
             self._source.read(scalars)
         for flat in self._flat.values():
             flat.take_scalars(scalars)
+        for parameter, name, key in self._entries:
+            if key in scalars:
+                present, what = self._optimizer.state_of(parameter), held[parameter].label
+                require_like(scalars[key], name, present, what, self._source, f"(rank {self._rank})")
 
     def _target(
         self, key: str, name: str, holding: Holding, present: Mapping[str, Any], group: Mapping[str, Any]
@@ -458,7 +464,7 @@ def _require_same_kind(
         different = [
             f"'{name}' was {settings[name]!r} and is {group[name]!r}"
             for name in sorted((settings.keys() & group.keys()) - _NOT_COMPARED)
-            if _choice(name, settings[name]) != _choice(name, group[name])
+            if _choice(name, settings[name]) != _choice(name, group[name]) or not resembles(settings[name], group[name])
         ]
         if saved != mine:
             # Of a class of the same name, or where the source names none, the settings' names are the best witness.

@@ -7,13 +7,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..errors import ConfigError, ConfigTypeError, RankMismatchError
-from ..inspect import StateTensor, local_of, taken_apart
+from ..inspect import NOT_BY_ELEMENT, StateTensor, local_of, taken_apart
 from ..interfaces import Collectives
 from ..io.boxes import Box, Chunk, box_within
 from .exchange import coordinates, from_first, speaks
@@ -111,6 +112,40 @@ def same_values(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
+
+
+def resembles(value: Any, like: Any) -> bool:
+    """Whether ``value`` can be where an optimizer has ``like``: a number for one, and as many for a tuple of them."""
+    if isinstance(like, torch.Tensor) and like.numel() != 1:
+        return isinstance(value, torch.Tensor)
+    if _is_number(like):
+        return _is_number(value)
+    if isinstance(like, str):
+        return isinstance(value, str)
+    if isinstance(like, tuple):
+        return isinstance(value, tuple | list) and len(value) == len(like) and all(map(resembles, value, like))
+    # A list may have grown.
+    return not isinstance(like, list) or isinstance(value, tuple | list)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one number, and not NaN."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return isinstance(value, Real) and value == value
+
+
+def require_like(value: Any, name: str, present: Mapping[str, Any], what: str, source: Source, where: str) -> None:
+    """Raise ConfigError where ``value``, which is no tensor of elements, can be no state ``name`` of ``what``.
+
+    ``present``: the optimizer's state now; where it has none, what torch's optimizers have of this name.
+    """
+    like = present.get(name, 0.0 if name in NOT_BY_ELEMENT else None)
+    if value is not None and not resembles(value, like):
+        raise ConfigError(
+            f"optimizer state '{name}' of {what} is {value!r} in {source.label}, which no optimizer has {where}. Load "
+            "an older checkpoint, or load without its optimizer."
+        )
 
 
 def _held(box: Box, boxes: Iterable[Box]) -> int:

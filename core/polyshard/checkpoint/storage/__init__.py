@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...io.files import path_of
-from .contract import LOCK, MARKER, URL, AnyPlace, Attempt, InputFile, JobLock, OutputFile, Place, Storage
+from .contract import LOCK, MARKER, URL, AnyPlace, Attempt, InputFile, JobLock, OutputFile, Place, Storage, is_written
 from .local import LocalStorage
 from .remote import RemoteStorage, filesystem_of
 

@@ -10,6 +10,7 @@ no rename: the directory has its name from the beginning, which no other save ev
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 import uuid
@@ -30,8 +31,17 @@ MARKER = "COMMITTED"
 LOCK = ".job-lock"
 #: More is nothing that was written there.
 MOST_OF_LOCK = 4096
+#: What saves write into their directories. Other names there are the user's, whose files stay.
+_WRITTEN = re.compile(
+    r"(?:rank-\d{5,9}\.bin(?:\.part)?|manifest\.json|COMMITTED|SAVING|written-by-\d+|given-up\.txt)(?:\.tmp)?", re.ASCII
+)
 #: No file that is read whole is as large: each has some hundred bytes a tensor.
 _MOST_WHOLE = 1 << 32
+
+
+def is_written(name: str) -> bool:
+    """Whether a save may have written the file ``name`` of its directory."""
+    return _WRITTEN.fullmatch(name) is not None
 
 
 class URL(str):
@@ -201,11 +211,14 @@ class Storage(ABC, Generic[P]):
 
     @abstractmethod
     def remove_tree(self, directory: P) -> None:
-        """Remove what can be removed of ``directory``. Raises nothing."""
+        """Remove what can be removed of an attempt's ``directory``. Raises nothing."""
 
     @abstractmethod
     def discard(self, directory: P) -> None:
-        """Remove a checkpoint, but no link to one. It stops being one at once, whenever this is interrupted."""
+        """Remove a checkpoint, but no link to one, nor what others put into it.
+
+        It stops being one at once, whenever this is interrupted.
+        """
 
     @abstractmethod
     def claim(self, folder: P) -> JobLock[P]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
-import uuid
+import stat
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -25,10 +26,21 @@ from ...io.files import (
     write_at,
     write_whole,
 )
-from .contract import LOCK, MARKER, MOST_OF_LOCK, Attempt, Holder, InputFile, JobLock, OutputFile, Storage
+from .contract import (
+    LOCK,
+    MARKER,
+    MOST_OF_LOCK,
+    Attempt,
+    Holder,
+    InputFile,
+    JobLock,
+    OutputFile,
+    Storage,
+    is_written,
+)
 
-#: Names of directories that are no checkpoint yet, or no longer.
-_UNFINISHED = ".unfinished-"
+#: Names of directories that are no checkpoint yet, or no longer. Nobody else has such.
+_UNFINISHED = re.compile(r"\.unfinished-[0-9a-f]{32}")
 #: Of file systems that have no locks.
 _WITHOUT = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 #: Bytes that go to disk together while others are hashed.
@@ -89,10 +101,15 @@ class LocalStorage(Storage[Path]):
         shutil.rmtree(directory, ignore_errors=True)
 
     def discard(self, directory: Path) -> None:
-        if not directory.is_symlink():
-            aside = directory.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
-            directory.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+        if directory.is_symlink():
+            return
+        # Where the next save finds them, should this not live to its end.
+        with closing(LocalAttempt(directory.parent, None)) as aside:
+            for path in sorted(directory.iterdir(), key=lambda path: path.name != MARKER):
+                if is_written(path.name) and stat.S_ISREG(path.lstat().st_mode):
+                    path.rename(aside.path / path.name)
+            with suppress(OSError):
+                directory.rmdir()
 
     def claim(self, folder: Path) -> LocalJobLock:
         return LocalJobLock(folder)
@@ -101,8 +118,9 @@ class LocalStorage(Storage[Path]):
     def attempt(self, folder: Path, name: str | None) -> Iterator[LocalAttempt]:
         """As the contract says. ``name``: None for what is never committed."""
         make_folder(folder)
-        for path in folder.glob(f"{_UNFINISHED}*"):
-            lock = None if path.is_symlink() else _lock(path, wait=False)
+        for path in folder.iterdir():
+            is_left = _UNFINISHED.fullmatch(path.name) is not None and not path.is_symlink()
+            lock = _lock(path, wait=False) if is_left else None
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
@@ -153,7 +171,7 @@ class LocalAttempt(Attempt[Path]):
 
     def __init__(self, folder: Path, name: str | None) -> None:
         super().__init__()
-        self.path = folder / f"{_UNFINISHED}{self.identity}"
+        self.path = folder / f".unfinished-{self.identity}"
         self._name = name
         self._lock: int | None = None
         # Between the two, another job may take it for what an ended one left.
@@ -174,13 +192,15 @@ class LocalAttempt(Attempt[Path]):
             temporary.replace(self.path / MARKER)
         sync_directory(self.path)
         target = self.target
-        _clear(target)
         try:
             self.path.rename(target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise _taken(target) from error
+            raise ConfigError(
+                f"{target} was made while this save went on. Another job saves into the folder: give each run a folder "
+                "of its own."
+            ) from error
         self.committed = True
         try:
             sync_directory(target.parent)
@@ -214,26 +234,6 @@ def _lock(path: Path, *, wait: bool) -> int | None:
             os.close(descriptor)
         return None
     return descriptor
-
-
-def _clear(target: Path) -> None:
-    """Remove a save at ``target`` that did not end."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ConfigError(f"{target} is in the way: it is no directory. Remove it, or save another step.")
-    if (target / MARKER).exists():
-        raise _taken(target)
-    # In place: another job may commit there meanwhile, by a rename onto what is empty by then, and what this removes is
-    # what it opened before.
-    shutil.rmtree(target, ignore_errors=True)
-
-
-def _taken(target: Path) -> ConfigError:
-    if not (target / MARKER).exists():
-        return ConfigError(f"{target} is in the way, and cannot be removed. Remove it, or save another step.")
-    return ConfigError(
-        f"The checkpoint {target} is committed already: another job saves into the folder. Give each run a folder of "
-        "its own."
-    )
 
 
 class LocalJobLock(JobLock[Path]):

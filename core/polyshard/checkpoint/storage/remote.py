@@ -22,7 +22,19 @@ from typing import Any
 
 from ...errors import ConfigError, PolyshardError
 from ...io.files import damaged
-from .contract import LOCK, MARKER, MOST_OF_LOCK, URL, Attempt, Holder, InputFile, JobLock, OutputFile, Storage
+from .contract import (
+    LOCK,
+    MARKER,
+    MOST_OF_LOCK,
+    URL,
+    Attempt,
+    Holder,
+    InputFile,
+    JobLock,
+    OutputFile,
+    Storage,
+    is_written,
+)
 
 #: There as long as a save goes on.
 _SAVING = "SAVING"
@@ -171,8 +183,13 @@ class RemoteStorage(Storage[URL]):
             filesystem.rm_file(name)
 
     def remove_tree(self, directory: URL) -> None:
-        with suppress(OSError), _reached(directory, looks=True) as (filesystem, name):
-            filesystem.rm(name, recursive=True)
+        with suppress(OSError):
+            found = self._listed(directory)
+            own = [name for name, each in found.items() if is_written(name) and each["type"] == "file"]
+            everything = len(own) == len(found)
+            with _reached(directory) as (filesystem, called):
+                # With the folder itself, of which some filesystems have such.
+                filesystem.rm(called if everything else [f"{called}/{name}" for name in own], recursive=everything)
 
     def discard(self, directory: URL) -> None:
         self.remove(directory / MARKER)
