@@ -29,6 +29,7 @@ from polyshard.interfaces import InputCast
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ._collectives import Communication
 from ._extensions import placed_unit
 from ._parameters import Placed, PlacedUnit
 from ._torch_private import TorchState
@@ -65,7 +66,7 @@ class State(TorchState):
     modules: tuple[nn.Module, ...]
     asked: Asked
     reshard: bool | None = None
-    factor: float | None = None
+    communication: Communication = field(default_factory=Communication)
     forward_hints: tuple[State, ...] = ()
     """Whose gathers follow this one's in forward; the recorded order decides where there are none."""
     backward_hints: tuple[State, ...] = ()
@@ -108,6 +109,10 @@ class State(TorchState):
                 root.idle_guard = None
             follow(root)
             use_hints(root)
+            for state in states_in(module):
+                if state.communication.custom:
+                    # The model around a module has groups of its own.
+                    state.communicate(state.communication)
             self._move_inputs(root)
             self._answer_state_dicts()
         elif (device := self._device()) is not None:
@@ -121,9 +126,18 @@ class State(TorchState):
         for unit in self.units:
             if self.reshard is not None and unit.ranks.owner is not None:
                 unit.reshard_policy = Reshard.ALWAYS if self.reshard else Reshard.NEVER
-            if self.factor is not None:
-                ranks = unit.ranks.number
-                unit.gradients.scale = None if self.factor == ranks else ranks / self.factor
+            ranks, factor = unit.ranks.number, self.communication.factor
+            if self.communication.reduces or factor == ranks:
+                unit.gradients.scale = None
+            elif factor is not None:
+                unit.gradients.scale = ranks / factor
+
+    def communicate(self, communication: Communication) -> None:
+        """Let the units communicate by ``communication``. Raises ConfigError: they cannot."""
+        if self.units and (communication.custom or self.communication.custom):
+            communication.around(self.units)
+        self.communication = communication
+        self.apply()
 
     def hint(self) -> None:
         """Let the model prefetch as was set."""

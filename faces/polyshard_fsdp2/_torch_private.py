@@ -79,6 +79,11 @@ def note_composed(module: nn.Module, state: TorchState) -> None:
     module.__dict__.setdefault(STATE_KEY, {})[unwrap(fully_shard)] = state
 
 
+def premul_sum(factor: float) -> Any:
+    """NCCL's sum of what is multiplied by ``factor`` before: what reductions of FSDP2 are given for other divisors."""
+    return torch.distributed._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+
+
 def use_local_tensor(placed: torch.Tensor, local: torch.Tensor) -> None:
     """Let ``placed``, a ``DTensor``, lie in the memory of ``local``: no public call changes what one is made of."""
     placed._local_tensor = local  # type: ignore[attr-defined]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
-from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
+from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError
 from polyshard.extension import ModuleState, Phase, Unit, UnitState, root_of, unshard_due
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from ._collectives import AllGather, ReduceScatter
 from ._state import State, outermost, state_of, states_in
 
 
@@ -150,9 +152,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor got {factor!r}. Give a number above 0.")
-        state = _state(self)
-        state.factor = float(factor)
-        state.apply()
+        _communicate(self, factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""
@@ -214,8 +214,11 @@ class FSDPModule(TorchFSDPModule):
         state.hint()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Nothing: which operation makes the mean is the collectives'."""
-        _state(self)
+        """Whether what ``set_custom_reduce_scatter`` got is called for sums, which are divided by themselves.
+
+        Else nothing: which operation makes a mean is the collectives'.
+        """
+        _communicate(self, sums=bool(enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Nothing: what a forward ran takes part in the reduction, with zeros where this rank has no gradient."""
@@ -259,17 +262,40 @@ class FSDPModule(TorchFSDPModule):
         """For programs that call torch's private method of this name, as ``model._get_fsdp_state()._lazy_init()``."""
         return _state(self)
 
-    def set_custom_all_gather(self, comm: object) -> NoReturn:
-        """Refused by an ``UnsupportedError``, which says what to write instead."""
-        _refuse_communication("set_custom_all_gather")
+    def set_custom_all_gather(self, comm: AllGather | None) -> None:
+        """Gather this module's parameters, not those of other sharded modules inside, by ``comm`` from now on.
 
-    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        """Refused by an ``UnsupportedError``, which says what to write instead."""
-        _refuse_communication("set_custom_reduce_scatter")
+        It allocates the memory of each gather, and is called for all parameters together, on the stream that gathers.
+        Ranks that are one to a shard gather nothing. None: as the engine gathers. All ranks set the same.
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: object = None) -> NoReturn:
-        """Refused by an ``UnsupportedError``, which says what to write instead."""
-        _refuse_communication("set_all_reduce_hook")
+        Raises:
+            ConfigTypeError: ``comm`` cannot be called, or allocates nothing.
+            ConfigError: the parameters lie on several meshes.
+        """
+        _communicate(self, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
+        """Reduce this module's gradients by ``comm`` from now on; else as ``set_custom_all_gather``.
+
+        Replicas are the engine's: their mean follows.
+        """
+        _communicate(self, reduce_scatter=comm)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
+        """Call ``hook`` with this rank's part of this module's reduced gradients, in each backward that reduces them.
+
+        Parameters lie in it one behind the other. What it writes there arrives in ``.grad``. It is called behind the
+        reduction over replicas, where there are some, and on all ranks in the same order.
+
+        Args:
+            hook: None for none.
+            stream: Call it there, and let reductions that follow wait for it. None: on the stream that reduces.
+
+        Raises:
+            ConfigTypeError: ``hook`` cannot be called.
+            ConfigError: ``stream`` is given on a mesh with replicas, or the parameters lie on several meshes.
+        """
+        _communicate(self, hook=hook, stream=stream)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         inside = set(cast("nn.Module", self).modules())
@@ -328,8 +354,6 @@ def _hinted(modules: Iterable[object]) -> tuple[State, ...]:
     return tuple(found)
 
 
-def _refuse_communication(call: str) -> NoReturn:
-    raise UnsupportedError(
-        f"{call}: what moves bytes is a plugin of the engine, one for the whole model. Shard with polyshard.shard and "
-        "collectives=, a name or an object of your own (docs/plugins.md)."
-    )
+def _communicate(module: FSDPModule, **changes: Any) -> None:
+    state = _state(module)
+    state.communicate(replace(state.communication, **changes))
