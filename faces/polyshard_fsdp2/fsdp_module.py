@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from . import _torch_private
 from ._collectives import AllGather, ReduceScatter
 from ._state import State, outermost, state_of, states_in
-from ._torch_private import GradientReductionHandle
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -34,6 +34,31 @@ class UnshardHandle(TorchUnshardHandle):
                 continue
             unit.wait()
             unit.show()
+
+
+class GradientReductionHandle(_torch_private.GradientReductionHandle):  # type: ignore[misc]
+    """What ``FSDPModule.finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, state: State | None = None) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Wait for the reductions, and let gradients appear. Every rank calls it, in the same order.
+
+        Raises:
+            StateError: ``reset_iter_state()`` gave the reductions up.
+        """
+        state, self._state = self._state, None
+        if state is None:
+            return
+        root = outermost(state, "GradientReductionHandle.wait()")
+        if state.finalizing is not self:
+            raise StateError(
+                f"This gradient reduction handle was invalidated by reset_iter_state() (rank {root.rank}): there are "
+                "no gradients to wait for. Run the iteration again."
+            )
+        state.finalizing = None
+        root.finish()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -114,7 +139,9 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             StateError: this is not the root FSDP module.
         """
-        outermost(_state(self), "reset_iter_state").start_over()
+        state = _state(self)
+        outermost(state, "reset_iter_state").start_over()
+        state.finalizing = None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients, from now on; where not, they wait whole on this rank, and add up.
@@ -140,8 +167,7 @@ class FSDPModule(TorchFSDPModule):
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}. Give True or False."
             )
         for state in _states(self, recurse):
-            state.reshard = reshard_after_forward
-            state.apply()
+            state.set_reshard(reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this module's gradients over ranks by ``factor`` instead of the number of ranks.
@@ -167,49 +193,63 @@ class FSDPModule(TorchFSDPModule):
         """Whether backwards of the whole model end by waiting for reductions, from now on.
 
         Where not, gradients appear, and hooks behind their accumulation run, at the end of the next backward that is
-        the last, or when an optimizer of ``torch.optim`` is about to step.
+        the last, or when an optimizer of ``torch.optim`` is about to step. Nothing while
+        ``set_manual_backward_finalization(True)`` holds.
         """
-        for module_state in _module_states(self, True):
-            root_of(module_state).last_backward = bool(is_last_backward)
+        for state in dict.fromkeys(each.of_model[0] for each in _states(self, True)):
+            state.is_last_backward = bool(is_last_backward)
+            state.choose_end()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether backwards of the whole model end where ``finalize_backward()`` is called, from now on.
-
-        Of torch 2.15, whose pipelines call both.
+        """Whether ``finalize_backward()`` ends backwards of the whole model, from now on. Of torch 2.15.
 
         Raises:
             StateError: this is not the root FSDP module.
         """
-        outermost(_state(self), "set_manual_backward_finalization").last_backward = not enabled
+        state = _state(self)
+        outermost(state, "set_manual_backward_finalization")
+        state.ends_by_hand = bool(enabled)
+        state.choose_end()
 
-    def finalize_backward(self, *, async_op: bool = False) -> Any:
-        """Reduce what backwards left whole, wait for reductions, and let gradients appear. Every rank calls it.
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards left whole, and let gradients appear. Of torch 2.15. Every rank calls it.
 
         Args:
-            async_op: Return torch's ``GradientReductionHandle``, whose ``wait()`` has nothing to wait for.
+            async_op: Return while reductions go on, with a handle whose ``wait()`` lets gradients appear. What comes
+                before that finds those of before.
 
         Raises:
-            StateError: this is not the root FSDP module.
+            StateError: this is not the root FSDP module, or the last handle was not waited for.
         """
-        root = outermost(_state(self), "finalize_backward")
-        before, root.last_backward = root.last_backward, True
-        root.reduce_waiting()
-        root.last_backward = before
-        return GradientReductionHandle() if async_op else None
+        state = _state(self)
+        root = outermost(state, "finalize_backward")
+        if state.finalizing is not None:
+            raise StateError(
+                "The previous gradient reduction must be waited on before finalizing backward again (rank "
+                f"{root.rank}). Call wait() of what finalize_backward(async_op=True) returned."
+            )
+        root.last_backward = False
+        try:
+            root.reduce_waiting()
+        finally:
+            state.choose_end()
+        state.finalizing = handle = GradientReductionHandle(state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Nothing where ``keep`` is False. Of torch 2.15.
+        """Whether whole parameters keep their memory, and so its address, where they are released. Of torch 2.15.
 
-        Raises:
-            UnsupportedError: ``keep`` is True.
+        Nothing is read there that is not gathered anew.
+
+        Args:
+            recurse: Whether to set it for sharded modules inside, too.
         """
-        if keep:
-            raise UnsupportedError(
-                "set_keep_unsharded_storage(True): parameters keep their addresses here, but not their memory. Leave "
-                "it out. polyshard.CapturedStep records a whole step, and set_reshard_after_forward(False) with "
-                "set_reshard_after_backward(False) keeps parameters whole."
-            )
-        _state(self)
+        for state in _states(self, recurse):
+            for unit in state.units:
+                unit.keep_buffer(bool(keep))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether reductions are over replicas, too, from now on; where not, this rank keeps its shard of the sum.

@@ -145,19 +145,34 @@ def backwards_that_the_caller_ends(rank: int) -> None:
     sharded: Any = shard_all(OURS, make(), cpu_mesh(2, 2))
     plain, held = make(), held_in(sharded)
     sharded.set_manual_backward_finalization(True)
+    sharded.finalize_backward()
     with pytest.raises(RuntimeError, match="finalize_backward must be called on the root FSDP module"):
         sharded.blocks[0].finalize_backward()
+    # Not heard now.
+    sharded.set_is_last_backward(True)
     for synchronises in (False, True, False):
         for words in batches(2):
             sharded.set_requires_gradient_sync(synchronises)
             loss_of(sharded, words).backward()
             loss_of(plain, words).backward()
     sharded.set_requires_gradient_sync(True)
-    sharded.finalize_backward(async_op=True).wait()
+    handle = sharded.finalize_backward(async_op=True)
+    # Not all while reductions go on.
+    assert any(each.grad is None for each in held.values())
+    with pytest.raises(RuntimeError, match="previous gradient reduction must be waited on before finalizing"):
+        sharded.finalize_backward()
+    handle.wait()
+    handle.wait()
     same(gradients(held), averaged(plain), **EXACT)
     assert sharded.finalize_backward() is None
     same(gradients(held), averaged(plain), **EXACT)
-    # The next ends by itself.
+    sharded.zero_grad()
+    loss_of(sharded, words).backward()
+    handle = sharded.finalize_backward(async_op=True)
+    sharded.reset_iter_state()
+    with pytest.raises(RuntimeError, match=r"handle was invalidated by reset_iter_state\(\) \(rank"):
+        handle.wait()
+    # The next ends by itself, as was set.
     sharded.set_manual_backward_finalization(False)
     for each in (sharded, plain):
         each.zero_grad()
