@@ -323,10 +323,6 @@ def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
     model.set_reduce_scatter_divide_factor(dist.get_world_size())
     model._set_unshard_async_op(True)
     OURS.share_comm_ctx([model])
-    plain, policy = make(), OURS.MixedPrecisionPolicy(param_dtype_override_fn=lambda parameter: parameter.dtype)
-    with pytest.raises(NotImplementedError, match="param_dtype_override_fn: parameters of one call compute in one"):
-        OURS.fully_shard(plain, mp_policy=policy)
-    assert type(plain) is type(make())
     with pytest.raises(TypeError, match="max_input_buffers must be an int"):
         model.set_reduce_scatter_max_input_buffers(True)
     with pytest.raises(ValueError, match="positive int"):

@@ -71,7 +71,9 @@ def _single_modules(face: ModuleType) -> Any:
             for state in _state_of(module)._state_ctx.all_states:
                 for group in _groups(state):
                     group.post_backward()
-            ends.append(_state_of(module)._root_post_backward_final_callback)
+            # FSDP2 of torch 2.15 ends a backward once.
+            if torch.__version__ < (2, 15) or _state_of(module)._is_root:
+                ends.append(_state_of(module)._root_post_backward_final_callback)
         for end in ends:
             end()
         told.append(copied([each.grad.full_tensor() for each in model.parameters()]))
