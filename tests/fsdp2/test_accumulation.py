@@ -181,6 +181,11 @@ def _ended_by_hand(face: ModuleType) -> list[Any]:
     model.reset_iter_state()
     with pytest.raises(RuntimeError, match="gradient reduction handle was invalidated"):
         handle.wait()
+    hook = model.norm.register_full_backward_hook(lambda *_: model.finalize_backward())
+    with pytest.raises(RuntimeError, match="must be called after backward completes"):
+        loss_of(model, words).backward()
+    hook.remove()
+    model.reset_iter_state()
     # The next ends by itself, as was set.
     model.set_manual_backward_finalization(False)
     model.zero_grad()
