@@ -98,7 +98,7 @@ def _shard(
 ) -> None:
     # What is wrong in a setting is found before anything is asked of parameters.
     settings = partial(config_for, over, reshard_after_forward, mp_policy, offload_policy)
-    settings({})
+    settings({}, {})
     module = together(modules)
     for module_state in (state.module_state for state in states_in(module)):
         if module_state is not None and root_of(module_state).awaits_optimizer:
@@ -107,7 +107,7 @@ def _shard(
     _refuse_sharded_elsewhere(modules[0], named)
     _refuse_unplaced(named)
     dims = dims_of(named.items(), shard_placement_fn, over.size(over.ndim - 1))
-    state = State(tuple(modules), Asked(settings(dims), ignored, Placed(over, dims, mp_policy)))
+    state = State(tuple(modules), Asked(settings(dims, named), ignored, Placed(over, dims, mp_policy)))
     state.cut()
     _replaced.update(dict.fromkeys(named.values(), ref(modules[0])))
     for each in modules:

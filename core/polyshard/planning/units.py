@@ -28,7 +28,7 @@ from ..interfaces import (
 from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, is_packed, parked_of, wire_of, yes_or_no
 from .extensions import ChunkedRows
-from .forms import forms_in, split_by_form
+from .forms import forms_in, split_by_caster
 from .layout import FlatLayout, NamedLayout, dense_stride
 from .meshes import UnitLists
 from .plan import ManagedParameter, ModuleParameters, modules_called
@@ -141,7 +141,7 @@ def plan_units(
     units: list[PlannedUnit] = []
     groups: list[tuple[ManagedParameter, ...]] = []
     unsized = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
-    for group in (part for each in planned.groups for part in split_by_form(planned, each, caster, unsized, rank)):
+    for group in (part for each in planned.groups for part in split_by_caster(planned, each, caster, unsized, rank)):
         suffix = _suffix(group) if units else ""
         layout = _CHUNKED if group[0].extended else plugins.layout
         # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
@@ -298,6 +298,7 @@ def _spec(
         is_root=is_root,
         suffix=suffix,
         trained=group[0].original.requires_grad,
+        keeps_dtype=group[0].keeps_dtype,
         ranks=ranks,
     )
 
@@ -318,6 +319,11 @@ def _geometry(
 def _suffix(group: Sequence[ManagedParameter]) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
-    kinds = {"extended": group[0].extended, "formed": group[0].formed, "packed": group[0].packed is not None}
+    kinds = {
+        "extended": group[0].extended,
+        "formed": group[0].formed,
+        "kept": group[0].keeps_dtype,
+        "packed": group[0].packed is not None,
+    }
     kind = "".join(f", {name}" for name, holds in kinds.items() if holds)
     return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{kind}]"
