@@ -28,14 +28,16 @@ def placed_unit(
 class PlacedExtendedUnit(ExtendedUnit, PlacedUnit):
     """The parameters of one ``fully_shard`` call that gather themselves."""
 
-    def __init__(self, *args: Any, placed: Placed, **kwargs: Any) -> None:
-        mesh = placed.mesh
+    def __init__(
+        self, spec: Any, layout: Any, parameters: Sequence[Any], *args: Any, placed: Placed, **kwargs: Any
+    ) -> None:
+        mesh = placed.placings[parameters[0].names[0]].over.mesh
         if mesh.ndim == 2:
             assert mesh.mesh_dim_names is not None
             mesh = mesh[mesh.mesh_dim_names[1]]
         # Of torch's class, whichever the call was given: the parameters' classes are written for that.
         self.arguments = ExtensionArguments(mesh, torch_fsdp.MixedPrecisionPolicy(**vars(placed.policy)))
-        super().__init__(*args, placed=placed, **kwargs)
+        super().__init__(spec, layout, parameters, *args, placed=placed, **kwargs)
 
     def _make_originals(self) -> MasterViews:
         return ExtendedParameters(self)

@@ -277,8 +277,8 @@ class Unit(UnitMaster):
         self.buffer = buffer
         self._renew_record()
         self.leaves = list[torch.Tensor](self.originals.tensors if self.resident else buffer.views)
-        for index, part in self._parts:
-            self.leaves[index] = part.as_leaf(buffer.views[index])
+        for index, form in self._leaf_forms:
+            self.leaves[index] = form.as_leaf(buffer.views[index])
         if self.packed and not self.resident:
             self.leaves = [packed.over(view) for packed, view in zip(self.packed, buffer.views, strict=True)]
         self._no_gradients = [None] * len(self.leaves)
@@ -291,7 +291,7 @@ class Unit(UnitMaster):
 
     def _with_versions(self) -> list[torch.Tensor]:
         """``versioned`` of its buffer."""
-        return [self.buffer.flat, *(self.leaves[index] for index, _ in self._parts)]
+        return [self.buffer.flat, *(self.leaves[index] for index, _ in self._leaf_forms)]
 
     def use_ranks(self, ranks: UnitRanks) -> None:
         super().use_ranks(ranks)
@@ -326,10 +326,10 @@ class Unit(UnitMaster):
         for leaf in self.leaves:
             leaf.grad = None
         # There are no leaves before the first gather.
-        for index, part in self._parts if gradients else ():
+        for index, form in self._leaf_forms if gradients else ():
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = part.own(gradient)
+                gradients[index] = form.own(gradient)
         return gradients
 
     def claim_gradient(self, index: int) -> torch.Tensor | None:
