@@ -17,7 +17,7 @@ from polyshard.errors import (
     ConfigTypeError,
     ParameterError,
 )
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, root_of
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, parameters_to_shard, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
@@ -175,18 +175,15 @@ def _modules(module: object) -> list[nn.Module]:
 
 
 def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What ``fully_shard(module)`` is to shard, by name."""
+    """What ``fully_shard(module)`` is to shard, by the names that the engine has for it."""
     inside = {
         parameter
         for inner in module.modules()
         if MODULE_STATE_ATTRIBUTE in inner.__dict__ or state_of(inner) is not None
         for parameter in inner.parameters()
     }
-    return {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if parameter not in ignored and parameter not in inside
-    }
+    found = parameters_to_shard(module, ignored_parameters=ignored)
+    return {name: parameter for parameter, name in found.items() if parameter not in inside}
 
 
 def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -57,6 +57,8 @@ class UnitRanks:
     of them hold copies."""
     place: int = 0
     """Which is this rank's of the groups in ``world`` that have other parameters, or copies."""
+    lists: UnitLists | None = field(default=None, compare=False, repr=False)
+    """All ranks of ``world``, as they were planned; None where they were not."""
 
     @classmethod
     def over(cls, world: Collectives, owner: Collectives | None, replicate: Collectives | None, **more: Any) -> Self:
@@ -376,11 +378,29 @@ class FormedGroups:
             joined = lists.whole().replicate if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
             found = UnitRanks.over(
-                self.world, owner, replicate, divisor=divisor, label=lists.label, spread=spread, place=place
+                self.world,
+                owner,
+                replicate,
+                divisor=divisor,
+                label=lists.label,
+                spread=spread,
+                place=place,
+                lists=lists,
             )
             # Units with equal ranks have one record, by which their launches are brought together.
             found = next((each for each in self._ranks.values() if each == found), found)
             self._ranks[id(lists), divisor] = found
+        return found
+
+    def of_joining(self, ranks: UnitRanks) -> UnitRanks:
+        """Those of this model that are as ``ranks``, of a unit that joins it: equal ones have one record."""
+        assert ranks.lists is not None
+        lists, divisor = ranks.lists, ranks.divisor
+        for each in self._ranks.values():
+            same = each.lists is not None and (each.lists.shard, each.lists.replicate) == (lists.shard, lists.replicate)
+            if same and each.divisor == divisor:
+                return each
+        found = self._ranks[id(lists), divisor] = replace(ranks, world=self.world)
         return found
 
     def neighbours(self, planned: PlannedRanks) -> Collectives | None:

@@ -181,14 +181,17 @@ class UnitMaster:
         self.__dict__.pop("copies", None)
 
     def join(
-        self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], ranks: UnitRanks | None
+        self,
+        module_name: str,
+        names_of: Callable[[ManagedParameter], tuple[str, ...]],
+        ranks_of: Callable[[UnitRanks], UnitRanks] | None,
     ) -> None:
-        """Become a unit of a larger model, of its module ``module_name``, and of the ranks of ``ranks`` if given.
+        """Become a unit of a larger model, of its module ``module_name``, with the ranks that ``ranks_of`` tells.
 
         Nobody else keeps ``spec`` or ``ranks``: they change here.
         """
-        if ranks is not None:
-            self.use_ranks(ranks)
+        if ranks_of is not None:
+            self.use_ranks(ranks_of(self.ranks))
         for each in self.parameters:
             each.names = names_of(each)
         self.spec = dataclasses.replace(

@@ -303,9 +303,12 @@ class Unit(UnitMaster):
         self._renew_record()
 
     def join(
-        self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], ranks: UnitRanks | None
+        self,
+        module_name: str,
+        names_of: Callable[[ManagedParameter], tuple[str, ...]],
+        ranks_of: Callable[[UnitRanks], UnitRanks] | None,
     ) -> None:
-        super().join(module_name, names_of, ranks)
+        super().join(module_name, names_of, ranks_of)
         self._renew_record()
 
     @property

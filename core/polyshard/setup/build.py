@@ -216,8 +216,8 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
     # A walk over all modules: only where it tells something.
     names_of = names_in(model) if known_before else None
     for there in known_before:
-        ranks = groups.model if there.signature == plan.signature else None
-        there.join(", ".join(names[there]), ranks, names_of)
+        ranks_of = groups.of_joining if there.signature == plan.signature else None
+        there.join(", ".join(names[there]), ranks_of, names_of)
     _share_neighbours(state for state in states if state.signature == plan.signature)
     # The root takes the module states, and what they own, from the inner roots.
     inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))
