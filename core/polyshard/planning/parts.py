@@ -179,10 +179,11 @@ def dtensor_leaf(
     from torch.distributed.tensor import DTensor
 
     with torch.inference_mode(False), torch.no_grad():
-        leaf: torch.Tensor = DTensor.from_local(
+        placed = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
         )
-    return leaf.requires_grad_(local.requires_grad)
+        # As the views of plain parameters are.
+        return nn.Parameter(placed, requires_grad=local.requires_grad)
 
 
 @torch.no_grad()
