@@ -83,7 +83,9 @@ def _shown(face: ModuleType, which: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("which", MESHES)
+@pytest.mark.parametrize(
+    "which", [pytest.param(each, marks=[pytest.mark.slow][: each != "shard, tensor"]) for each in MESHES]
+)
 def test_all_is_as_torch_has_it(ranks: KeptRanks, which: str) -> None:
     number = 1
     for size in MESHES[which][0].values():
@@ -104,6 +106,7 @@ def _carried(rank: int, which: str, folder: str) -> None:
     carried(folder, trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["shard over two, tensor"])
 def test_each_loads_what_the_other_saved(ranks: KeptRanks, tmp_path: Path, which: str) -> None:
     ranks.run(4, _carried, which, str(tmp_path))
@@ -186,9 +189,9 @@ def _typed(face: ModuleType, which: str) -> Any:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="torch's FSDP2 knows no spmd_types before 2.14")
 @pytest.mark.parametrize("which", ["shard", "shard, tensor", "replicate, shard of one, tensor"])
 def test_parameters_with_types(ranks: KeptRanks, which: str) -> None:
     pytest.importorskip("spmd_types")
-    if not hasattr(dist, "_is_spmd_types_available"):
-        pytest.skip("torch's FSDP2 knows spmd_types from 2.14 on")
     ranks.run(2 if which == "shard" else 4, beside_torch, _typed, which)

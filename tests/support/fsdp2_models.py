@@ -243,7 +243,7 @@ def alike(ours: Any, theirs: Any, where: str = "", **tolerance: float) -> None:
 
 
 def carried(folder: str, trained: Callable[[ModuleType, int, int], tuple[nn.Module, torch.optim.Optimizer]]) -> None:
-    """Each face loads what the other saved, model and optimizer, bit for bit. ``trained(face, seed, steps)`` makes them."""
+    """Each face loads what the other saved, model and optimizer, bit for bit: ``trained(face, seed, steps)``."""
     whole = StateDictOptions(full_state_dict=True)
     for saves, loads in (FACES, FACES[::-1]):
         path = f"{folder}/{saves.__name__}"
