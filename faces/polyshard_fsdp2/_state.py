@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from polyshard.extension import (
     GroupedModules,
     HintedOrder,
     ModuleState,
+    ParameterPlace,
     Request,
     Reshard,
     Root,
@@ -45,6 +46,7 @@ class Asked:
     config: ShardConfig
     ignored: Collection[nn.Parameter]
     placed: Placed
+    places: Mapping[nn.Parameter, ParameterPlace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class State(TorchState):
                     (),
                     self.asked.ignored,
                     composes=True,
+                    placed=self.asked.places,
                     make_unit=partial(placed_unit, self.asked.placed),
                     stays_on_meta=True,
                 )
@@ -194,7 +197,7 @@ class State(TorchState):
 
     @property
     def mesh_info(self) -> object:
-        return mesh_info_of(self.asked.placed.mesh)
+        return mesh_info_of(self.asked.config.mesh)
 
     def set_reshard(self, reshard: bool) -> None:
         self.reshard = reshard

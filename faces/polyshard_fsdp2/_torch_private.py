@@ -50,7 +50,7 @@ GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductio
 FSDPState: Any = _fsdp_state.FSDPState
 
 
-def mesh_info_of(mesh: DeviceMesh) -> Any:
+def mesh_info_of(mesh: Any) -> Any:
     """What torch's functions take for the mesh of a ``fully_shard`` call, whose last dimension shards."""
     return _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=mesh.ndim - 1)
 
@@ -113,6 +113,15 @@ def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """``Shard(dim)`` of what dimensions of the mesh to the right have cut into ``split_factor`` parts before."""
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def flat_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The dimensions ``names`` of ``mesh`` as one, under the name that torch's FSDP2 gives it."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    flatten: Any = mesh[names]._flatten
+    made: DeviceMesh = flatten("_".join(names))
+    return made
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
