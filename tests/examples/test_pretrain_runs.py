@@ -31,6 +31,8 @@ TINY = {
     "training.batch": 8,
     "training.microbatch": 2,
     "optimizer.lr": 0.01,
+    # Where a gradient is all rounding, Adam's step is a sign of it, unless this is greater.
+    "optimizer.eps": 1e-4,
     "optimizer.clip": 0.5,
     "schedule.warmup": 2,
     "activation_checkpointing.mode": "selective",
@@ -128,7 +130,7 @@ def test_two_ranks_train_as_one_process_with_plain_torch_does(whole: Run) -> Non
         {"params": [each for each in model.parameters() if each.ndim == 2], "weight_decay": 0.1},
         {"params": [each for each in model.parameters() if each.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-4)
     batches = iter(Share(len(train), 8, 0, 1, seed=0))
     losses, norms, evaluated = [], [], []
     for step, rate in enumerate((0.005, 0.01, 0.01, 0.00868198, 0.0055, 0.00231802)):
@@ -155,7 +157,7 @@ def test_two_ranks_train_as_one_process_with_plain_torch_does(whole: Run) -> Non
     assert scalars(whole.folder, "loss/held_out") == pytest.approx(dict(zip((3, 6), evaluated, strict=True)), abs=1e-5)
     exported = load_file(whole.folder / "model" / "model.safetensors")
     for name, parameter in model.named_parameters():
-        assert (exported[name] - parameter).abs().max() < 1e-3, name
+        assert (exported[name] - parameter).abs().max() < 1e-5, name
 
 
 def test_what_is_exported_is_the_last_checkpoint_to_transformers(whole: Run) -> None:
