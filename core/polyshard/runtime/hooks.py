@@ -459,7 +459,8 @@ def pre_backward(
     root = module_state.step
     assert isinstance(root, Root)
     root.enter_backward()
-    if torch.is_grad_enabled() and root.accumulates:
+    again = torch.is_grad_enabled()
+    if again and root.accumulates:
         raise gradients_without_graph(module_state.label, module_state.rank)
     prefetches = True
     if forward_record is None:
@@ -472,7 +473,7 @@ def pre_backward(
         # Done already, on the way to an inner module that returned the same tensor: prefetches are on their way.
         prefetches = root.arrive(forward_record, module_state.exit)
     module_state.pre_backward(prefetches=prefetches)
-    if not torch.is_grad_enabled():
+    if not again:
         return None
     left = partial(_when_differentiated_again, module_state)
     return pass_through_in(left, gradients[0], distinct_tensors(gradients, _trains)) if gradients else left
