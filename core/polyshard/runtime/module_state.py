@@ -266,8 +266,8 @@ class ModuleState:
                 unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, True)
-        if prefetches and (batches := self.execution_order.enter_backward(self)):
-            unshard_ahead(batches)
+        if prefetches:
+            self.prefetch(self.execution_order.enter_backward(self))
 
     def gather_for_others(self) -> None:
         """Gather with the other ranks, whose backward may come through here where this one's does not."""
