@@ -1,7 +1,12 @@
 # Everything here works from a fresh clone: what a target needs is installed into .venv first.
 
 PYTHON ?= python3
-VENV := .venv
+
+# Another torch than that of constraints.txt, in an environment of its own: TORCH="torch==2.15.*" is in .venv-2.15, and
+# TORCH=torch, the newest, in .venv-torch.
+TORCH ?=
+
+VENV := .venv$(if $(TORCH),-$(subst .*,,$(subst torch==,,$(TORCH))))
 STAMP := $(VENV)/.installed
 
 # `make test-gpu PY=python3` uses an interpreter that has everything already, and installs nothing.
@@ -9,9 +14,6 @@ ifeq ($(origin PY),undefined)
 PY := $(VENV)/bin/python
 READY := $(STAMP)
 endif
-
-# Another torch than that of constraints.txt, for a new .venv: TORCH="torch==2.11.*", or "torch" for the newest.
-TORCH ?=
 
 # Two ranks share a small machine; more threads than cores slow each other down.
 export OMP_NUM_THREADS ?= 1
@@ -79,8 +81,12 @@ test-faults: $(READY)  ## make each fault happen many times, and write docs/reli
 	$(PY) -m pytest tests/faults -m "not gpu" $(ARGS)
 	$(PY) docs/draw_reliability.py
 
-test-gpu: $(READY)  ## run the tests that need GPUs
-	$(PY) -m pytest -m gpu $(ARGS)
+# Every file with such tests, or of these every second one from the first or the second on.
+HALF ?=
+GPU_FILES = $$(ls tests/fsdp/test_*.py tests/gpu/test_*.py | awk 'NR % 2 == $(HALF:%/2=%) % 2')
+
+test-gpu: $(READY)  ## run the tests that need GPUs; in two parts by HALF=1/2 and HALF=2/2
+	$(PY) -m pytest -m gpu $(if $(HALF),$(GPU_FILES)) $(ARGS)
 
 bench: $(READY)  ## run every benchmark in benchmarks/
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
@@ -97,15 +103,16 @@ package: $(READY)  ## build sdist and wheel into dist/, install them in a bare e
 release: $(READY)  ## `package`, then the demo with what it built, and what to do next; uploads nothing, refuses a dirty tree
 	$(PY) tests/support/release.py
 
-clean:  ## remove caches and build outputs; .venv and runs/ stay
+clean:  ## remove caches and build outputs; .venv, those of other torches, and runs/ stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
+# Torch 2.11 takes no setuptools as new as that of constraints.txt.
 $(STAMP): pyproject.toml constraints.txt core/polyshard/_version.py
 	$(PYTHON) -c 'import sys; sys.exit("polyshard needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); torch is large, so the first time takes minutes."
-	grep -v '^$(if $(TORCH),torch,none)==' constraints.txt > $(VENV)/constraints.txt
+	grep -vE '^($(if $(TORCH),torch|setuptools,none))==' constraints.txt > $(VENV)/constraints.txt
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt \
 	    -e '.[train,test,dev,docs]' $(if $(TORCH),'$(TORCH)')
 	touch $@

@@ -99,6 +99,7 @@ class ThreadedWorld:
         """For the ranks' own use, around what is global to the process; the world itself never takes it."""
         self._changed = threading.Condition()
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
+        self._running: set[Meeting] = set()
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
         self._announced: dict[int, str] = {}
         # Meetings that failed for lack of a rank or for a mismatch, by rank, until that rank has raised.
@@ -156,6 +157,7 @@ class ThreadedWorld:
                 self._changed.notify_all()
                 return meeting
             meeting.state = MeetingState.RUNNING
+            self._running.add(meeting)
         self._carry_out(meeting, perform)
         return meeting
 
@@ -166,6 +168,7 @@ class ThreadedWorld:
         except Exception as error:
             failure = error
         with self._changed:
+            self._running.remove(meeting)
             if failure is None:
                 meeting.state = MeetingState.DONE
                 meeting.payloads.clear()
@@ -192,17 +195,17 @@ class ThreadedWorld:
         with self._changed:
             self._threads[rank] = threading.get_ident()
             while meeting.state in (MeetingState.GATHERING, MeetingState.RUNNING):
-                self._check_alive(rank)
-                earlier = self._diverged.get(rank)
-                if earlier is not None and meeting.state is MeetingState.GATHERING:
-                    # Others raised in that one, and do not come here.
-                    meeting.fail(earlier.error, earlier.message)
-                    self._changed.notify_all()
-                    break
                 if meeting.state is MeetingState.RUNNING:
                     # Every rank is there, and the one that carries it out always reports an end.
                     self._changed.wait()
                     continue
+                self._check_alive(rank)
+                earlier = self._diverged.get(rank)
+                if earlier is not None:
+                    # Others raised in that one, and do not come here.
+                    meeting.fail(earlier.error, earlier.message)
+                    self._changed.notify_all()
+                    break
                 left = deadline - time.monotonic()
                 if left <= 0:
                     described = meeting.signatures[rank]
@@ -219,14 +222,23 @@ class ThreadedWorld:
                 self._changed.wait(left)
             if meeting.state is MeetingState.FAILED:
                 self._diverged.pop(rank, None)
+                self._withdraw(rank, meeting.error, meeting.message)
                 raise meeting.error(f"rank {rank}: {meeting.message}") from meeting.cause
             return meeting.result
 
     def _check_alive(self, rank: int) -> None:
         if self._abort_reason is not None:
-            raise CollectiveAbortedError(
-                f"rank {rank}: the threaded world was given up, because {self._abort_reason}; that failure comes first"
-            )
+            message = f"the threaded world was given up, because {self._abort_reason}; that failure comes first"
+            self._withdraw(rank, CollectiveAbortedError, message)
+            raise CollectiveAbortedError(f"rank {rank}: {message}")
+
+    def _withdraw(self, rank: int, error: type[PolyshardError], message: str) -> None:
+        """Before ``rank`` raises and its memory goes: fail all that it issued, and wait for what is written now."""
+        for meeting in self._meetings.values():
+            if rank in meeting.payloads:
+                meeting.fail(error, message)
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: not any(rank in meeting.group for meeting in self._running))
 
     def abort(self, reason: str) -> None:
         """Give the world up: ranks that wait, now or later, raise ``CollectiveAbortedError`` with the first reason."""

@@ -1,4 +1,4 @@
-"""Every private torch name that the engine uses, with the reason. Run on torch 2.11 and 2.13 by the test suite."""
+"""Every private torch name that the engine uses, with the reason. The test suite ran on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -393,7 +393,8 @@ def exchange_split(kind: type, function: Callable[[object, Sequence[Any], int, S
     It gets the schedule, its stages, how many microbatches there must be, and the arguments of each that there is.
 
     All ranks pass where a schedule divides a batch before they communicate, and nowhere else it is known whether it can
-    be divided: a stage sees one microbatch after another. Nothing public is there.
+    be divided: a stage sees one microbatch after another. Nothing public is there. Torch 2.15 takes batches that the
+    caller divided as well, by a function of its own.
     """
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
@@ -401,16 +402,44 @@ def exchange_split(kind: type, function: Callable[[object, Sequence[Any], int, S
     if _name_of(before) in _restores:
         return
 
+    def tell(schedule: Any, *divided: Sequence[Any]) -> None:
+        stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        if all(isinstance(stage, kind) for stage in stages):
+            function(schedule, stages, schedule._n_microbatches, list(zip(*divided, strict=False)))
+
     @wraps(before)
     def split(self: Any, args: Any, kwargs: Any = None) -> Any:
         found = before(self, args, kwargs)
-        stages = self._stages if hasattr(self, "_stages") else [self._stage]
-        if all(isinstance(stage, kind) for stage in stages):
-            function(self, stages, self._n_microbatches, list(zip(*found, strict=True)))
+        tell(self, *found)
         return found
 
-    _restores[_name_of(before)] = partial(setattr, _PipelineSchedule, "_split_inputs", before)
-    _PipelineSchedule._split_inputs = split  # type: ignore[method-assign]
+    _exchange_method(_PipelineSchedule, "_split_inputs", split)
+    takes: Any = getattr(_PipelineSchedule, "_get_microbatch_inputs", None)
+    if takes is None:
+        return
+
+    @wraps(takes)
+    def take(self: Any, args: Any, kwargs: Any, target: Any, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any) -> Any:
+        if any(each is not None for each in (arg_mbs, kwarg_mbs, target_mbs)):
+            number = self._n_microbatches
+            tell(self, [()] * number if arg_mbs is None else arg_mbs, [{}] * number if kwarg_mbs is None else kwarg_mbs)
+        return takes(self, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+
+    _exchange_method(_PipelineSchedule, "_get_microbatch_inputs", take)
+
+
+def _exchange_method(of: type, name: str, function: Callable[..., Any]) -> None:
+    before = getattr(of, name)
+    _restores[_name_of(before)] = partial(setattr, of, name, before)
+    setattr(of, name, function)
+
+
+def finalizes(schedule: Any) -> bool:
+    """Whether the step of ``schedule`` that runs reduces gradients at its end: ``step(finalize_gradients=...)``.
+
+    Torch 2.15 has the argument. It calls no method of the stages where they shall wait for another step.
+    """
+    return bool(getattr(schedule, "_finalize_gradients", True))
 
 
 def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:

@@ -130,6 +130,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self._before: list[torch.Tensor | None] = []
         self._policies: list[Reshard] = []
         self._runs = False
+        # Whether gradients of the schedule that runs are reduced at its end.
+        self._finalizes = True
         #: This rank's stages of the schedule that ran last.
         self._together: Sequence[PipelineStage] = (self,)
         # Whether a gradient of some stage is infinite, since gradients were reduced.
@@ -138,11 +140,13 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def clear_runtime_states(self) -> None:
         """A schedule begins. Gives up one that raised, and all gradients that wait to be reduced.
 
+        Those of a step with ``finalize_gradients=False`` go on waiting.
+
         Raises:
             StateError: the schedule runs no backward, but forwards would be recorded for one.
         """
         super().clear_runtime_states()
-        if self._runs:
+        if self._runs and self._finalizes:
             self._leave()
             self._root.start_over()
             for parameter, before in zip(self._accumulating, self._before, strict=True):
@@ -154,14 +158,11 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 "rank, or evaluate inside of torch.no_grad(), or with the modules in eval mode."
             )
 
-    # Older releases of torch have no save_forward_output.
-    def forward_one_chunk(  # type: ignore[override]
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **others: Any
-    ) -> Any:
-        """The forward of one microbatch."""
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of one microbatch, called by ``forward_one_chunk``."""
         if self.has_backward and not self._runs:
             self._enter()
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **others)
+        return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -205,6 +206,18 @@ class PipelineStage(torch_pipelining.PipelineStage):
             for module_state in root.module_states:
                 module_state.reset()
         self._divide_accumulated(grad_scale_factor)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Torch 2.11 opens connections by messages to neighbours, its own rank's among them, which gloo refuses.
+        opens = super()._get_init_p2p_neighbors_ops()
+        return [each for each in opens if each.group_peer != self.group_rank]
+
+    def start_gradient_reduction(self) -> None:
+        """Nothing: schedules of torch 2.15 call ``wait_for_gradient_reduction`` behind it."""
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """As ``perform_reduce_grad``, which schedules of torch 2.15 do not call of what ``fully_shard`` sharded."""
+        self.perform_reduce_grad(grad_scale_factor)
 
     def _enter(self) -> None:
         self._runs = True
@@ -412,7 +425,7 @@ def _refuse_uneven(
     number: int,
     microbatches: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
 ) -> None:
-    """Raise if the microbatches that a schedule divided a batch into differ in size, before it sends any of them.
+    """Raise if the microbatches of a schedule differ in size, before it sends any of them.
 
     Torch makes buffers for one size in the first step, and where training follows evaluation or the other way round.
     Ranks of all stages raise in these steps, and in others those alone that have the batch.
@@ -422,7 +435,7 @@ def _refuse_uneven(
     """
     own = _in_order([stage for stage in stages if isinstance(stage, PipelineStage)])
     for stage in own:
-        stage._together = own
+        stage._together, stage._finalizes = own, _torch_private.finalizes(schedule)
     first, known = own[0], _AGREED.get(schedule)
     trains, rank = bool(first.has_backward), first._root.rank
     sizes = [

@@ -70,7 +70,8 @@ class Pipeline:
 
         The mean of all ranks' parts is the mean loss of all sequences.
         """
-        losses = self._run(self._schedule.step, rows[:, :-1], rows[:, 1:])
+        # Torch 2.11 wants the strides of the first batch in all of them.
+        losses = self._run(self._schedule.step, rows[:, :-1].contiguous(), rows[:, 1:])
         for each in self._tied:
             each.reduce()
         return losses.mean() * self._ranks

@@ -1,4 +1,4 @@
-"""Every private torch name that the drop-in uses, with the reason. Run on torch 2.11 and 2.13 by the test suite."""
+"""Every private torch name that the drop-in uses, with the reason. The test suite ran on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 

@@ -141,6 +141,10 @@ class FlatUnit(Unit):
         assert isinstance(self.gradients, FlatGradients)
         return self.gradients
 
+    def _leaves_over(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # FSDP's are plain.
+        return list(views)
+
     def _bind(self, buffer: FlatBuffer) -> None:
         super()._bind(buffer)
         self.flat_param._full_param_padded = buffer.flat

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from ._install import install
+from ._torch_private import GradientReductionHandle
 from .fsdp_module import FSDPModule, UnshardHandle
 from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -14,6 +15,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",

@@ -33,8 +33,11 @@ class PlacedExtendedUnit(ExtendedUnit, PlacedUnit):
         if mesh.ndim == 2:
             assert mesh.mesh_dim_names is not None
             mesh = mesh[mesh.mesh_dim_names[1]]
-        # Of torch's class, whichever the call was given: the parameters' classes are written for that.
-        self.arguments = ExtensionArguments(mesh, torch_fsdp.MixedPrecisionPolicy(**vars(placed.policy)))
+        # Of torch's class, whichever the call was given: the parameters' classes are written for that. Ours has a field
+        # of torch 2.15.
+        known = torch_fsdp.MixedPrecisionPolicy.__dataclass_fields__
+        settings = {name: value for name, value in vars(placed.policy).items() if name in known}
+        self.arguments = ExtensionArguments(mesh, torch_fsdp.MixedPrecisionPolicy(**settings))
         super().__init__(*args, placed=placed, **kwargs)
 
     def _make_originals(self) -> MasterViews:

@@ -202,6 +202,12 @@ def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | i
 def _precision(policy: object) -> PluginChoice:
     if not isinstance(policy, _PRECISIONS):
         raise ConfigTypeError(f"mp_policy should be a MixedPrecisionPolicy, not {policy!r}.")
+    # Torch's own has it from 2.15 on.
+    if getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise UnsupportedError(
+            "MixedPrecisionPolicy.param_dtype_override_fn: parameters of one call compute in one dtype. Leave it out, "
+            "and call fully_shard on modules that compute in another dtype with a policy of their own."
+        )
     return {
         "name": "mixed",
         "param": policy.param_dtype,

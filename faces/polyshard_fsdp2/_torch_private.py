@@ -1,4 +1,4 @@
-"""Private names of torch that this package needs, with the versions in which they were looked at: 2.11 and 2.13."""
+"""Private names of torch that this package needs, with the versions in which they were looked at: 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -41,15 +41,31 @@ def places() -> list[ModuleType]:
     return found
 
 
+class _Finalized:
+    """What torch 2.15 has by the name below."""
+
+    def wait(self) -> None:
+        """Nothing: gradients are there."""
+
+
+#: What ``finalize_backward(async_op=True)`` returns: torch's own, whose ``wait()`` does nothing; public from 2.15 on.
+GradientReductionHandle: type = getattr(torch.distributed.fsdp, "GradientReductionHandle", _Finalized)
+
+
 class TorchState:
     """What torch and programs ask of the state that ``fully_shard`` keeps of a module, by torch's private names.
 
     ``torch.distributed.pipelining`` walks over the groups of parameters, of which this names none, and calls what ends
-    a backward behind the last microbatch. A public call is on its way (pytorch#196640). Programs that call a part of a
-    model first let the whole decide that it is the root.
+    a backward behind the last microbatch; from 2.15 on it calls ``finalize_backward``, and asks whether stages whose
+    reductions overlap share streams. Programs that call a part of a model first let the whole decide that it is the
+    root.
     """
 
     _state_ctx = SimpleNamespace(all_states=())
+
+    @property
+    def _comm_ctx(self) -> TorchState:
+        return self
 
     def _root_post_backward_final_callback(self) -> None:
         self.reduce_waiting()

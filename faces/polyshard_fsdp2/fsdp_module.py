@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from ._state import State, outermost, state_of, states_in
+from ._torch_private import GradientReductionHandle
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -170,6 +171,45 @@ class FSDPModule(TorchFSDPModule):
         """
         for module_state in _module_states(self, True):
             root_of(module_state).last_backward = bool(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether backwards of the whole model end where ``finalize_backward()`` is called, from now on.
+
+        Of torch 2.15, whose pipelines call both.
+
+        Raises:
+            StateError: this is not the root FSDP module.
+        """
+        outermost(_state(self), "set_manual_backward_finalization").last_backward = not enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> Any:
+        """Reduce what backwards left whole, wait for reductions, and let gradients appear. Every rank calls it.
+
+        Args:
+            async_op: Return torch's ``GradientReductionHandle``, whose ``wait()`` has nothing to wait for.
+
+        Raises:
+            StateError: this is not the root FSDP module.
+        """
+        root = outermost(_state(self), "finalize_backward")
+        before, root.last_backward = root.last_backward, True
+        root.reduce_waiting()
+        root.last_backward = before
+        return GradientReductionHandle() if async_op else None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Nothing where ``keep`` is False. Of torch 2.15.
+
+        Raises:
+            UnsupportedError: ``keep`` is True.
+        """
+        if keep:
+            raise UnsupportedError(
+                "set_keep_unsharded_storage(True): parameters keep their addresses here, but not their memory. Leave "
+                "it out. polyshard.CapturedStep records a whole step, and set_reshard_after_forward(False) with "
+                "set_reshard_after_backward(False) keeps parameters whole."
+            )
+        _state(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether reductions are over replicas, too, from now on; where not, this rank keeps its shard of the sum.

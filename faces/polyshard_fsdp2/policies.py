@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class MixedPrecisionPolicy:
     """Of floating-point outputs of the module's forward; None leaves them alone."""
     cast_forward_inputs: bool = True
     """Whether floating-point inputs of the module's forward are cast to ``param_dtype``."""
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    """The ``param_dtype`` of single parameters, as in torch 2.15. ``fully_shard`` refuses it by name."""
 
 
 @dataclass

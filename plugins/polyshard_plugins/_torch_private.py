@@ -1,4 +1,4 @@
-"""Private names of torch that the built-in plugins need, looked at in 2.11 and 2.13."""
+"""Private names of torch that the built-in plugins need, looked at in 2.11 to 2.15."""
 
 from __future__ import annotations
 

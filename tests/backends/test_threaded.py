@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from polyshard.errors import (
     CollectiveTimeoutError,
     ConfigError,
     DeviceError,
+    PolyshardError,
     RankMismatchError,
     StateError,
     WorldSizeError,
@@ -288,6 +290,57 @@ def test_an_operation_that_fails_fails_on_every_rank() -> None:
             join(world, rank).all_reduce(torch.ones(2, dtype=torch.bool), op=ReduceOp.MEAN).wait()
 
     ThreadedWorld(2).run(on_rank)
+
+
+def test_memory_of_a_rank_that_raised_is_not_written_by_others() -> None:
+    """Of two gathers in one batch the first fails; its caller takes the memory back before the other rank comes."""
+    raised = threading.Event()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
+        collectives = join(world, rank)
+        first, second = torch.zeros(2 + 2 * rank), torch.zeros(2)
+        pairs = [(first, torch.ones(1 + rank)), (second, torch.ones(1))]
+        if rank == 1:
+            collectives.all_gather(*pairs.pop(0))
+            assert raised.wait(10.0)
+        with pytest.raises(RankMismatchError, match=r"rank 0 wants all_gather of 2 .*; rank 1 wants all_gather of 4"):
+            collectives.all_gather_many(pairs).wait()
+        second.fill_(7.0)
+        raised.set()
+        collectives.barrier()
+        return second.tolist()
+
+    assert ThreadedWorld(2, timeout=5.0).run(on_rank) == [[7.0, 7.0], [7.0, 7.0]]
+
+
+@pytest.mark.parametrize("failure", ["mismatch", "abort"])
+def test_a_rank_does_not_leave_while_others_write_into_its_memory(failure: str) -> None:
+    writing, left = threading.Event(), threading.Event()
+
+    def slowly(payloads: Sequence[list[str]]) -> None:
+        writing.set()
+        left.wait(0.05)
+        for payload in payloads:
+            payload.append("written")
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
+        memory: list[str] = []
+        if rank == 0:
+            awaited = world.meet((0, 1), 0, "exchange", memory, slowly)
+        if failure == "mismatch":
+            awaited = world.meet((0, 1, 2), rank, f"sent by {rank}", None, len)
+        if rank == 1:
+            world.meet((0, 1), 1, "exchange", memory, slowly)
+        if rank == 0:
+            assert writing.wait(10.0)
+            if failure == "abort":
+                world.abort("on purpose")
+            with suppress(PolyshardError):
+                world.await_end(awaited, 0, 5.0)
+            left.set()
+        return list(memory)
+
+    assert ThreadedWorld(3).run(on_rank)[0] == ["written"]
 
 
 def test_autograd_in_every_rank_at_once() -> None:

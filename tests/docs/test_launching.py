@@ -59,7 +59,7 @@ def misfits(value: Any, schema: Any, at: str = "") -> list[str]:
 def launched(script: str, folder: Path, **variables: str) -> list[Any]:
     """What ``script`` gives torchrun, by torchrun's parser, where Slurm's commands stand for two nodes."""
     stubs = {
-        "torchrun": 'printf "%q " "$@"; echo',
+        "torchrun": 'printf "%q " "$@"; echo; echo "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT-}" >> waits',
         "scontrol": "echo host0; echo host1",
         "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
     }
@@ -67,7 +67,7 @@ def launched(script: str, folder: Path, **variables: str) -> list[Any]:
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
     environ = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **variables}
-    done = subprocess.run(["bash", "-euc", script], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", "-euc", script], cwd=folder, env=environ, capture_output=True, text=True, check=True)
     return [get_args_parser().parse_args(shlex.split(line)) for line in done.stdout.splitlines()]
 
 
@@ -83,10 +83,11 @@ def test_slurm_starts_one_torchrun_a_node(tmp_path: Path) -> None:
     found = launched(FILES["job.sh"], tmp_path, **variables)
     assert [each.node_rank for each in found] == [0, 1]
     for each in found:
-        assert (each.nnodes, each.nproc_per_node, each.master_addr, each.shutdown_timeout) == ("2", "8", "host0", 110)
-        # Behind the signal's 120 seconds, Slurm kills.
-        assert "--signal=TERM@120" in FILES["job.sh"]
+        assert (each.nnodes, each.nproc_per_node, each.master_addr) == ("2", "8", "host0")
         assert each.training_script == "train.py"
+    # Behind the signal's 120 seconds, Slurm kills.
+    assert "--signal=TERM@120" in FILES["job.sh"]
+    assert (tmp_path / "waits").read_text().split() == ["110", "110"]
 
 
 def test_skypilot_numbers_the_nodes(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,14 @@ def commands(job: dict[str, Any]) -> list[list[str]]:
     return [shlex.split(re.sub(fill, lambda name: cell[name[1]], line)) for cell in cells(job) for line in lines]  # noqa: B023
 
 
+def made(*words: str, dry: bool = True) -> list[str]:
+    """What ``make`` prints for ``words``, of what it would do where ``dry``."""
+    asked = ["make", "--no-print-directory", *(["--dry-run"] if dry else ["--silent"]), *words]
+    # Without the variables of a `make` that runs this test.
+    environ = {"PATH": os.environ["PATH"]}
+    return subprocess.run(asked, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_run_make_targets_and_nothing_else(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -59,14 +69,44 @@ def test_workflows_run_make_targets_and_nothing_else(path: Path) -> None:
         assert named <= given | {"github.workflow", "github.ref"}
 
 
-def test_the_matrix_has_every_python_and_the_lowest_and_newest_torch() -> None:
+def test_the_matrix_has_every_python_and_the_torches_that_the_page_says_are_run() -> None:
     runs = cells(read(".github/workflows/check.yml")["jobs"]["test"])
     prefix = "Programming Language :: Python :: "
     versions = {each.removeprefix(prefix) for each in PROJECT["classifiers"] if each.startswith(f"{prefix}3.")}
     assert {run["python"] for run in runs} == versions
     assert PROJECT["requires-python"] == f">={min(versions)}"
     (lowest,) = [each.partition(">=")[2] for each in PROJECT["dependencies"] if each.startswith("torch>=")]
-    assert {run["torch"] for run in runs} == {"", f"torch=={lowest}.*", "torch"}
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    first, pinned, *newer = re.findall(r"^\| (2\.\d+)\.\d+ \| 3\.", page, re.MULTILINE)
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert first == lowest
+    assert f"\ntorch=={pinned}." in constraints
+    assert {run["torch"] for run in runs} == {f"torch=={each}.*" for each in (first, *newer)} | {"", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("torch", "folder"), [("", ".venv"), ("torch==2.15.*", ".venv-2.15"), ("torch==2.14.1", ".venv-2.14.1")]
+)
+def test_each_torch_has_an_environment_of_its_own(torch: str, folder: str) -> None:
+    lines = made("--always-make", "test", f"TORCH={torch}")
+    assert f"python3 -m venv {folder}" in lines
+    assert f"touch {folder}/.installed" in lines
+    (tests,) = [line for line in lines if "-m pytest" in line]
+    assert tests.startswith(f"{folder}/bin/python ")
+
+
+def test_the_halves_of_gpu_tests_are_all_files_that_have_some() -> None:
+    halves = [made("test-gpu", "PY=echo", f"HALF={half}/2", dry=False)[-1].split()[4:] for half in (1, 2)]
+    have = {
+        str(path.relative_to(ROOT))
+        for folder in ("fsdp", "gpu")
+        for path in (ROOT / "tests" / folder).glob("test_*.py")
+    }
+    assert sorted(halves[0] + halves[1]) == sorted(have)
+    assert abs(len(halves[0]) - len(halves[1])) <= 1
+    # Tests of the former folder are marked by its fixtures.
+    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")}
+    assert {str(path.relative_to(ROOT)) for path in marked} <= have | {"tests/docs/test_workshop.py"}
 
 
 def test_everything_that_help_lists_is_run_somewhere() -> None:

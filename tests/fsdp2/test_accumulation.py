@@ -140,6 +140,31 @@ def the_mean_of_sums(rank: int) -> None:
     same(gradients(held), averaged(plain), **EXACT)
 
 
+def backwards_that_the_caller_ends(rank: int) -> None:
+    """As pipelines of torch 2.15 do."""
+    sharded: Any = shard_all(OURS, make(), cpu_mesh(2, 2))
+    plain, held = make(), held_in(sharded)
+    sharded.set_manual_backward_finalization(True)
+    with pytest.raises(RuntimeError, match="finalize_backward must be called on the root FSDP module"):
+        sharded.blocks[0].finalize_backward()
+    for synchronises in (False, True, False):
+        for words in batches(2):
+            sharded.set_requires_gradient_sync(synchronises)
+            loss_of(sharded, words).backward()
+            loss_of(plain, words).backward()
+    sharded.set_requires_gradient_sync(True)
+    sharded.finalize_backward(async_op=True).wait()
+    same(gradients(held), averaged(plain), **EXACT)
+    assert sharded.finalize_backward() is None
+    same(gradients(held), averaged(plain), **EXACT)
+    # The next ends by itself.
+    sharded.set_manual_backward_finalization(False)
+    for each in (sharded, plain):
+        each.zero_grad()
+        loss_of(each, words).backward()
+    same(gradients(held), averaged(plain), **EXACT)
+
+
 class Headless(nn.Module):
     """A model whose loss is taken chunk by chunk: its head is called from outside."""
 
@@ -368,6 +393,7 @@ def sums_in_the_dtype_of_reductions(rank: int) -> None:
 BODIES: dict[Callable[[int], object], int] = {
     reductions_then_sums: 4,
     the_mean_of_sums: 4,
+    backwards_that_the_caller_ends: 4,
     chunked_loss: 2,
     an_optimizer_ends_what_backwards_left: 2,
     states_that_are_loaded_are_seen: 2,

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from extended_models import IN, OUT, Layer, Net, Pair, Reference, Rounded
-from fsdp2_models import OURS, alike, beside_torch, cpu_mesh
+from fsdp2_models import OURS, alike, beside_torch, cpu_mesh, each_of
 from parity import draw, seed_all
 from polyshard.errors import ConfigError, ParameterError, UnsupportedError
 from polyshard.state import StateOptions, get_model_state_dict, set_model_state_dict
@@ -198,7 +198,7 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
 }
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", each_of(BODIES, newer=[packed_parameters]))
 def test_beside_torch(ranks: KeptRanks, body: Callable[[ModuleType], object]) -> None:
     ranks.run(BODIES[body], beside_torch, body)
 

@@ -24,6 +24,7 @@ from fsdp2_models import (
     both,
     copied,
     cpu_mesh,
+    each_of,
     loss_of,
     make,
     same,
@@ -215,7 +216,6 @@ def recovery_from_an_exception(rank: int) -> None:
     both(run)
 
 
-@pytest.mark.skipif(not hasattr(FACES[0].FSDPModule, "reset_iter_state"), reason="torch 2.11 has no such method")
 def hints_change_no_number(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model: Any = shard_all(face, make())
@@ -326,6 +326,13 @@ def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
         with pytest.raises(NotImplementedError, match=f"{name}: what moves bytes is a plugin"):
             getattr(model, name)(None)
+    model.set_keep_unsharded_storage(False)
+    with pytest.raises(NotImplementedError, match=r"set_keep_unsharded_storage\(True\): .* polyshard.CapturedStep"):
+        model.set_keep_unsharded_storage(True)
+    plain, policy = make(), OURS.MixedPrecisionPolicy(param_dtype_override_fn=lambda parameter: parameter.dtype)
+    with pytest.raises(NotImplementedError, match="param_dtype_override_fn: parameters of one call compute in one"):
+        OURS.fully_shard(plain, mp_policy=policy)
+    assert type(plain) is type(make())
     with pytest.raises(TypeError, match="max_input_buffers must be an int"):
         model.set_reduce_scatter_max_input_buffers(True)
     with pytest.raises(ValueError, match="positive int"):
@@ -418,6 +425,6 @@ BODIES: dict[Callable[[int], object], int] = {
 }
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", each_of(BODIES, newer=[recovery_from_an_exception]))
 def test_on_ranks(ranks: KeptRanks, body: Callable[[int], object]) -> None:
     ranks.run(BODIES[body], body)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_models import both, cpu_mesh, make, shard_all, wholes
+from fsdp2_models import NEWER, both, cpu_mesh, make, shard_all, wholes
 from processes import KeptRanks
 from torch import nn
 
@@ -68,6 +68,7 @@ def _outputs(rank: int, uses: str) -> None:
     both(run)
 
 
+@NEWER
 @pytest.mark.parametrize("uses", ["all", "the first", "not the last"])
 def test_outputs_in_containers_used_or_not(ranks: KeptRanks, uses: str) -> None:
     ranks.run(2, _outputs, uses)

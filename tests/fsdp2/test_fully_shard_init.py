@@ -318,7 +318,8 @@ def test_settings_have_the_fields_of_torch() -> None:
         (CPUOffloadPolicy(), FACES[0].CPUOffloadPolicy()),
         (OffloadPolicy(), FACES[0].OffloadPolicy()),
     ):
-        assert vars(ours) == vars(theirs)
+        # Torch 2.15 has one more.
+        assert {"param_dtype_override_fn": None} | vars(theirs) == {"param_dtype_override_fn": None} | vars(ours)
 
 
 #: Bodies, and on how many ranks each runs.

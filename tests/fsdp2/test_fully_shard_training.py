@@ -293,8 +293,6 @@ def parameters_that_came_later(rank: int) -> None:
 
 
 def compiled_blocks(rank: int) -> None:
-    # Importing the compiler does this in some versions.
-    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
     # The compiler looks at .grad of the tensors that a frame takes in.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     expected = train(shard_all(OURS, make()))

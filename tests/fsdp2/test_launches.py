@@ -271,7 +271,7 @@ def _issued(
         model = shard(face, kind(blocks=BLOCKS))
         loss_of(model, first).backward()
         counts.clear()
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
             loss_of(model, second).backward()
     if face is OURS:
         gathers = counts["all_gather"] + counts["all_gather_many"]

@@ -21,6 +21,7 @@ from fsdp2_models import (
     both,
     copied,
     cpu_mesh,
+    each_of,
     loss_of,
     make,
     same,
@@ -407,7 +408,7 @@ BESIDE: dict[Callable[[ModuleType], object], int] = {
 }
 
 
-@pytest.mark.parametrize("body", BESIDE, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", each_of(BESIDE, newer=[methods_beside_forward]))
 def test_beside_torch(ranks: KeptRanks, body: Callable[[ModuleType], object]) -> None:
     ranks.run(BESIDE[body], beside_torch, body)
 

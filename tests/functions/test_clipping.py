@@ -374,8 +374,6 @@ def _clip_nothing(rank: int, bad_rank: int) -> tuple[float, float]:
 
 def _clip_compiled(rank: int) -> tuple[float, int]:
     """The norm, and how often an optimizer of whole matrices was refused."""
-    # Importing the compiler does this in some versions.
-    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message="Dynamo")
     model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))

@@ -158,9 +158,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], li
 }
 
 
-# Torch's own: what stateless calls is called by another name, and jvp scripts its decompositions.
+# Torch's own: what stateless calls is called by another name.
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.stateless.functional_call` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_means_whole_parameters_is_refused_for_pieces_on_every_rank(name: str) -> None:
     call, kind, words = REFUSED[name]

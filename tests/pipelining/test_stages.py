@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from inspect import signature
 from typing import Any
 
 import pipelines
@@ -137,10 +138,12 @@ def two_schedules(rank: int, plan: Plan, waits: bool) -> dict[str, torch.Tensor]
     ``waits``: those of the first are reduced with those of the second.
     """
     trainer = Trainer(plan)
+    # Of what ``fully_shard`` sharded, torch 2.15 can leave the first as it is.
+    leaves = waits and plan.faced and "finalize_gradients" in signature(trainer.schedule.step).parameters
     with ExitStack() as stack:
-        for model in trainer.models if waits else ():
+        for model in trainer.models if waits and not leaves else ():
             stack.enter_context(polyshard.no_sync(model))
-        trainer.forward_backward(0)
+        trainer.forward_backward(0, **({"finalize_gradients": False} if leaves else {}))
     if not waits and plan.stages == 1:
         with pytest.raises(ZeroDivisionError):
             trainer.fail(7, microbatch=2)
@@ -163,6 +166,8 @@ def two_schedules(rank: int, plan: Plan, waits: bool) -> dict[str, torch.Tensor]
         # Nothing is sharded or cast: autograd accumulates by itself.
         Plan("GPipe", sizes=(2, 1), tied=False, settings={"strategy": "no_shard"}),
         Plan("GPipe", sizes=(1, 2), tied=False),
+        Plan("1F1B", tied=False, faced=True),
+        pytest.param(Plan("Interleaved1F1B", each=2, tied=False, faced=True), marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -281,17 +286,17 @@ def test_a_gradient_that_overflows_in_one_stage_makes_all_stages_skip(plan: Plan
 class Counting(PipelineStage):
     """Counts the operations of backwards of inputs, and of those of weights."""
 
-    inputs = weights = 0
+    of_inputs = of_weights = 0
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with FlopCounterMode(display=False) as counter:
             super().backward_one_chunk(*args, **kwargs)
-        self.inputs += counter.get_total_flops()
+        self.of_inputs += counter.get_total_flops()
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with FlopCounterMode(display=False) as counter:
             super().backward_weight_one_chunk(*args, **kwargs)
-        self.weights += counter.get_total_flops()
+        self.of_weights += counter.get_total_flops()
 
 
 def operations(rank: int, gathers: str) -> tuple[int, int]:
@@ -305,7 +310,7 @@ def operations(rank: int, gathers: str) -> tuple[int, int]:
             stages.append(Counting(polyshard.shard(part_of(whole, number, 2), config), number, 2, CPU, gathers=gathers))
         inputs, targets = batch(0, 0, 4)
         ScheduleInterleavedZeroBubble(stages, 4, loss_fn=loss_of).step(inputs, target=targets)
-    return stages[1].inputs, stages[1].weights
+    return stages[1].of_inputs, stages[1].of_weights
 
 
 def test_weights_gradients_are_computed_apart_where_parameters_stay() -> None:
@@ -396,6 +401,44 @@ def uneven(rank: int, rows: int) -> None:
             # The other rank would wait.
             with pytest.raises(ConfigError, match=r"\[\(1, 3\)\], and not \[\(2, 3\)\]"):
                 step(4)
+
+
+def divided(rank: int, rows: int) -> tuple[str, dict[str, torch.Tensor]]:
+    """The error of a batch that the caller divided, with ``rows`` in the last microbatch; gradients behind it."""
+    mesh, part = parts(rank)
+    stage = PipelineStage(shard_over(part, mesh["dp"]), rank, 2, CPU)
+    schedule: Any = ScheduleGPipe(stage, 4, loss_fn=loss_of)
+    inputs, targets = (list(each.split(ROWS)) for each in batch(0, 0, 4))
+
+    def step(inputs: list[torch.Tensor]) -> None:
+        schedule.step(**({"target_mbs": targets} if rank else {"arg_mbs": [(each,) for each in inputs]}))
+
+    text = ""
+    try:
+        step([*inputs[:3], *([inputs[3][:rows]] if rows else [])])
+    except ConfigError as error:
+        text = str(error)
+        step(inputs)
+    with torch.no_grad():
+        return text, {name: parameter.grad.clone() for name, parameter in part.named_parameters()}
+
+
+@pytest.mark.skipif("arg_mbs" not in signature(ScheduleGPipe.step).parameters, reason="torch 2.15 takes such batches")
+@pytest.mark.parametrize(
+    ("rows", "shapes"), [(ROWS, ""), (1, "[(1, 3)], and not [(2, 3)]"), (0, "[], and not [(2, 3)]")]
+)
+def test_batches_that_the_caller_divided_are_trained_on_or_refused_on_every_rank(rows: int, shapes: str) -> None:
+    model = pipelines.whole_model(Plan("GPipe"))
+    # Each stage has one of its own.
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    inputs, targets = batch(0, 0, 4)
+    loss_of(model(inputs), targets).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for text, found in RANKS.run(2, divided, rows):
+        assert shapes in text
+        assert bool(text) is bool(shapes)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name].view_as(gradient), rtol=1e-12, atol=1e-12)
 
 
 def tied(rank: int, names: dict[int, str], change: float = 0.0, **settings: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -186,8 +185,6 @@ def step_of(case: str) -> Callable[[nn.Module, int, int], list[torch.Tensor]]:
 
 
 def _losses(rank: int, case: str) -> dict[str, list[float]]:
-    # Torch's own rules for forward differentiation are scripts.
-    warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
     found = {}
     for face, shard in FACES.items():
         model = shard(seeded(CASES[case][0]))
@@ -200,7 +197,6 @@ def _losses(rank: int, case: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_the_unsharded_model(case: str, processes: RankPool) -> None:
     expected = train_reference(seeded(CASES[case][0]), step_of(case), RANKS, TURNS).observed

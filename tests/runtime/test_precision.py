@@ -219,7 +219,7 @@ class Probe(nn.Module):
     ],
 )
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_forward_sees_plain_whole_tensors_and_the_optimizer_masters(
+def test_forward_sees_whole_parameters_and_the_optimizer_masters(
     precision: Any, master: torch.dtype, compute: torch.dtype, strategy: str
 ) -> None:
     probe = Probe().to(master)
@@ -235,8 +235,7 @@ def test_forward_sees_plain_whole_tensors_and_the_optimizer_masters(
         return mine.seen
 
     for seen in on_ranks(2, on_rank):
-        assert seen["type"] in (torch.Tensor, nn.Parameter)
-        assert (seen["type"] is torch.Tensor) or strategy == "no_shard"
+        assert seen["type"] is nn.Parameter
         assert seen["weight"] == seen["input"] == compute
         assert seen["shape"] == (4, 4)
         assert torch.equal(seen["values"], expected)

@@ -8,12 +8,13 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
@@ -184,6 +185,15 @@ def as_unsharded(
             optimizer.step()
             optimizer.zero_grad()
     same(wholes(sharded), dict(plain.state_dict()), rtol=0, atol=1e-12)
+
+
+#: Marks what FSDP2 of torch 2.11 lacks, or fails in.
+NEWER = pytest.mark.skipif(torch.__version__ < (2, 13), reason="FSDP2 of torch 2.11 does not serve it")
+
+
+def each_of(bodies: Iterable[Callable[..., Any]], newer: Collection[Callable[..., Any]]) -> list[Any]:
+    """The cases of a test, of which ``newer`` are for newer torch than 2.11."""
+    return [pytest.param(body, id=body.__name__, marks=NEWER if body in newer else ()) for body in bodies]
 
 
 def both(run: Callable[[ModuleType], tuple[Sequence[float], dict[str, torch.Tensor]]], **tolerance: float) -> None:

@@ -116,8 +116,9 @@ class GroupedExperts(nn.Module):
             x = DTensor.from_local(x, self.tp, [Replicate()]).to_local(grad_placements=[Partial()])
         up, down = (each.to_local() if isinstance(each, DTensor) else each for each in (self.up, self.down))
         parts = [torch.tanh(part @ up[index].t()) @ down[index].t() for index, part in enumerate(x.split(list(counts)))]
-        # An empty sum of weights: without experts, or tokens, they have a gradient all the same.
-        out = torch.cat([x[:0], *parts]) + 0 * (up.sum() + down.sum())
+        # An empty sum of weights: without experts, or tokens, they have a gradient all the same. It is no expanded
+        # scalar: torch 2.11 communicates to make one of an uneven DTensor dense.
+        out = torch.cat([x[:0], *parts]) + (0 * up).sum() + (0 * down).sum()
         if self.tp is not None:
             out = DTensor.from_local(out, self.tp, [Partial()]).redistribute(placements=[Replicate()]).to_local()
         return out

@@ -186,7 +186,7 @@ class Trainer:
             settings["shard"] = "dp"
         return polyshard.shard(part, polyshard.ShardConfig(policy=units, **settings))
 
-    def forward_backward(self, turn: int) -> list[float]:
+    def forward_backward(self, turn: int, **options: Any) -> list[float]:
         """A schedule, whose gradients are complete behind it; losses of microbatches where the last stage is."""
         inputs, targets = (each.to(self.plan.device) for each in batch(turn, self.data_rank, self.plan.microbatches))
         numbers, losses = self.plan.numbers(self.place), []
@@ -194,6 +194,7 @@ class Trainer:
             *([inputs] if 0 in numbers else []),
             target=targets if self.plan.stages - 1 in numbers else None,
             losses=losses,
+            **options,
         )
         for each in self.tied:
             each.reduce()

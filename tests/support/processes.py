@@ -91,6 +91,8 @@ def _serve_nccl(rank: int, world_size: int, folder: str, environ: dict[str, str]
 
 def _alike(target: Callable[..., T], args: tuple[Any, ...], joined: Rank) -> T:
     warnings.simplefilter("error")
+    # As in pyproject.toml: what torch itself imports uses TorchScript.
+    warnings.filterwarnings("ignore", message="`torch.jit.script")
     # Tests that share ranks make groups of their own there, and not on all ranks as many.
     warnings.filterwarnings("ignore", message=".*share one communicator.*in different numbers of groups")
     if _TOGETHER:

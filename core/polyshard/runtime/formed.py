@@ -73,7 +73,6 @@ class FormBuffer(FlatBuffer):
                 del lanes[:number]
             nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
             self.views = [nothing.expand(slot.shape).detach() for slot in layout.slots]
-            self.make_leaves()
             #: What each weight's layer computes with. A form's own tensors, which ``arrived`` fills, are always there:
             #: filling them between forward and backward is no change of what autograd saved.
             self.tensors = [

@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import _torch_private
 from ..errors import PolyshardError
@@ -319,40 +318,36 @@ class FlatBuffer:
         device: torch.device,
         *,
         rank: int = 0,
-        leaves: bool = False,
+        gathers: bool = False,
         neighbours: Collectives | None = None,
     ) -> FlatBuffer:
-        """A buffer that starts released. ``leaves``: it is gathered, and its views collect gradients; else reduced.
+        """A buffer that starts released. ``gathers``: gathers fill it, and not reductions.
 
         ``neighbours``: ranks among which a part of it, kept behind a forward, is gathered for backward.
         """
         # Built inside an inference pass, views would refuse autograd for the rest of their life.
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
-            buffer = cls(flat, layout, resizable=True, rank=rank, reduces=not leaves, neighbours=neighbours)
+            buffer = cls(flat, layout, resizable=True, rank=rank, reduces=not gathers, neighbours=neighbours)
             buffer.release()
-            if leaves:
-                buffer.make_leaves()
         return buffer
 
     @classmethod
     def lease(cls, layout: FlatLayout, dtype: torch.dtype, collectives: Collectives) -> FlatBuffer:
-        """A buffer of leaves at a fixed address that ``collectives`` owns."""
+        """A buffer for gathers, at a fixed address that ``collectives`` owns."""
         with torch.inference_mode(False):
             flat = collectives.lease(layout.padded_numel, dtype, BufferRole.GATHER)
             buffer = cls(flat, layout, resizable=False, rank=collectives.rank)
             buffer.attached = False
-            buffer.make_leaves()
         return buffer
 
     @classmethod
     def over(cls, flat: torch.Tensor, layout: FlatLayout) -> FlatBuffer:
-        """Leaves over memory that already holds the values and is never released."""
+        """A buffer over memory that already holds the values and is never released."""
         with torch.inference_mode(False):
             buffer = cls(flat, layout, resizable=False)
             # An in-place change of one is no change of the others, and stays.
             buffer.views = [view.data for view in buffer.views]
-            buffer.make_leaves()
         return buffer
 
     def rank_by_rank(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -363,12 +358,6 @@ class FlatBuffer:
             if gradient is not None:
                 found[index] = _ranks_first(gradient, self.layout.slots[index], self.layout)
         return found
-
-    def make_leaves(self) -> None:
-        """Let every view collect a gradient of its own, if there are gradients of its dtype."""
-        collects = self.dtype.is_floating_point or self.dtype.is_complex
-        # Parameters, as programs that look at them in a forward expect.
-        self.views = [nn.Parameter(view, requires_grad=collects) for view in self.views]
 
     def attach(self) -> None:
         """Give the buffer memory, uninitialised, from the current stream's pool. Nothing happens if it has some."""

@@ -110,6 +110,10 @@ class Gradients:
         if cursor < self._layout.shard_numel:
             self._sizes.append(self._layout.shard_numel - cursor)
 
+    def let_go(self) -> None:
+        """Others take its place: what it delivered to goes with it, now, and not when garbage is collected."""
+        self._contributed = None
+
     @property
     def widens(self) -> bool:
         """Whether gradients are cast on their way into the reduction, or reduced whole."""

@@ -472,12 +472,13 @@ def pre_backward(
 def pre_backward_again(module_state: ModuleState, *_: Any) -> None:
     """A backward comes to what one with ``create_graph=True`` computed in the module state's backward.
 
-    All of that lies before what the forward computed, for all module states. So the parameters stay whole until the
-    module state's post-backward, and nothing is prefetched.
+    Threads count the nodes that they create by themselves, so autograd may run these behind some of the forward's. The
+    parameters stay whole until this backward ends.
     """
     root = module_state.step
     assert isinstance(root, Root)
     root.enter_backward()
+    module_state.differentiated_again = True
     module_state.pre_backward(prefetches=False)
 
 

@@ -78,7 +78,10 @@ class UnitMaster:
         self.permanent = same and not (self.parks or self.extended or self.forms)
         self._follow_ranks()
         self.originals = self._make_originals()
+        before: Gradients | None = getattr(self, "gradients", None)
         self.gradients = self._make_gradients()
+        if before is not None:
+            before.let_go()
         self._take_gradient_dtype(self.originals.tensors)
 
     def _take_gradient_dtype(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -129,6 +129,8 @@ class ModuleState:
         self.backward_state = BackwardState.NOT_REACHED
         #: Whether the module was training in the forward that the backward goes back through.
         self.trained_in_forward = True
+        #: Whether the backward that runs goes through what another one computed.
+        self.differentiated_again = False
         #: Whether other ranks may have gradients where this one has none, so that it reduces with them.
         self.joins_reduction = False
 
@@ -306,7 +308,7 @@ class ModuleState:
                     unit.retain()
             elif keeps:
                 unit.keep()
-            elif not self.entered:
+            elif not (self.entered or self.differentiated_again):
                 unit.reshard()
             if arrived:
                 step.accumulates = True
@@ -364,7 +366,7 @@ class ModuleState:
         self.recomputations = None
         self.backward_state = BackwardState.NOT_REACHED
         self.awaits_backward = False
-        self.joins_reduction = self.recomputed = False
+        self.joins_reduction = self.recomputed = self.differentiated_again = False
         for unit in self.units:
             if self.releases_after_backward:
                 unit.reshard()

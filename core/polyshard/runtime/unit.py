@@ -19,6 +19,7 @@ from operator import attrgetter
 from weakref import ref
 
 import torch
+from torch import nn
 
 from .. import _torch_private
 from ..errors import CollectiveError, ParameterError, ParameterMovedError
@@ -236,7 +237,7 @@ class Unit(UnitMaster):
         if gather is not None and gather.capabilities.fixed_addresses:
             return FlatBuffer.lease(self.layout, dtype, gather)
         rank, neighbours = self.ranks.shard_rank, self.neighbours
-        return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=rank, leaves=True, neighbours=neighbours)
+        return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=rank, gathers=True, neighbours=neighbours)
 
     def _renew_record(self) -> None:
         """Let gathers know of a change. Before ``prepare`` there is nothing to gather."""
@@ -276,7 +277,7 @@ class Unit(UnitMaster):
     def _bind(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
         self._renew_record()
-        self.leaves = list[torch.Tensor](self.originals.tensors if self.resident else buffer.views)
+        self.leaves = list(self.originals.tensors) if self.resident else self._leaves_over(buffer.views)
         for index, part in self._parts:
             self.leaves[index] = part.as_leaf(buffer.views[index])
         if self.packed and not self.resident:
@@ -288,6 +289,11 @@ class Unit(UnitMaster):
                 leaf.set_ = partial(_set_to_itself, ref(leaf), parameter)  # type: ignore[method-assign]
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
+
+    def _leaves_over(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What computes and collects gradients: parameters, as programs that look at them in a forward expect."""
+        with torch.inference_mode(False):
+            return [nn.Parameter(view, requires_grad=False) for view in views]
 
     def _with_versions(self) -> list[torch.Tensor]:
         """``versioned`` of its buffer."""

@@ -1,4 +1,4 @@
-"""Private names of torch that a trace needs, each with what makes it so. Looked at in torch 2.11 to 2.13."""
+"""Private names of torch that a trace needs, each with what makes it so. Looked at in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 

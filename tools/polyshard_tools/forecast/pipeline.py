@@ -454,17 +454,8 @@ class _TracedRank:
         if part.number > 0:
             recorder.transfer(Operation.RECEIVE, part.arriving[index].nbytes, self._neighbours, 1)
             given = part.arriving[index].detach().requires_grad_(part.arriving[index].is_floating_point())
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with _causes():
-                output = part.stage.forward_one_chunk(index, args, kwargs)
-            # Kept for torch's own order of backwards.
-            part.stage.fwd_cache.clear()
-            part.stage.output_chunks.clear()
-            return output
-
-        args = first if given is None else (given,)
-        return part.model.forward(Batch(args, batch.kwargs if ends else {}), call, ends=ends), given
+        inputs = Batch(first if given is None else (given,), batch.kwargs if ends else {})
+        return part.model.forward(inputs, part.stage.forward_maybe_with_nosync, ends=ends), given
 
     def _backward(self, part: _Part, index: int, output: torch.Tensor, given: torch.Tensor | None) -> None:
         asked: dict[str, Any] = {"stage_output": output, "output_grads": None, "input_values": []}
@@ -476,8 +467,11 @@ class _TracedRank:
             asked |= {"stage_output": (output,), "output_grads": (gradient,)}
 
         def call() -> None:
-            with _causes():
+            try:
                 part.stage.backward_maybe_with_nosync("full", asked)
+            except RuntimeError as error:
+                # Torch's stages wrap what a backward raised.
+                raise error.__cause__ or error from None
 
         part.model.backward(call)
 
@@ -508,15 +502,6 @@ class _TracedRank:
             **of_step(step),
             **common,
         )
-
-
-@contextmanager
-def _causes() -> Iterator[None]:
-    """Raise what a forward or a backward raised, which torch's stages wrap."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise error.__cause__ or error from None
 
 
 @contextmanager
