@@ -31,20 +31,30 @@ class Beside:
         self._servers: dict[str, subprocess.Popen[str]] = {}
         self._home = tempfile.TemporaryDirectory()
 
-    def compare(self, folder: Path, ranks: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+    def compare(
+        self, folder: Path, ranks: int, function: Callable[..., Any], launcher: Sequence[str] = (), **arguments: Any
+    ) -> list[Any]:
         """Run ``function(**arguments)`` on ``ranks`` ranks over each engine, in ``folder / engine``; what ranks show.
 
-        ``{other}`` in an argument becomes the name of the other engine. Fails where any rank shows anything else over
-        polyshard than over torch; returns what each showed.
+        ``{other}`` in an argument becomes the name of the other engine. Ranks are forked, or are processes of
+        ``python -m launcher``. Fails where any rank shows anything else over polyshard than over torch; returns what
+        each showed.
         """
         request = {"function": function.__name__, "ranks": ranks, "arguments": arguments, "limit": LIMIT}
+        answers = {}
         for engine, other in zip(ENGINES, reversed(ENGINES), strict=True):
             here = folder / engine
             here.mkdir(parents=True)
             line = json.dumps({**request, "folder": str(here)}).replace("{other}", other)
-            print(line, file=self._server(engine).stdin, flush=True)
-        answers = {engine: self._answer(engine) for engine in ENGINES}
+            if launcher:
+                command, environment = self._command(engine)
+                launched = [command[0], "-m", *launcher, *command[1:]]
+                ended = subprocess.run(launched, env={**environment, "REQUEST": line}, timeout=LIMIT, check=False)
+                answers[engine] = [str(ended.returncode)] * ranks
+            else:
+                print(line, file=self._server(engine).stdin, flush=True)
         for engine in ENGINES:
+            answers[engine] = answers.get(engine) or self._answer(engine)
             assert answers[engine] == ["0"] * ranks, told(folder / engine, f"{engine}: ranks ended {answers[engine]}")
         control, moved = ([load(folder / engine, rank) for rank in range(ranks)] for engine in ENGINES)
         found = list(differences(control, moved, "rank "))
@@ -58,17 +68,17 @@ class Beside:
             server.communicate()
         self._home.cleanup()
 
+    def _command(self, engine: str) -> tuple[list[str], dict[str, str]]:
+        moved = self._moved if engine == "polyshard" else ()
+        folder = {"HF_HOME": self._home.name, "TORCHINDUCTOR_CACHE_DIR": self._home.name}
+        command = [sys.executable, str(Path(__file__).with_name("ranks.py")), self._file, *moved]
+        return command, {**os.environ, **OFFLINE, **folder, "ENGINE": engine}
+
     def _server(self, engine: str) -> subprocess.Popen[str]:
         if engine not in self._servers:
-            moved = self._moved if engine == "polyshard" else ()
-            folder = {"HF_HOME": self._home.name, "TORCHINDUCTOR_CACHE_DIR": self._home.name}
-            command = [sys.executable, str(Path(__file__).with_name("ranks.py")), self._file, *moved]
+            command, environment = self._command(engine)
             self._servers[engine] = subprocess.Popen(
-                command,
-                env={**os.environ, **OFFLINE, **folder, "ENGINE": engine},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         return self._servers[engine]
 

@@ -1,6 +1,7 @@
 """Forks the ranks of a trainer: ``python ranks.py FILE [DROP-IN ...]``, with a request in each line of standard input.
 
-``beside.Beside`` starts it, over torch's own FSDP without a drop-in, and over polyshard with some.
+``beside.Beside`` starts it, over torch's own FSDP without a drop-in, and over polyshard with some. Under a launcher it is
+one rank, and its request is ``REQUEST``.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 
 def main(file: str, *moved: str) -> None:
-    """Answer each request with the exit codes of its ranks."""
+    """Answer each request with the exit codes of its ranks, or be a rank of one."""
     for name in moved:
         importlib.import_module(name).install()
     trainer = importlib.import_module(Path(file).stem)
     trainer.prepare()
+    if "REQUEST" in os.environ:
+        request = json.loads(os.environ["REQUEST"])
+        _rank(int(os.environ["RANK"]), request, getattr(trainer, request["function"]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -63,6 +67,14 @@ def _fork(rank: int, port: int, request: dict[str, Any], function: Any) -> int:
     pid = os.fork()
     if pid:
         return pid
+    ranks = str(request["ranks"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    _rank(rank, request, function)
+
+
+def _rank(rank: int, request: dict[str, Any], function: Any) -> NoReturn:
+    """Be a rank: what it shows is in ``shown.RANK``, what it says in ``log.RANK``."""
     code = 1
     try:
         os.chdir(request["folder"])
@@ -70,9 +82,6 @@ def _fork(rank: int, port: int, request: dict[str, Any], function: Any) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.enable()
-        ranks = str(request["ranks"])
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         torch.save(function(**request["arguments"]), f"shown.{rank}")
         code = 0
     except BaseException:
