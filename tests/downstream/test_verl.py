@@ -12,8 +12,16 @@ import shown
 import torch
 import torch.distributed as dist
 from beside import Beside, differences
+from torch.distributed.fsdp import _init_utils
 
 RANKS = Beside(__file__, "polyshard_fsdp2", "polyshard_fsdp")
+
+
+class Device(str):
+    """A CPU where verl names a device by its number alone, and number 0 where it writes this behind the kind."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
 
 
 def prepare() -> None:
@@ -25,13 +33,13 @@ def prepare() -> None:
         **dict.fromkeys(["empty_cache", "synchronize", "reset_peak_memory_stats"], lambda *_: None),
         **dict.fromkeys(["memory_allocated", "memory_reserved", "max_memory_allocated"], lambda *_: 0),
         **dict.fromkeys(["max_memory_reserved"], lambda *_: 0),
-        **{"current_device": lambda: torch.device("cpu"), "device_count": lambda: 1, "is_available": lambda: False},
+        **{"current_device": lambda: Device("cpu"), "device_count": lambda: 1, "is_available": lambda: False},
         **{"mem_get_info": lambda *_: (0, 0), "manual_seed": torch.manual_seed, "manual_seed_all": torch.manual_seed},
         **{"get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state},
     )
     answers = {
         "is_available": True,
-        "current_device": torch.device("cpu"),
+        "current_device": Device("cpu"),
         "device_count": 1,
         "get_device_capability": (None, None),
         "communication_backend_name": "gloo",
@@ -45,9 +53,15 @@ def prepare() -> None:
     names = {"device_name": "cpu", "vendor_name": "cpu", "device_module": device}
     platform = platform_manager.PlatformRegistry.register(platform="cpu")(type("CPU", (PlatformBase,), asked | names))
     platform_manager.set_platform(platform())
+    # Torch's FSDP broadcasts from a GPU alone.
+    _init_utils._check_module_states_for_sync_module_states = lambda _: None
     import peft
     import transformers.models.llama.modeling_llama
     import verl.workers.engine.fsdp.transformer_impl
+    from verl.models.transformers import monkey_patch
+
+    # It does without TRL, and looks for a name in one that is there, which TRL 1.16 has not.
+    monkey_patch.is_trl_available = lambda: False
 
 
 def train(strategy: str, model: str, lora: bool, settings: dict[str, Any], resume: str | None = None) -> Any:
