@@ -21,8 +21,14 @@ from .planning.answers import dtypes_of
 from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors
 from .planning.groups import UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
-from .planning.parts import TensorPart, is_dtensor, local_of, plain_parameter
-from .planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, refuse_embedding
+from .planning.parts import LeafForm, ParameterPlace, TensorPart, dtensor_leaf, is_dtensor, local_of, plain_parameter
+from .planning.plan import (
+    MODULE_STATE_ATTRIBUTE,
+    GroupedModules,
+    ManagedParameter,
+    parameters_to_shard,
+    refuse_embedding,
+)
 from .planning.values import send_from_first
 from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
 from .runtime.boundary import watch_output

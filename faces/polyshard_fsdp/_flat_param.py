@@ -297,7 +297,7 @@ def _find(params: Sequence[nn.Parameter], module: nn.Module, rank: int) -> list[
     for each, places in sites.items():
         part = TensorPart.of(each, names[each][0], rank)
         original = each if part is None else plain_parameter(each)
-        found.append(ManagedParameter(original, tuple(names[each]), tuple(places), part))
+        found.append(ManagedParameter(original, tuple(names[each]), tuple(places), part, part))
     return found
 
 

@@ -94,7 +94,7 @@ class FlatUnit(Unit):
             reshard=reshard,
             parks=offload.capabilities.parks,
         )
-        if self._parts:
+        if self._leaf_forms:
             # Other ranks have parts of other sizes where tensor parallelism does not cut evenly.
             self.launch_numel = sum(
                 slot.numel if each.part is None else each.part.largest_numel

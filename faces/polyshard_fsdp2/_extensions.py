@@ -28,8 +28,10 @@ def placed_unit(
 class PlacedExtendedUnit(ExtendedUnit, PlacedUnit):
     """The parameters of one ``fully_shard`` call that gather themselves."""
 
-    def __init__(self, *args: Any, placed: Placed, **kwargs: Any) -> None:
-        mesh = placed.mesh
+    def __init__(
+        self, spec: Any, layout: Any, parameters: Sequence[Any], *args: Any, placed: Placed, **kwargs: Any
+    ) -> None:
+        mesh = placed.placings[parameters[0].names[0]].over.mesh
         if mesh.ndim == 2:
             assert mesh.mesh_dim_names is not None
             mesh = mesh[mesh.mesh_dim_names[1]]
@@ -38,7 +40,7 @@ class PlacedExtendedUnit(ExtendedUnit, PlacedUnit):
         known = torch_fsdp.MixedPrecisionPolicy.__dataclass_fields__
         settings = {name: value for name, value in vars(placed.policy).items() if name in known}
         self.arguments = ExtensionArguments(mesh, torch_fsdp.MixedPrecisionPolicy(**settings))
-        super().__init__(*args, placed=placed, **kwargs)
+        super().__init__(spec, layout, parameters, *args, placed=placed, **kwargs)
 
     def _make_originals(self) -> MasterViews:
         return ExtendedParameters(self)

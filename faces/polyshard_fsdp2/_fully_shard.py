@@ -17,13 +17,14 @@ from polyshard.errors import (
     ConfigTypeError,
     ParameterError,
 )
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, root_of
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, parameters_to_shard, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ._meshes import DataMesh, data_mesh, places_of, placings_of
 from ._parameters import Placed
-from ._settings import config_for, dims_of, mesh_for
+from ._settings import config_for
 from ._state import STATE_ATTRIBUTE, Asked, State, state_of, states_in, together
 from ._torch_private import note_composed
 from .fsdp_module import FSDPModule, class_of
@@ -58,14 +59,16 @@ def fully_shard(
     Args:
         module: A module, or a list of modules, which are one group: gathered when the first of them runs, released when
             each has run. Another sharded module contains all of them. Those inside others of the list count with these.
-        mesh: One dimension to shard over, or two: (replicate, shard). All ranks where None.
+        mesh: One dimension to shard over, or two: (replicate, shard). All ranks where None. With ``dp_mesh_dims`` the
+            whole mesh that parameters are ``DTensor`` on.
         reshard_after_forward: Whether parameters are released after forward. None: but for the outermost module's.
         shard_placement_fn: May answer ``Shard(n)`` for a parameter, whose dimension ``n`` the ranks divide, where not
-            ``Shard(0)``.
+            ``Shard(0)``; or torch's ``ShardPlacementResult``, with a mesh of its own.
         mp_policy: Dtypes.
         offload_policy: Where shards live between uses; None for where they compute.
         ignored_params: Parameters that stay as they are.
-        dp_mesh_dims: Refused.
+        dp_mesh_dims: Which dimensions of ``mesh`` parameters are sharded and replicated over; on these they are
+            replicated before, or known as ``R`` to ``spmd_types``.
 
     Raises:
         ConfigError, UnsupportedError: an argument cannot be honoured.
@@ -77,7 +80,7 @@ def fully_shard(
     with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
         _shard(
             modules,
-            mesh_for(mesh, dp_mesh_dims),
+            data_mesh(mesh, dp_mesh_dims),
             reshard_after_forward,
             shard_placement_fn,
             mp_policy,
@@ -89,7 +92,7 @@ def fully_shard(
 
 def _shard(
     modules: Sequence[nn.Module],
-    over: DeviceMesh,
+    over: DataMesh,
     reshard_after_forward: bool | int | None,
     shard_placement_fn: Callable[[nn.Parameter], object] | None,
     mp_policy: MixedPrecisionPolicy,
@@ -106,8 +109,10 @@ def _shard(
     named = _unsharded_parameters(module, ignored)
     _refuse_sharded_elsewhere(modules[0], named)
     _refuse_unplaced(named)
-    dims = dims_of(named.items(), shard_placement_fn, over.size(over.ndim - 1))
-    state = State(tuple(modules), Asked(settings(dims), ignored, Placed(over, dims, mp_policy)))
+    placings = placings_of(named.items(), shard_placement_fn, over)
+    dims = {name: its.dim for name, its in placings.items() if its.dim}
+    places = places_of(named, placings, over)
+    state = State(tuple(modules), Asked(settings(dims), ignored, Placed(placings, mp_policy), places))
     state.cut()
     _replaced.update(dict.fromkeys(named.values(), ref(modules[0])))
     for each in modules:
@@ -170,18 +175,15 @@ def _modules(module: object) -> list[nn.Module]:
 
 
 def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What ``fully_shard(module)`` is to shard, by name."""
+    """What ``fully_shard(module)`` is to shard, by the names that the engine has for it."""
     inside = {
         parameter
         for inner in module.modules()
         if MODULE_STATE_ATTRIBUTE in inner.__dict__ or state_of(inner) is not None
         for parameter in inner.parameters()
     }
-    return {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if parameter not in ignored and parameter not in inside
-    }
+    found = parameters_to_shard(module, ignored_parameters=ignored)
+    return {name: parameter for parameter, name in found.items() if parameter not in inside}
 
 
 def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter]) -> None:

@@ -28,23 +28,20 @@ from polyshard.extension import (
     replaced_parameters,
 )
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from . import _torch_private
+from ._meshes import Placing
 
 _is_trained = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The mesh of one ``fully_shard`` call, and how parameters lie on it."""
+    """How the parameters of one ``fully_shard`` call lie."""
 
-    mesh: DeviceMesh
-    """``[shard]``, or ``[replicate, shard]``."""
-    dims: Mapping[str, int]
-    """The dimension along which a parameter is cut, by its name in the module, where that is not 0."""
+    placings: Mapping[str, Placing]
+    """By their names in the module."""
     policy: object
     """The ``MixedPrecisionPolicy`` of the call."""
 
@@ -53,20 +50,10 @@ class Placed:
 
         ``whole``: of its shape and strides, those of its local tensor where tensor parallelism cut it before.
         """
-        part, dim = parameter.part, self.dims.get(parameter.names[0], 0)
-        if part is None:
-            placements: tuple[Placement, ...] = (Shard(dim),)
-            mesh, shape, stride = self.mesh, tuple(whole.shape), whole.stride()
-        else:
-            # The dimensions to the right cut first, so where they cut the same dimension these parts are strided.
-            factor = 1
-            for size, each in zip(part.mesh.shape, part.placements, strict=True):
-                factor *= size if each.is_shard(dim) else 1
-            cut = _torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
-            placements = (cut, *part.placements)
-            mesh, shape, stride = _torch_private.joined_mesh([self.mesh, part.mesh]), part.shape, part.stride
-        if self.mesh.ndim == 2:
-            placements = (Replicate(), *placements)
+        its, part = self.placings[parameter.names[0]], parameter.part
+        known = part if its.leaf is None else its.leaf
+        mesh, placements = its.over.placed(its.dim, () if its.leaf is None else its.leaf.placements, part)
+        shape, stride = (whole.shape, whole.stride()) if known is None else (known.shape, known.stride)
         return _torch_private.spec_of(mesh, placements, shape, stride, whole.dtype)
 
 
@@ -316,7 +303,7 @@ class PlacedParameters(MasterViews):
         whole = torch.empty_strided(slot.shape, slot.stride, dtype=view.dtype, device="meta")
         spec = unit.placed.spec_of(parameter, whole)
         placed = nn.Parameter(_torch_private.dtensor_over(view, spec), requires_grad=before.requires_grad)
-        if parameter.part is None:
+        if parameter.leaf is None:
             # What a parameter that gathers itself is made of would stay whole.
             whole_ones = [key for key, value in vars(before).items() if isinstance(value, torch.Tensor)]
             _keep_attributes(placed, vars(before), whole_ones if parameter.extended else ())

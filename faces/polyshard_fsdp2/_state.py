@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from polyshard.extension import (
     GroupedModules,
     HintedOrder,
     ModuleState,
+    ParameterPlace,
     Request,
     Reshard,
     Root,
@@ -43,6 +44,7 @@ class Asked:
     config: ShardConfig
     ignored: Collection[nn.Parameter]
     placed: Placed
+    places: Mapping[nn.Parameter, ParameterPlace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class State(TorchState):
                     (),
                     self.asked.ignored,
                     composes=True,
+                    placed=self.asked.places,
                     make_unit=partial(placed_unit, self.asked.placed),
                     stays_on_meta=True,
                 )

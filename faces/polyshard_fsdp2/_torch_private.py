@@ -136,6 +136,15 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def flat_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The dimensions ``names`` of ``mesh`` as one, under the name that torch's FSDP2 gives it."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    flatten: Any = mesh[names]._flatten
+    made: DeviceMesh = flatten("_".join(names))
+    return made
+
+
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """The mesh with the dimensions of all ``meshes``, which are slices of one mesh."""
     join: Any = DeviceMesh._concatenate

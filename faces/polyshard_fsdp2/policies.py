@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from polyshard.errors import ConfigError
 from torch import nn
 
 
@@ -40,9 +41,28 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dimensions of a mesh of several parallelisms are for data. ``fully_shard`` refuses it by name."""
+    """Which dimensions of a mesh of several parallelisms are for data."""
 
     shard: str | tuple[str, ...] | None = None
-    """Names of the dimensions to shard over."""
+    """Names of the dimensions to shard over; several count as one."""
     replicate: str | tuple[str, ...] | None = None
     """Names of the dimensions to replicate over."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError: both are None."""
+        if self.shard is None and self.replicate is None:
+            raise ConfigError(
+                "At least one of shard or replicate must be set in DataParallelMeshDims. Name a dimension of the mesh."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)

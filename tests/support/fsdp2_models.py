@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from parity import seed_all
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -238,6 +240,24 @@ def alike(ours: Any, theirs: Any, where: str = "", **tolerance: float) -> None:
         torch.testing.assert_close(ours, theirs, msg=lambda text: f"{where}: {text}", **tolerance)
     else:
         assert ours == theirs, where
+
+
+def carried(folder: str, trained: Callable[[ModuleType, int, int], tuple[nn.Module, torch.optim.Optimizer]]) -> None:
+    """Each face loads what the other saved, model and optimizer, bit for bit: ``trained(face, seed, steps)``."""
+    whole = StateDictOptions(full_state_dict=True)
+    for saves, loads in (FACES, FACES[::-1]):
+        path = f"{folder}/{saves.__name__}"
+        model, optimizer = trained(saves, 1, 2)
+        wanted = get_state_dict(model, optimizer, options=whole)
+        one, other = get_state_dict(model, optimizer)
+        dcp.save({"model": one, "optimizer": other}, checkpoint_id=path)
+        model, optimizer = trained(loads, 2, 1)
+        one, other = get_state_dict(model, optimizer)
+        dcp.load({"model": one, "optimizer": other}, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=one, optim_state_dict=other)
+        found = get_state_dict(model, optimizer, options=whole)
+        same(found[0], wanted[0], rtol=0, atol=0)
+        same(found[1]["state"], wanted[1]["state"], rtol=0, atol=0)
 
 
 class Mlp(nn.Module):

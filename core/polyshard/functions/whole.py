@@ -287,14 +287,15 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
             module, key = parameter.sites[0]
             current = module._parameters.get(key)
             view = view_of(whole, slot.shape, slot.stride, slot.offset)
-            shape = slot.shape if parameter.part is None else parameter.part.shape
+            placed = current is not None and is_dtensor(current)
+            shape = parameter.part.shape if placed and parameter.part is not None else slot.shape
             if current is None or tuple(current.shape) != shape:
                 got = None if current is None else tuple(current.shape)
                 raise ParameterChangedError(
                     f"Cannot writeback when the parameter shape changes\nExpects {shape} but got {got} for "
                     f"'{parameter.names[0]}' on rank {unit.ranks.world.rank}. Keep the whole shape."
                 )
-            own = current if parameter.part is None else local_of(current)
+            own = local_of(current) if placed else current
             if parameter.packed is not None and not parameter.packed.adopt(own):
                 raise ParameterChangedError(
                     f"'{parameter.names[0]}', a {parameter.packed.cls.__name__}, was replaced by a "
@@ -344,7 +345,7 @@ def _expose_whole(unit: Unit) -> torch.Tensor:
             flat = flat.clone()
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
             view = view_of(flat, slot.shape, slot.stride, slot.offset)
-            _show_whole(parameter, view if parameter.part is None else parameter.part.as_leaf(view))
+            _show_whole(parameter, view if parameter.leaf is None else parameter.leaf.as_leaf(view))
     return flat
 
 

@@ -77,7 +77,7 @@ def weights_in(unit: UnitSpec, layout: FlatLayout, compute: torch.dtype) -> tupl
 
 def _may_be_formed(parameter: ManagedParameter) -> bool:
     original: Any = parameter.original
-    if parameter.part is not None or parameter.extended or len(parameter.sites) > 1:
+    if parameter.leaf is not None or parameter.extended or len(parameter.sites) > 1:
         return False
     module, attribute = parameter.sites[0]
     return (

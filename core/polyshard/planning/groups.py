@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
@@ -15,6 +15,9 @@ from ..interfaces import COMPLETED, BufferRole, Collectives, RankAndSize, Reduce
 from .answers import issued
 from .meshes import Groups, UnitLists, WorldMesh, divisor_of, lists_of, override_lists, world_mesh
 from .parts import TensorPart
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class UnitRanks:
     of them hold copies."""
     place: int = 0
     """Which is this rank's of the groups in ``world`` that have other parameters, or copies."""
+    lists: UnitLists | None = field(default=None, compare=False, repr=False)
+    """All ranks of ``world``, as they were planned; None where they were not."""
 
     @classmethod
     def over(cls, world: Collectives, owner: Collectives | None, replicate: Collectives | None, **more: Any) -> Self:
@@ -207,6 +212,23 @@ def group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedRanks:
+    """The ranks of a unit by number, before any group of them is made."""
+
+    lists: UnitLists
+    divisor: float | None = None
+    """What the sum of its gradients is divided by; None for a mean."""
+    scope: tuple[int, ...] | None = None
+    """The ranks of the model that have the same plain parameters, those of its own groups; None for all."""
+    post_forward_size: int | None = None
+    """How many ranks gather it for backward, each from the part that it kept; None for all that share it."""
+
+    @property
+    def shards(self) -> int:
+        return len(self.lists.shard[0])
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRanks:
     """The ranks of a model by number, before any group of them is made. Those of each unit follow from them."""
 
@@ -236,24 +258,36 @@ class ModelRanks:
         strategy = Strategy.NO_SHARD if cut.data_ranks == 1 else config.strategy
         return cls(strategy, lists_of(config, strategy, mesh), cut, config, mesh)
 
-    def of_unit(self, overrides: Mapping[str, Any], module: str) -> tuple[UnitLists, float | None]:
-        """The ranks of the units of ``module``, and their divisor; None for a mean over them.
+    def of_unit(
+        self, overrides: Mapping[str, Any], mesh: DeviceMesh | None, module: str, rank: int, *, reads: bool
+    ) -> PlannedRanks:
+        """The ranks of a unit of ``module``. ``mesh``: of its parameters alone, who have a mean over that then.
 
-        Raises ConfigError: the ``mesh`` that a policy gave it is none of this model's.
+        ``reads``: whether it is gathered for backward.
+
+        Raises ConfigError: ``mesh``, or what a policy gave the module, is none of this model's; or the number of ranks
+        that gather it for backward does not divide that of its shards.
         """
         choice = overrides.get("gradient_divisor")
-        value = overrides.get("mesh")
-        if value is None:
-            return self.lists, None if choice is None else divisor_of(choice, self.lists, self.cut)
-        where = f"The mesh of '{module or '(root)'}'"
-        mesh = self.mesh
-        if mesh is None:
-            if self.config.mesh is None:
-                raise ConfigError(f"{where} needs the model's own. Give it: ShardConfig(mesh=..., shard=...).")
-            mesh = world_mesh(self.config.mesh)
-        own = override_lists(mesh, self.cut, value, self.config.replicate or (), where)
-        divisor = divisor_of("data" if choice is None else choice, own, self.cut)
-        return own.whole() if self.strategy is Strategy.NO_SHARD else own, divisor
+        value = overrides.get("mesh") if mesh is None else mesh
+        lists, divisor, scope = self.lists, None, None
+        if value is not None:
+            where = f"The mesh of '{module or '(root)'}'"
+            world = self.mesh
+            if world is None:
+                if self.config.mesh is None:
+                    raise ConfigError(f"{where} needs the model's own. Give it: ShardConfig(mesh=..., shard=...).")
+                world = world_mesh(self.config.mesh)
+            replicate = () if mesh is not None else self.config.replicate or ()
+            lists = override_lists(world, self.cut, value, replicate, where)
+            scope = lists.of(rank)
+        if mesh is None and (choice is not None or value is not None):
+            divisor = divisor_of("data" if choice is None else choice, lists, self.cut)
+        if mesh is None and value is not None and self.strategy is Strategy.NO_SHARD:
+            lists = lists.whole()
+        releases = overrides.get("reshard_after_forward", self.config.reshard_after_forward)
+        size = _post_forward_size(releases, len(lists.shard[0]), module, rank)
+        return PlannedRanks(lists, divisor, scope, size if reads else None)
 
     @property
     def batch_lists(self) -> list[list[int]]:
@@ -298,7 +332,7 @@ def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tup
     return rows, [list(column) for column in zip(*rows, strict=True)]
 
 
-def post_forward_size(releases: object, shards: int, module: str, rank: int) -> int | None:
+def _post_forward_size(releases: object, shards: int, module: str, rank: int) -> int | None:
     """How many ranks gather units of ``module`` for backward where ``reshard_after_forward`` is ``releases``.
 
     None for all that share their ``shards``, or none.
@@ -319,10 +353,7 @@ def post_forward_size(releases: object, shards: int, module: str, rank: int) -> 
 class FormedGroups:
     """The communicators of a model's units, one for each set of ranks. All ranks make them, in one order."""
 
-    def __init__(
-        self, ranks: ModelRanks, units: Iterable[tuple[UnitLists, float | None, int | None]], world: Collectives
-    ) -> None:
-        """``units``: the ranks of the units of each module, their divisor, and how many gather them for backward."""
+    def __init__(self, ranks: ModelRanks, units: Iterable[PlannedRanks], world: Collectives) -> None:
         self.world = world
         self._lists = ranks.lists
         #: Those that were made here, in order; not ``world``.
@@ -330,14 +361,15 @@ class FormedGroups:
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives | None] = {}
         self._ranks: dict[tuple[int, float | None], UnitRanks] = {}
         #: The ranks of units without a mesh of their own.
-        self.model = self.of(ranks.lists, None)
-        for lists, divisor, size in units:
-            self.of(lists, divisor)
-            self.neighbours(lists, size)
+        self.model = self.of(PlannedRanks(ranks.lists))
+        for each in units:
+            self.of(each)
+            self.neighbours(each)
         #: Ranks that get the same samples as this one, and have other parts of the model; None where there are none.
         self.batch = self._group(ranks.batch_lists)
 
-    def of(self, lists: UnitLists, divisor: float | None) -> UnitRanks:
+    def of(self, planned: PlannedRanks) -> UnitRanks:
+        lists, divisor = planned.lists, planned.divisor
         found = self._ranks.get((id(lists), divisor))
         if found is None:
             owner, replicate = self._group(lists.shard), self._group(lists.replicate)
@@ -346,16 +378,35 @@ class FormedGroups:
             joined = lists.whole().replicate if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
             found = UnitRanks.over(
-                self.world, owner, replicate, divisor=divisor, label=lists.label, spread=spread, place=place
+                self.world,
+                owner,
+                replicate,
+                divisor=divisor,
+                label=lists.label,
+                spread=spread,
+                place=place,
+                lists=lists,
             )
             # Units with equal ranks have one record, by which their launches are brought together.
             found = next((each for each in self._ranks.values() if each == found), found)
             self._ranks[id(lists), divisor] = found
         return found
 
-    def neighbours(self, lists: UnitLists, size: int | None) -> Collectives | None:
-        """The ``size`` ranks, of those that share shards of a unit, that this one is among; None for no such group."""
-        return None if size is None else self._group(lists.neighbours(size))
+    def of_joining(self, ranks: UnitRanks) -> UnitRanks:
+        """Those of this model that are as ``ranks``, of a unit that joins it: equal ones have one record."""
+        assert ranks.lists is not None
+        lists, divisor = ranks.lists, ranks.divisor
+        for each in self._ranks.values():
+            same = each.lists is not None and (each.lists.shard, each.lists.replicate) == (lists.shard, lists.replicate)
+            if same and each.divisor == divisor:
+                return each
+        found = self._ranks[id(lists), divisor] = replace(ranks, world=self.world)
+        return found
+
+    def neighbours(self, planned: PlannedRanks) -> Collectives | None:
+        """The ranks that gather a unit for backward, and this one is among; None for all that share it."""
+        size = planned.post_forward_size
+        return None if size is None else self._group(planned.lists.neighbours(size))
 
     def _group(self, rank_lists: Groups) -> Collectives | None:
         """This rank's group of ``rank_lists``; None for a group of one."""

@@ -144,12 +144,15 @@ def world_mesh(mesh: DeviceMesh | WorldMesh, others: Iterable[DeviceMesh] = ()) 
     world_ranks(mesh)
     slices, names = _slices_of(mesh), _names_of(mesh)
     first = int(mesh.mesh.flatten()[0])
-    further = [each for other in others for each in _dimensions(other)]
     # The largest first: a dimension that was made of others has them inside.
-    for name, groups in sorted(further, key=lambda each: -len(each[1][0])):
-        if _inside(groups, [world.flatten().tolist() for world in slices]):
-            continue
-        slices, names = _extended(slices, name, groups), (*names, name)
+    further = sorted((each for other in others for each in _dimensions(other)), key=lambda each: -len(each[1][0]))
+    while further := [each for each in further if not _inside(each[1], slices.flatten(1).tolist())]:
+        # Experts may lie along ``mesh`` and along another dimension, and are inside behind that one.
+        fits = ((name, made) for name, groups in further if (made := _extended(slices, groups)) is not None)
+        name, made = next(fits, (further[0][0], None))
+        if made is None:
+            raise _not_orthogonal(*further[0], slices)
+        slices, names = made, (*names, name)
     own = next(index for index, world in enumerate(slices) if first in world)
     return WorldMesh(slices, names, own)
 
@@ -230,8 +233,10 @@ def _override_lists(
     axes = [_axis(world.names, name) for name in replicate]
     replicas = _rows(_table(world, axes, ()))
     if value.ndim == 1 and replicate and not _inside(replicas, table.flatten(0, 1).tolist()):
-        table = _extended(table[:, 0], " and ".join(replicate), replicas).movedim(2, 1)
-        label = (*replicate, *label)
+        made = _extended(table[:, 0], replicas)
+        if made is None:
+            raise _not_orthogonal(" and ".join(replicate), replicas, table[:, 0])
+        table, label = made.movedim(2, 1), (*replicate, *label)
     lists = _from_table(table, world, _label(label[-1:], label[:-1]))
     for mine, theirs in itertools.product((lists.shard, lists.replicate), (model.shard, model.replicate)):
         if not _orthogonal(mine, theirs):
@@ -390,8 +395,8 @@ def _dimensions(mesh: DeviceMesh) -> list[tuple[str, Groups]]:
     return found
 
 
-def _extended(slices: torch.Tensor, name: str, groups: Groups) -> torch.Tensor:
-    """``[slices, *dimensions]`` with one more dimension, of ``groups``."""
+def _extended(slices: torch.Tensor, groups: Groups) -> torch.Tensor | None:
+    """``[slices, *dimensions]`` with one more dimension, of ``groups``; None where they are not orthogonal to it."""
     group_of = {rank: each for each in groups for rank in each}
     made: dict[tuple[int, ...], torch.Tensor] = {}
     lines = {tuple(each) for each in slices.flatten(1).tolist()}
@@ -399,11 +404,11 @@ def _extended(slices: torch.Tensor, name: str, groups: Groups) -> torch.Tensor:
         ranks = each.flatten().tolist()
         world = torch.tensor([group_of[rank] for rank in ranks]) if group_of.keys() >= set(ranks) else None
         if world is None or any(tuple(line) not in lines for line in world.t().tolist()):
-            raise _not_orthogonal(name, groups, slices)
+            return None
         made.setdefault(tuple(world.flatten().tolist()), world.view(*each.shape, -1))
     members = [rank for world in made for rank in world]
     if len(set(members)) != len(members):
-        raise _not_orthogonal(name, groups, slices)
+        return None
     return torch.stack(list(made.values()))
 
 

@@ -7,6 +7,7 @@ gathered local tensors, so that operations find the mesh and the placements that
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -34,8 +35,33 @@ def is_dtensor(value: object) -> bool:
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
+class LeafForm(ABC):
+    """What modules compute with in the place of a gathered parameter's view, where that is no plain tensor."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def as_leaf(self, local: torch.Tensor) -> torch.Tensor:
+        """A leaf over the memory of ``local``, to compute with."""
+
+    @abstractmethod
+    def own(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of ``value``, a gradient of that leaf. Ranks may meet in it, in one order on all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlace:
+    """What a face says of one parameter that its module and its class do not."""
+
+    mesh: DeviceMesh | None = None
+    """Over which its unit is cut: of one dimension, or (replicate, shard). None for the model's own."""
+    part: TensorPart | None = None
+    leaf: LeafForm | None = None
+    """What computes, where that is another form than that of ``part``; the parameter's class says both where None."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
-class TensorPart:
+class TensorPart(LeafForm):
     """The part of a whole tensor that one parameter of this rank is, as its ``DTensor`` said."""
 
     mesh: DeviceMesh
@@ -125,14 +151,8 @@ class TensorPart:
         return whole
 
     def as_leaf(self, local: torch.Tensor) -> torch.Tensor:
-        """A ``DTensor`` leaf over the memory of ``local`` (``sizes``), to compute with."""
-        from torch.distributed.tensor import DTensor
-
-        with torch.inference_mode(False), torch.no_grad():
-            leaf = DTensor.from_local(
-                local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
-            )
-        return leaf.requires_grad_(local.requires_grad)
+        """A ``DTensor`` over the memory of ``local`` (``sizes``)."""
+        return dtensor_leaf(local, self.mesh, self.placements, self.shape, self.stride)
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor of which ranks have ``local`` (``sizes``) each. Every rank of ``mesh`` calls it."""
@@ -150,6 +170,20 @@ class TensorPart:
         if placed.placements != self.placements:
             placed = placed.redistribute(self.mesh, self.placements)
         return local_of(placed)
+
+
+def dtensor_leaf(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A ``DTensor`` leaf of ``shape`` over the memory of ``local``, trained where that is."""
+    from torch.distributed.tensor import DTensor
+
+    with torch.inference_mode(False), torch.no_grad():
+        placed = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+        # As the views of plain parameters are.
+        return nn.Parameter(placed, requires_grad=local.requires_grad)
 
 
 @torch.no_grad()
@@ -204,8 +238,8 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def plain_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of this rank's part of ``parameter``, a ``DTensor``, with the user's attributes of it."""
-    local = local_of(parameter)
+    """A parameter of this rank's part of ``parameter``, ``DTensor`` or not, with the user's attributes of it."""
+    local = local_of(parameter) if is_dtensor(parameter) else parameter
     plain = nn.Parameter(local.detach(), requires_grad=parameter.requires_grad)
     plain.__dict__.update({key: value for key, value in vars(parameter).items() if not key.startswith("_")})
     for hook in _torch_private.post_accumulate_grad_hooks(parameter):

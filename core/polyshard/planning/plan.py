@@ -18,7 +18,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,7 +41,10 @@ from .answers import is_packed
 from .extensions import Insides, gathers_itself, protocol_fault
 from .meshes import refuse_wrong_overrides
 from .packed import PackedClass, is_of_packed_class, packed_fault
-from .parts import TensorPart, is_dtensor, local_of, plain_parameter
+from .parts import LeafForm, ParameterPlace, TensorPart, is_dtensor, local_of, plain_parameter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Attribute under which a sharded module holds its module state.
 MODULE_STATE_ATTRIBUTE = "_polyshard_module_state"
@@ -71,6 +75,10 @@ class ManagedParameter:
     """Every (module, attribute) that holds it."""
     part: TensorPart | None = None
     """The part of a whole tensor that it is, by tensor or expert parallelism; None for a whole parameter."""
+    leaf: LeafForm | None = None
+    """What modules compute with where that is not the plain view: ``part``, unless a face says otherwise."""
+    mesh: DeviceMesh | None = None
+    """Over which its unit is cut, where that is not the mesh of the module."""
     extended: bool = False
     """Whether it gathers itself, by methods of its class."""
     formed: bool = False
@@ -138,7 +146,7 @@ class ModuleParameters:
     modules: tuple[nn.Module, ...]
     """``module``, and the modules inside it that are inside of no other one of these."""
     groups: tuple[tuple[ManagedParameter, ...], ...]
-    """Parameters of one dtype each, all trained or all frozen, that gather themselves or not."""
+    """Parameters of one dtype and over one mesh each, all trained or all frozen, that gather themselves or not."""
     overrides: Mapping[str, Any]
     """Settings that differ from the model's."""
     dtype: torch.dtype
@@ -170,6 +178,7 @@ def plan_modules(
     names: Mapping[nn.Module, str] | None = None,
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
+    placed: Mapping[nn.Parameter, ParameterPlace] = MappingProxyType({}),
     rank: int = 0,
     divides: bool = False,
 ) -> list[ModuleParameters]:
@@ -180,6 +189,7 @@ def plan_modules(
         chosen: What the policy chose, and the settings that differ there.
         names: Those of all modules of ``root``, where the caller has them.
         ignored_modules, ignored_parameters: They stay as they are, with all inside them.
+        placed: What a face says of parameters.
         rank: Of this process, for messages.
         divides: Whether large modules before and behind the chosen ones may be split off ``root``.
 
@@ -243,14 +253,18 @@ def plan_modules(
             for parameter in user._parameters.values():
                 if parameter in owned:
                     uses[parameter].owners.append(module)
-    groups: dict[nn.Module, dict[tuple[torch.dtype, bool, bool, bool], list[ManagedParameter]]] = {}
+    groups: dict[nn.Module, dict[tuple[Any, ...], list[ManagedParameter]]] = {}
     for parameter, found in uses.items():
-        part = TensorPart.of(parameter, found.names[0], rank)
-        original = parameter if part is None else plain_parameter(parameter)
+        place = placed.get(parameter, ParameterPlace())
+        part, leaf = place.part, place.leaf
+        if leaf is None:
+            part = leaf = TensorPart.of(parameter, found.names[0], rank)
+        original = parameter if leaf is None else plain_parameter(parameter)
         extended = gathers_itself(original)
         packed = None if extended else PackedClass.of(original)
-        managed = ManagedParameter(original, tuple(found.names), tuple(found.sites), part, extended, packed=packed)
-        kind = (parameter.dtype, parameter.requires_grad, extended, packed is not None)
+        called, sites = tuple(found.names), tuple(found.sites)
+        managed = ManagedParameter(original, called, sites, part, leaf, place.mesh, extended, packed=packed)
+        kind = (parameter.dtype, parameter.requires_grad, extended, packed is not None, place.mesh)
         groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
     owners = {module for module in names if module is root or module in groups}
     outside = owners | set(ignored_modules)
@@ -263,7 +277,7 @@ def plan_modules(
         parent = root if module in split else None
         dtypes = [
             dtype
-            for dtype, packed in [(dtype, packed) for dtype, *_, packed in kinds]
+            for dtype, packed in [(dtype, packed) for dtype, _, _, packed, _ in kinds]
             or [(each.dtype, is_of_packed_class(each)) for each in owned]
             if not packed and not is_packed(dtype)
         ]

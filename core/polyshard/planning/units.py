@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,9 +29,12 @@ from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, is_packed, parked_of, wire_of, yes_or_no
 from .extensions import ChunkedRows
 from .forms import forms_in, split_by_form
+from .groups import PlannedRanks
 from .layout import FlatLayout, NamedLayout, dense_stride
-from .meshes import UnitLists
 from .plan import ManagedParameter, ModuleParameters, modules_called
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Of parameters that gather themselves: they are cut as their class cuts them, whatever the configuration names.
 _CHUNKED = NamedLayout(ChunkedRows(), "the layout of parameters that gather themselves")
@@ -49,10 +52,16 @@ class PlannedUnit:
     forms: tuple[LinearForm, ...]
     """How linear layers compute with what a gather brings, one a segment; empty where they compute in a dtype."""
     observers: tuple[Observer, ...]
+    ranks: PlannedRanks
     parked: bool
     """Whether the offload manager keeps its master and gradient; ``decide_parking`` knows."""
     launch_numel: int
     """Elements by which launches of communication are planned: the same on all ranks, whichever part they hold."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each of several ranks keeps a part of it."""
+        return self.ranks.shards > 1
 
     @property
     def gathered_nbytes_per_rank(self) -> int:
@@ -73,10 +82,8 @@ class PlannedModule(ModuleParameters):
     """
 
     plugins: ModulePlugins
-    lists: UnitLists
-    """The ranks of its units."""
-    divisor: float | None
-    """What the sum of their gradients is divided by; None for a mean."""
+    ranks: PlannedRanks
+    """Of its buffers, and of its units but for those with a mesh of their own."""
     units: tuple[PlannedUnit, ...]
     """One for each of ``groups``."""
     buffer_dtype: torch.dtype | None
@@ -86,10 +93,12 @@ class PlannedModule(ModuleParameters):
     full_precision_in_eval: bool
     reads_in_backward: bool
     """Whether its units are gathered in backward."""
-    post_forward_size: int | None = None
-    """How many ranks gather its units for backward, each from the part that it kept; None for all that share them."""
-    scope: tuple[int, ...] | None = None
-    """The ranks of the model that have the same plain parameters, those of its units' own groups; None for all."""
+
+    @property
+    def placed_parameters(self) -> Iterator[tuple[PlannedUnit, ManagedParameter]]:
+        """All of its parameters, each with its unit."""
+        for unit, group in zip(self.units, self.groups, strict=True):
+            yield from ((unit, parameter) for parameter in group)
 
     @property
     def parks(self) -> bool:
@@ -114,44 +123,48 @@ class ModulePlugins:
 def plan_units(
     planned: ModuleParameters,
     plugins: ModulePlugins,
-    lists: UnitLists,
-    divisor: float | None,
+    ranks_of: Callable[[DeviceMesh | None], PlannedRanks],
     device: torch.device,
     events: Events,
     travelled: dict[torch.dtype, int],
     *,
     is_root: bool,
     rank: int,
-    post_forward_size: int | None,
+    reads: bool,
 ) -> PlannedModule:
-    """Lay out the units of ``planned`` over the ranks of ``lists``, and ask plugins everything there is to ask.
+    """Lay out the units of ``planned``, and ask plugins everything there is to ask.
 
     Args:
         planned: A module and the parameters that it owns.
-        plugins, lists, divisor, post_forward_size: As in ``PlannedModule``.
+        plugins: As in ``PlannedModule``.
+        ranks_of: The ranks of its units by the mesh that these have of their own, or None.
         device: The device that computes.
         events: The listeners.
         travelled: Bytes in which an element of a dtype travelled in the modules planned before; updated.
         is_root: Whether it is the outermost module, or split off that.
         rank: Of this process, for messages.
+        reads: Whether they are gathered in backward.
 
-    Raises PluginContractError: a plugin answered what its contract does not allow.
+    Raises:
+        PluginContractError: a plugin answered what its contract does not allow.
+        ConfigError: of ``ranks_of``.
     """
-    caster, shards = plugins.caster, len(lists.shard[0])
+    caster, of_module = plugins.caster, ranks_of(None)
     units: list[PlannedUnit] = []
     groups: list[tuple[ManagedParameter, ...]] = []
     unsized = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
     for group in (part for each in planned.groups for part in split_by_form(planned, each, caster, unsized, rank)):
-        suffix = _suffix(group) if units else ""
+        ranks = of_module if group[0].mesh is None else ranks_of(group[0].mesh)
+        suffix = _suffix(group, ranks.lists.label) if units else ""
         layout = _CHUNKED if group[0].extended else plugins.layout
         # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
         # them: a layout for that saves asking, checking and laying out twice.
         dtype = group[0].original.dtype
         itemsize = 1 if group[0].formed else travelled.get(dtype, dtype.itemsize)
-        geometry = _geometry(planned, group, suffix, shards, itemsize)
+        geometry = _geometry(planned, group, suffix, ranks.shards, itemsize)
         order, flat = layout.arrange(geometry, rank)
         packed = group[0].packed is not None
-        spec = _spec(planned, group, flat, device, suffix, is_root, lists.label)
+        spec = _spec(planned, group, flat, device, suffix, is_root, ranks.lists.label)
         dtypes = dtypes_of(caster, spec, rank, packed=packed)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         if group[0].formed:
@@ -162,15 +175,17 @@ def plan_units(
         if travels != itemsize:
             order, flat = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         members = tuple(group[index] for index in order)
-        spec = _spec(planned, members, flat, device, suffix, is_root, lists.label)
+        spec = _spec(planned, members, flat, device, suffix, is_root, ranks.lists.label)
         forms = forms_in(caster, spec, flat, dtypes.compute, rank) if group[0].formed else ()
-        as_it_is = shards == 1 or bool(forms) or group[0].extended or packed or is_packed(dtype)
+        as_it_is = ranks.shards == 1 or bool(forms) or group[0].extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         _full_precision_in_eval(caster, spec, rank)
         observers = events.observers(spec) if events.active else ()
         launched = _launch_numel(members, flat)
-        units.append(PlannedUnit(spec, flat, dtypes, wire, forms, observers, parked=False, launch_numel=launched))
+        units.append(
+            PlannedUnit(spec, flat, dtypes, wire, forms, observers, ranks, parked=False, launch_numel=launched)
+        )
         groups.append(members)
     computing = next(
         (
@@ -189,7 +204,6 @@ def plan_units(
         _refuse_narrow_batch_norms(members, unit.dtypes.compute, buffer_dtype, rank)
     # A split module's inputs and outputs stay inside the module around it.
     casts = planned.parent is None
-    reads = reads_in_backward(planned.module)
     return PlannedModule(
         name=planned.name,
         module=planned.module,
@@ -199,16 +213,13 @@ def plan_units(
         dtype=planned.dtype,
         parent=planned.parent,
         plugins=plugins,
-        lists=lists,
-        divisor=divisor,
+        ranks=of_module,
         units=tuple(units),
         buffer_dtype=buffer_dtype,
         input_cast=callable_or_none(caster, "input_cast", first, rank) if casts else None,
         output_cast=callable_or_none(caster, "output_cast", first, rank) if casts else None,
         full_precision_in_eval=_full_precision_in_eval(caster, first, rank),
         reads_in_backward=reads,
-        post_forward_size=post_forward_size if reads else None,
-        scope=None if planned.overrides.get("mesh") is None else lists.of(rank),
     )
 
 
@@ -315,9 +326,10 @@ def _geometry(
     return UnitGeometry(f"{planned.name or '(root)'}{suffix}", tuple(parameters), shards, itemsize)
 
 
-def _suffix(group: Sequence[ManagedParameter]) -> str:
+def _suffix(group: Sequence[ManagedParameter], ranks: str) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
     kinds = {"extended": group[0].extended, "formed": group[0].formed, "packed": group[0].packed is not None}
     kind = "".join(f", {name}" for name, holds in kinds.items() if holds)
+    kind += f", over {ranks or 'a mesh of its own'}" if group[0].mesh is not None else ""
     return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{kind}]"

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..interfaces import Collectives
 from .extensions import inner_tensors
+from .groups import PlannedRanks
 from .layout import dense_stride
 from .plan import ManagedParameter
 from .units import PlannedModule
@@ -34,8 +35,8 @@ def values_to_compare(modules: Iterable[PlannedModule], *, compare: bool) -> dic
     sums: dict[torch.device, list[torch.Tensor]] = {}
     places = []
     for module in modules:
-        for parameter in (each for group in module.groups for each in group):
-            original, scope = parameter.original, scope_of(module, parameter)
+        for unit, parameter in module.placed_parameters:
+            original, scope = parameter.original, scope_of(unit.ranks, parameter)
             if not compare or original.is_meta:
                 places.append((scope, parameter, -1))
                 continue
@@ -55,12 +56,12 @@ def values_to_compare(modules: Iterable[PlannedModule], *, compare: bool) -> dic
     return reports
 
 
-def scope_of(module: PlannedModule, parameter: ManagedParameter) -> str:
+def scope_of(ranks: PlannedRanks, parameter: ManagedParameter) -> str:
     """What ranks have in common that begin with the same values of ``parameter``; empty where all ranks of a model do.
 
     Of a part, the place in the mesh that cuts the whole tensor: a text, in messages too, and one for most parameters.
     """
-    mine = [] if module.scope is None else [f"ranks {list(module.scope)}"]
+    mine = [] if ranks.scope is None else [f"ranks {list(ranks.scope)}"]
     part = parameter.part
     if part is not None:
         names, coordinate = dimension_names(part.mesh), part.mesh.get_coordinate() or ()

@@ -40,7 +40,7 @@ def write_directly(
     for index, parameter in enumerate(parameters):
         slot = layout.slots[index]
         # A reduction reads staged ones rank by rank.
-        if len(parameter.sites) > 1 or parameter.part or slot.dim or slot.numel < thresholds.DIRECT_NUMEL:
+        if len(parameter.sites) > 1 or parameter.leaf or slot.dim or slot.numel < thresholds.DIRECT_NUMEL:
             continue
         module, attribute = parameter.sites[0]
         if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:

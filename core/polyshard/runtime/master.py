@@ -50,10 +50,10 @@ class UnitMaster:
         self.caster = caster
         self.offload = offload
         self.trainable = any(parameter.original.requires_grad for parameter in parameters)
-        # Parameters that are parts of whole tensors: modules see them as ``DTensor``.
-        self._parts = [(index, each.part) for index, each in enumerate(parameters) if each.part is not None]
+        # Parameters that modules see in another form than the plain view, as ``DTensor``.
+        self._leaf_forms = [(index, each.leaf) for index, each in enumerate(parameters) if each.leaf is not None]
         # Their gradients are redistributed by name: uneven ones may lie in another order on other ranks of their mesh.
-        self._parts.sort(key=lambda pair: parameters[pair[0]].names)
+        self._leaf_forms.sort(key=lambda pair: parameters[pair[0]].names)
         #: The classes of all parameters, or of none.
         self.packed = [each.packed for each in parameters if each.packed is not None]
         for packed in self.packed:
@@ -117,7 +117,7 @@ class UnitMaster:
         ranks = self.ranks
         #: Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast.
         self.resident = (
-            self.may_be_resident and self.permanent and ranks.alone and ranks.scale is None and not self._parts
+            self.may_be_resident and self.permanent and ranks.alone and ranks.scale is None and not self._leaf_forms
         )
 
     def flatten(self) -> list[torch.nn.Parameter]:
@@ -172,7 +172,7 @@ class UnitMaster:
     @cached_property
     def copies(self) -> tuple[int, ...]:
         """How many ranks of the model hold the same elements: for each parameter, or one number for all of them."""
-        if not self._parts:
+        if not any(each.part for each in self.parameters):
             return (self.ranks.copies(),)
         found = tuple(self.ranks.copies(each.part) for each in self.parameters)
         return found if len(set(found)) > 1 else found[:1]
@@ -184,14 +184,17 @@ class UnitMaster:
         self.__dict__.pop("copies", None)
 
     def join(
-        self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], ranks: UnitRanks | None
+        self,
+        module_name: str,
+        names_of: Callable[[ManagedParameter], tuple[str, ...]],
+        ranks_of: Callable[[UnitRanks], UnitRanks] | None,
     ) -> None:
-        """Become a unit of a larger model, of its module ``module_name``, and of the ranks of ``ranks`` if given.
+        """Become a unit of a larger model, of its module ``module_name``, with the ranks that ``ranks_of`` tells.
 
         Nobody else keeps ``spec`` or ``ranks``: they change here.
         """
-        if ranks is not None:
-            self.use_ranks(ranks)
+        if ranks_of is not None:
+            self.use_ranks(ranks_of(self.ranks))
         for each in self.parameters:
             each.names = names_of(each)
         self.spec = dataclasses.replace(

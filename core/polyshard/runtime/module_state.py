@@ -157,10 +157,10 @@ class ModuleState:
     def join(
         self,
         name: str,
-        ranks: UnitRanks | None,
+        ranks_of: Callable[[UnitRanks], UnitRanks] | None,
         names_of: Callable[[ManagedParameter], tuple[str, ...]] | None = None,
     ) -> None:
-        """Become part of a larger model, under ``name``, with its collectives where ``ranks`` is given.
+        """Become part of a larger model, under ``name``, with its collectives where ``ranks_of`` tells them.
 
         ``names_of``: all names of a parameter there; None where the larger model puts one prefix before all of them.
         """
@@ -170,7 +170,7 @@ class ModuleState:
             own = unit.spec.module_name
             # Units that were merged keep the name of their module.
             module_name = name if own == before else f"{prefix}.{own}" if prefix else own
-            unit.join(module_name, names_of or partial(names_behind, prefix), ranks)
+            unit.join(module_name, names_of or partial(names_behind, prefix), ranks_of)
 
     @property
     def label(self) -> str:

@@ -302,11 +302,13 @@ class Root(Step):
     def refuse_unseen_gradients(self) -> None:
         """Raise for gradients of a backward that passed no output of the last forward: nobody reduced them.
 
-        Looks where no other backward came since. The gradients are dropped.
+        Looks where no other backward came since. The gradients are dropped. Those that wait for a later reduction may be
+        of an earlier forward: schedules of pipelines compute gradients of weights behind those of activations.
 
         Raises StateError: naming a unit.
         """
-        pending = [unit for unit in self.units if unit.pending] if self._unfollowed else ()
+        looks = self._unfollowed and self.synchronises
+        pending = [unit for unit in self.units if unit.synchronises and unit.pending] if looks else ()
         self._unfollowed = False
         for unit in pending:
             unit.discard_gradients()

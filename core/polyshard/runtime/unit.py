@@ -278,8 +278,8 @@ class Unit(UnitMaster):
         self.buffer = buffer
         self._renew_record()
         self.leaves = list(self.originals.tensors) if self.resident else self._leaves_over(buffer.views)
-        for index, part in self._parts:
-            self.leaves[index] = part.as_leaf(buffer.views[index])
+        for index, form in self._leaf_forms:
+            self.leaves[index] = form.as_leaf(buffer.views[index])
         if self.packed and not self.resident:
             self.leaves = [packed.over(view) for packed, view in zip(self.packed, buffer.views, strict=True)]
         self._no_gradients = [None] * len(self.leaves)
@@ -297,7 +297,7 @@ class Unit(UnitMaster):
 
     def _with_versions(self) -> list[torch.Tensor]:
         """``versioned`` of its buffer."""
-        return [self.buffer.flat, *(self.leaves[index] for index, _ in self._parts)]
+        return [self.buffer.flat, *(self.leaves[index] for index, _ in self._leaf_forms)]
 
     def use_ranks(self, ranks: UnitRanks) -> None:
         super().use_ranks(ranks)
@@ -309,9 +309,12 @@ class Unit(UnitMaster):
         self._renew_record()
 
     def join(
-        self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], ranks: UnitRanks | None
+        self,
+        module_name: str,
+        names_of: Callable[[ManagedParameter], tuple[str, ...]],
+        ranks_of: Callable[[UnitRanks], UnitRanks] | None,
     ) -> None:
-        super().join(module_name, names_of, ranks)
+        super().join(module_name, names_of, ranks_of)
         self._renew_record()
 
     @property
@@ -332,10 +335,10 @@ class Unit(UnitMaster):
         for leaf in self.leaves:
             leaf.grad = None
         # There are no leaves before the first gather.
-        for index, part in self._parts if gradients else ():
+        for index, form in self._leaf_forms if gradients else ():
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = part.own(gradient)
+                gradients[index] = form.own(gradient)
         return gradients
 
     def claim_gradient(self, index: int) -> torch.Tensor | None:

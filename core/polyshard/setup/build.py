@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from ..planning.answers import refuse_shared_memory
 from ..planning.extensions import insides_of
 from ..planning.groups import FormedGroups, ModelRanks, UnitRanks
 from ..planning.layout import FlatLayout
+from ..planning.parts import ParameterPlace
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, modules_in, names_in
-from ..planning.units import PlannedModule
+from ..planning.units import PlannedModule, PlannedUnit
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
 from ..runtime.extended import cut, unit_of
@@ -52,6 +53,8 @@ class Request:
     """Whether modules inside may be sharded already, and become part of the new root."""
     make_unit: Callable[..., Unit] = unit_of
     """Makes each of its units: a face has classes of its own."""
+    placed: Mapping[nn.Parameter, ParameterPlace] = field(default_factory=dict)
+    """What the face says of parameters."""
     stays_on_meta: bool = False
     """Whether parameters and buffers on the meta device stay there until somebody gives them memory."""
 
@@ -107,12 +110,14 @@ def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[]
     undo = remember(modules, device)
     try:
         for each in modules:
-            _look_inside(each, groups.of(each.lists, each.divisor))
+            for unit, parameter in each.placed_parameters:
+                if parameter.extended:
+                    _look_inside(parameter, groups.of(unit.ranks))
         masters: Masters = {}
         if not plan.request.stays_on_meta:
             masters = materialize(
                 modules,
-                lambda module: groups.of(module.lists, module.divisor),
+                groups.of,
                 device,
                 plan.request.initializer,
                 _whole_shapes(plan),
@@ -120,8 +125,7 @@ def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[]
             )
         for each in modules:
             if each.parks:
-                ranks = groups.of(each.lists, each.divisor)
-                masters[each.name] = _park(plan, each, masters.pop(each.name, None), ranks)
+                masters[each.name] = _park(plan, each, masters.pop(each.name, None), groups)
         try_codecs(modules, groups.world)
         refuse_shared_memory(_parked(plan, masters), groups.world.rank)
     except BaseException:
@@ -130,19 +134,18 @@ def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[]
     return masters, undo
 
 
-def _look_inside(module: PlannedModule, ranks: UnitRanks) -> None:
-    """Find out what parameters that gather themselves are made of.
+def _look_inside(parameter: ManagedParameter, ranks: UnitRanks) -> None:
+    """Find out what a parameter that gathers itself is made of.
 
     Raises:
-        ParameterError: one cannot be cut between the ranks, or be trained.
+        ParameterError: it cannot be cut between the ranks, or be trained.
     """
-    for parameter in (each for group in module.groups for each in group if each.extended):
-        original = parameter.original
-        where = f"'{parameter.names[0]}' on rank {ranks.world.rank}"
-        rank, number = ranks.shard_rank, ranks.shard_size
-        found = insides_of(original, where, rank, number, trained=original.requires_grad)
-        fault = found.fault if parameter.part is None else "is a part of a larger tensor by tensor parallelism"
-        parameter.insides = replace(found, fault=fault)
+    original = parameter.original
+    where = f"'{parameter.names[0]}' on rank {ranks.world.rank}"
+    rank, number = ranks.shard_rank, ranks.shard_size
+    found = insides_of(original, where, rank, number, trained=original.requires_grad)
+    fault = found.fault if parameter.leaf is None else "is a DTensor over ranks with other parts of it, or their copies"
+    parameter.insides = replace(found, fault=fault)
 
 
 def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
@@ -159,16 +162,17 @@ def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
     try:
         made: dict[nn.Module, ModuleState] = {}
         for each in plan.modules:
-            own, ranks = masters.pop(each.name, None), groups.of(each.lists, each.divisor)
+            own = masters.pop(each.name, None)
             if own is None:
                 own = [
-                    _cut(group, unit.layout, ranks, device) for group, unit in zip(each.groups, each.units, strict=True)
+                    _cut(group, unit.layout, groups.of(unit.ranks), device)
+                    for group, unit in zip(each.groups, each.units, strict=True)
                 ]
             cuts = True
             made[each.module] = (GroupedState if isinstance(each.module, GroupedModules) else ModuleState)(
                 each.name,
                 each.module,
-                _build_units(plan, each, own, ranks, groups.neighbours(each.lists, each.post_forward_size)),
+                _build_units(plan, each, own, groups),
                 input_cast=each.input_cast,
                 output_cast=each.output_cast,
                 full_precision_in_eval=each.full_precision_in_eval,
@@ -212,8 +216,8 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
     # A walk over all modules: only where it tells something.
     names_of = names_in(model) if known_before else None
     for there in known_before:
-        ranks = groups.model if there.signature == plan.signature else None
-        there.join(", ".join(names[there]), ranks, names_of)
+        ranks_of = groups.of_joining if there.signature == plan.signature else None
+        there.join(", ".join(names[there]), ranks_of, names_of)
     _share_neighbours(state for state in states if state.signature == plan.signature)
     # The root takes the module states, and what they own, from the inner roots.
     inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))
@@ -301,8 +305,10 @@ def _whole_shapes(plan: ShardPlan) -> dict[nn.Parameter, tuple[int, ...]]:
     return shapes
 
 
-def _reshard_policy(plan: ShardPlan, module: PlannedModule) -> Reshard:
-    if module.post_forward_size is not None:
+def _reshard_policy(plan: ShardPlan, module: PlannedModule, unit: PlannedUnit) -> Reshard:
+    if not unit.is_cut:
+        return Reshard.NEVER
+    if unit.ranks.post_forward_size is not None:
         return Reshard.PARTLY
     override = module.overrides.get("reshard_after_forward", plan.request.config.reshard_after_forward)
     if isinstance(override, bool):
@@ -315,7 +321,7 @@ def _reshard_policy(plan: ShardPlan, module: PlannedModule) -> Reshard:
 
 
 def _park(
-    plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor] | None, ranks: UnitRanks
+    plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor] | None, groups: FormedGroups
 ) -> list[torch.Tensor]:
     """The masters of one module, each where its offload manager has it; the model stays as it is.
 
@@ -329,19 +335,15 @@ def _park(
         masters.reverse()
     placed = []
     for unit, group in zip(module.units, module.groups, strict=True):
-        shard = masters.pop() if masters is not None else _cut(group, unit.layout, ranks, plan.device)
+        shard = masters.pop() if masters is not None else _cut(group, unit.layout, groups.of(unit.ranks), plan.device)
         if unit.parked and not (plan.request.stays_on_meta and shard.is_meta):
-            shard = park(module.plugins.offload, unit, shard, ranks.world.rank)
+            shard = park(module.plugins.offload, unit, shard, groups.world.rank)
         placed.append(shard)
     return placed
 
 
 def _build_units(
-    plan: ShardPlan,
-    module: PlannedModule,
-    masters: list[torch.Tensor],
-    ranks: UnitRanks,
-    neighbours: Collectives | None,
+    plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor], groups: FormedGroups
 ) -> list[Unit]:
     """The units of one module: its parameters become views of ``masters`` (emptied), and let go of what they held."""
     if module.parent is not None:
@@ -351,9 +353,9 @@ def _build_units(
     for rnn in recurrent:
         _torch_private.drop_rnn_references(rnn)
     masters.reverse()
-    reshard = _reshard_policy(plan, module) if ranks.owner is not None else Reshard.NEVER
     units = []
     for planned, group in zip(module.units, module.groups, strict=True):
+        ranks = groups.of(planned.ranks)
         _replace_dtensors(group, ranks.world.rank)
         if plan.request.make_unit is unit_of:
             _replace_extended(group, ranks, plan.device)
@@ -366,11 +368,11 @@ def _build_units(
             planned.dtypes,
             module.plugins.caster,
             module.plugins.offload,
-            reshard=reshard,
+            reshard=_reshard_policy(plan, module, planned),
             wire=planned.wire,
             forms=planned.forms,
             parks=planned.parked,
-            neighbours=neighbours,
+            neighbours=groups.neighbours(planned.ranks),
         )
         unit.launch_numel = planned.launch_numel
         unit.watch(planned.observers)
@@ -385,7 +387,7 @@ def _build_units(
 def _replace_dtensors(group: Sequence[ManagedParameter], rank: int) -> None:
     """Put plain parameters into the places of ``DTensor`` ones, whose optimizers are refused from now on."""
     for parameter in group:
-        if parameter.part is not None:
+        if parameter.leaf is not None:
             module, key = parameter.sites[0]
             replaced = module._parameters[key]
             assert replaced is not None

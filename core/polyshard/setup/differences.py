@@ -161,14 +161,16 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
     """
     gathers = "gathered in backward" if plan.reads_in_backward else "not gathered in backward"
     rows: list[list[Any]] = [[f"'{plan.name or '(root)'}'", overrides, str(plan.buffer_dtype), gathers]]
-    if plan.lists.label or plan.divisor is not None:
-        rows[0].append(["over", plan.lists.label, "gradients divided by", plan.divisor])
+    if plan.ranks.lists.label or plan.ranks.divisor is not None:
+        rows[0].append(["over", plan.ranks.lists.label, "gradients divided by", plan.ranks.divisor])
     for unit, group in zip(plan.units, plan.groups, strict=True):
         title = f"unit '{unit.spec.label}'"
         even = all(parameter.part is None or parameter.part.is_even for parameter in group)
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
         travels = ["bytes on the wire", unit.wire and (unit.wire.nbytes_per_rank if even else "of uneven parts")]
         rows.append([title, ["dtypes", *dtypes], travels, ["parked", unit.parked]])
+        if unit.ranks is not plan.ranks:
+            rows[-1].append(["over", unit.ranks.lists.label])
         if unit.forms:
             rows[-1].append(["lanes", *(nbytes for form in unit.forms for nbytes in form.lanes)])
         # Not in the layout's order, which the next row compares.

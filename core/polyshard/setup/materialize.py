@@ -12,7 +12,7 @@ from ..errors import ParameterError, PluginContractError
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from ..planning.answers import place, plugin_name
 from ..planning.extensions import inner_tensors, insides_of, own_rows
-from ..planning.groups import UnitRanks
+from ..planning.groups import PlannedRanks, UnitRanks
 from ..planning.layout import dense_stride, product, round_up
 from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter, ModuleParameters
@@ -112,7 +112,7 @@ def remember(owners: Sequence[PlannedModule], device: torch.device) -> Callable[
 
 def materialize(
     owners: Sequence[PlannedModule],
-    ranks_of: Callable[[PlannedModule], UnitRanks],
+    ranks_of: Callable[[PlannedRanks], UnitRanks],
     device: torch.device,
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
@@ -131,23 +131,23 @@ def materialize(
     Memory on ``device`` peaks at the masters and one whole module, whole parameters beside this rank's parts of them:
     all modules are initialised in the same memory, so that no holes are left between the masters.
     """
-    hollow = [(owner, ranks_of(owner).owner is not None) for owner in owners if owner.has_meta_parameters]
+    hollow = [owner for owner in owners if owner.has_meta_parameters]
     masters: dict[str, list[torch.Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
-        nbytes = max((_scratch_nbytes(owner, flats=is_cut) for owner, is_cut in hollow), default=0)
+        nbytes = max(map(_scratch_nbytes, hollow), default=0)
         scratch = _Scratch(nbytes, device)
         for owner in owners:
-            ranks = ranks_of(owner)
             if owner.has_meta_parameters:
                 scratch.used = 0
-                flats = _flats(owner, scratch if ranks.owner is not None else None, device)
+                flats = _flats(owner, scratch, device)
                 _fill(owner, flats, scratch, device, initializer, whole_shapes)
                 if from_first:
-                    _send_parameters(owner, _values(owner, flats), ranks, device)
-                _cut_extended(owner, ranks)
+                    _send_parameters(owner, _values(owner, flats), ranks_of, device)
+                for unit, parameter in owner.placed_parameters:
+                    _cut_extended(parameter, ranks_of(unit.ranks))
                 masters[owner.name] = [
-                    flat if ranks.owner is None else shard_in(flat, layout, ranks.shard_rank).clone()
-                    for layout, flat in zip((unit.layout for unit in owner.units), flats, strict=True)
+                    shard_in(flat, unit.layout, ranks_of(unit.ranks).shard_rank).clone() if unit.is_cut else flat
+                    for unit, flat in zip(owner.units, flats, strict=True)
                 ]
             else:
                 for module in owner.modules:
@@ -156,20 +156,23 @@ def materialize(
                         _initialize(module, set(), initializer, whole_shapes)
                 if from_first:
                     originals = [parameter.original for group in owner.groups for parameter in group]
-                    _send_parameters(owner, originals, ranks, device)
+                    _send_parameters(owner, originals, ranks_of, device)
             if from_first:
-                _send_buffers(owner, ranks, device)
+                _send_buffers(owner, ranks_of(owner.ranks), device)
     return masters
 
 
 def _send_parameters(
-    owner: PlannedModule, values: Sequence[torch.Tensor], ranks: UnitRanks, device: torch.device
+    owner: PlannedModule,
+    values: Sequence[torch.Tensor],
+    ranks_of: Callable[[PlannedRanks], UnitRanks],
+    device: torch.device,
 ) -> None:
-    parameters = [parameter for group in owner.groups for parameter in group]
+    placed = zip(owner.placed_parameters, values, strict=True)
     # By name: a layout may order uneven parts differently on ranks that have others.
-    for parameter, value in sorted(zip(parameters, values, strict=True), key=lambda pair: pair[0].names):
-        part = parameter.part
-        shared = part is None and owner.scope is None
+    for (unit, parameter), value in sorted(placed, key=lambda pair: pair[0][1].names):
+        part, ranks = parameter.part, ranks_of(unit.ranks)
+        shared = part is None and unit.ranks.scope is None
         beside = () if parameter.packed is None else parameter.packed.tensors
         for among in (ranks.world,) if shared else _own_groups(ranks):
             send_from_first([*inner_tensors(value), *beside], among, device)
@@ -177,12 +180,11 @@ def _send_parameters(
             send_over_copies(value, part.mesh, part.placements, device)
 
 
-def _cut_extended(owner: PlannedModule, ranks: UnitRanks) -> None:
-    """Leave of parameters that gather themselves this rank's rows of what ``_fill`` made."""
-    rank, number = ranks.shard_rank, ranks.shard_size
-    for parameter in (each for group in owner.groups for each in group if each.rows is not None):
-        whole, where = parameter.rows, f"'{parameter.names[0]}' on rank {ranks.world.rank}"
-        assert whole is not None
+def _cut_extended(parameter: ManagedParameter, ranks: UnitRanks) -> None:
+    """Leave of a parameter that gathers itself this rank's rows of what ``_fill`` made."""
+    whole, rank, number = parameter.rows, ranks.shard_rank, ranks.shard_size
+    if whole is not None:
+        where = f"'{parameter.names[0]}' on rank {ranks.world.rank}"
         parameter.insides = insides_of(whole, where, rank, number, trained=parameter.original.requires_grad)
         parameter.rows = own_rows(whole, rank, number)
 
@@ -191,7 +193,7 @@ def _send_buffers(owner: PlannedModule, ranks: UnitRanks, device: torch.device) 
     for buffer in (each for module in owner.modules for each in module._buffers.values() if each is not None):
         placed = cast("DTensor", buffer) if is_dtensor(buffer) else None
         value = buffer if placed is None else local_of(placed)
-        shared = placed is None and owner.scope is None
+        shared = placed is None and owner.ranks.scope is None
         for among in (ranks.world,) if shared else _own_groups(ranks):
             send_from_first([value], among, device)
         if placed is not None:
@@ -232,16 +234,16 @@ class _Scratch:
         return round_up(numel * dtype.itemsize, 256)
 
 
-def _scratch_nbytes(owner: PlannedModule, *, flats: bool) -> int:
-    """What one module needs, with the memory for its units or without."""
+def _scratch_nbytes(owner: PlannedModule) -> int:
+    """What one module needs: wholes that parts are cut from, units that are, too."""
     units = [unit for unit, group in zip(owner.units, owner.groups, strict=True) if not group[0].extended]
-    taken = [(unit.layout.padded_numel, unit.spec.master_dtype) for unit in units if flats]
+    taken = [(unit.layout.padded_numel, unit.spec.master_dtype) for unit in units if unit.is_cut]
     for group in owner.groups:
         taken += [(product(each.part.shape), each.original.dtype) for each in group if each.part is not None]
     return sum(_Scratch.nbytes(*each) for each in taken)
 
 
-def _flats(owner: PlannedModule, scratch: _Scratch | None, device: torch.device) -> list[torch.Tensor]:
+def _flats(owner: PlannedModule, scratch: _Scratch, device: torch.device) -> list[torch.Tensor]:
     flats = []
     for unit, group in zip(owner.units, owner.groups, strict=True):
         numel, dtype = unit.layout.padded_numel, unit.spec.master_dtype
@@ -249,7 +251,7 @@ def _flats(owner: PlannedModule, scratch: _Scratch | None, device: torch.device)
             # They lie in none: ``_fill`` makes them.
             flats.append(torch.empty(numel, dtype=dtype, device="meta"))
             continue
-        flat = torch.empty(numel, dtype=dtype, device=device) if scratch is None else scratch.take(numel, dtype)
+        flat = scratch.take(numel, dtype) if unit.is_cut else torch.empty(numel, dtype=dtype, device=device)
         for start, gap in unit.layout.gaps():
             flat.narrow(0, start, gap).zero_()
         flats.append(flat)

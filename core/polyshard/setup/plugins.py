@@ -156,8 +156,10 @@ def world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
     inside = () if not request.composes else request.module.parameters()
     skipped = set(request.ignored_parameters)
     found = (each for each in (*parameters, *inside) if is_dtensor(each) and each not in skipped)
-    others = list(dict.fromkeys(cast("DTensor", each).device_mesh for each in found))
-    return world_mesh(mesh, others) if others or request.config.shard is not None else None
+    others = [cast("DTensor", each).device_mesh for each in found]
+    for place in request.placed.values():
+        others += [mesh for mesh in (place.mesh, place.part.mesh if place.part else None) if mesh is not None]
+    return world_mesh(mesh, dict.fromkeys(others)) if others or request.config.shard is not None else None
 
 
 #: Process groups of worlds that are a part of the job. Making one is a meeting of its ranks, which all models share.

@@ -31,7 +31,7 @@ from ..errors import (
 from ..functions.lookup import live_roots
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
-from ..planning.groups import FormedGroups, ModelRanks, post_forward_size
+from ..planning.groups import FormedGroups, ModelRanks
 from ..planning.layout import NamedLayout
 from ..planning.meshes import UnitLists, refuse_overlap
 from ..planning.plan import (
@@ -43,7 +43,7 @@ from ..planning.plan import (
     refuse_sharded,
     refuse_unshardable,
 )
-from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units
+from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units, reads_in_backward
 from ..planning.values import buffers_to_compare, values_to_compare
 from ..runtime.extended import unit_of
 from ..runtime.root import Root
@@ -92,8 +92,8 @@ def shard_module(request: Request) -> Root:
     with ExitStack() as unfinished:
         with ExitStack() as undo:
             with agreement.phase():
-                units = [(each.lists, each.divisor, each.post_forward_size) for each in plan.modules]
-                groups = FormedGroups(plan.ranks, units, plugins.collectives)
+                ranks = [unit.ranks for each in plan.modules for unit in each.units]
+                groups = FormedGroups(plan.ranks, ranks, plugins.collectives)
                 if request.config.check_ranks:
                     # All ranks fail alike then, and so close alike.
                     unfinished.callback(close_groups, plan, groups)
@@ -215,7 +215,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
         chosen = {**chosen, **alone}
     # Where nothing is gathered, one unit around the others costs nothing.
     divides = request.config.split_root and shards > 1
-    owners = plan_modules(module, chosen, names=names, rank=rank, divides=divides, **ignored)
+    owners = plan_modules(module, chosen, names=names, placed=request.placed, rank=rank, divides=divides, **ignored)
     own = {inner for owner in owners for inner in owner.modules}
     if plugins.context.device.type != "meta":
         _refuse_packed_meta(owners, rank)
@@ -276,31 +276,21 @@ def _plan_units(
         )
         refuse_unable(serving.caster, rank)
         refuse_unable(serving.offload, rank)
-        lists, divisor = ranks.of_unit(owner.overrides, owner.name)
-        _refuse_overlaps(owner, lists, ranks)
-        is_root = owner.governing is request.module
-        releases = owner.overrides.get("reshard_after_forward", request.config.reshard_after_forward)
-        size = post_forward_size(releases, len(lists.shard[0]), owner.name, rank)
-        if size is not None and plugins.collectives.capabilities.fixed_addresses:
-            raise ConfigError(
-                f"reshard_after_forward={releases} for '{owner.name or '(root)'}' (rank {rank}) would keep a part "
-                "beside a gather buffer that these collectives never give back. Give True or False, or other "
-                "collectives."
-            )
+        reads = reads_in_backward(owner.module)
         planned.append(
             plan_units(
                 owner,
                 serving,
-                lists,
-                divisor,
+                partial(ranks.of_unit, owner.overrides, module=owner.name, rank=rank, reads=reads),
                 plugins.context.device,
                 plugins.events,
                 travelled,
-                is_root=is_root,
+                is_root=owner.governing is request.module,
                 rank=rank,
-                post_forward_size=size,
+                reads=reads,
             )
         )
+        _refuse_overlaps(planned[-1], ranks)
     modules = decide_parking(planned, rank)
     for each in modules:
         _refuse_beside_buffers(each, plugins.collectives, request.make_unit is unit_of)
@@ -319,9 +309,16 @@ def _refuse_packed_meta(owners: Sequence[ModuleParameters], rank: int) -> None:
 
 
 def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives, native: bool) -> None:
-    """Raise where parameters that gather themselves, or compute as bytes, meet what needs them in a flat buffer."""
+    """Raise where parameters that gather themselves, or compute as bytes, meet what needs them in a flat buffer; and
+    where a part of that would be kept, whose memory is the backend's."""
     for unit, group in zip(module.units, module.groups, strict=True):
         parameter, rank = group[0], f"(rank {collectives.rank})"
+        if unit.ranks.post_forward_size is not None and collectives.capabilities.fixed_addresses:
+            raise ConfigError(
+                f"reshard_after_forward={unit.ranks.post_forward_size} for '{module.name or '(root)'}' {rank} would "
+                "keep a part beside a gather buffer that these collectives never give back. Give True or False, or "
+                "other collectives."
+            )
         if parameter.extended:
             where = f"'{parameter.names[0]}', a {type(parameter.original).__name__} that gathers itself {rank}"
             instead = "pass it in ignored_parameters"
@@ -336,10 +333,10 @@ def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives, nati
                 f"What shows parameters in a dtype cannot have {where}. Shard with polyshard.shard, or choose another "
                 "precision."
             )
-        if module.post_forward_size is not None:
+        if unit.ranks.post_forward_size is not None:
             raise UnsupportedError(
-                f"reshard_after_forward={module.post_forward_size} for {where}: it is gathered from the shards of all "
-                "ranks alone. Give True or False."
+                f"reshard_after_forward={unit.ranks.post_forward_size} for {where}: it is gathered from the shards of "
+                "all ranks alone. Give True or False."
             )
         if parameter.extended and unit.parked:
             raise UnsupportedError(
@@ -368,9 +365,9 @@ def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement:
     ]
     if not agreement.alone:
         others: list[UnitLists] = []
-        for each in plan.modules:
-            if each.lists not in (plan.ranks.lists, *others):
-                others.append(each.lists)
+        for lists in (unit.ranks.lists for each in plan.modules for unit in each.units):
+            if lists not in (plan.ranks.lists, *others):
+                others.append(lists)
         # Some thirty lists a unit.
         for each, fingerprints in zip(plan.modules, overridden, strict=True):
             releases = ["reshard_after_forward", each.overrides.get("reshard_after_forward")]
@@ -391,9 +388,9 @@ def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement:
             report += buffers_to_compare(named for named in plan.request.module.named_modules() if named[1] in own)
 
 
-def _refuse_overlaps(owner: ModuleParameters, lists: UnitLists, ranks: ModelRanks) -> None:
-    """Raise where a ``DTensor`` of ``owner`` is over ranks that share its unit's shards, or is without a mesh."""
-    for group in owner.groups:
+def _refuse_overlaps(module: PlannedModule, ranks: ModelRanks) -> None:
+    """Raise where a ``DTensor`` of ``module`` is over ranks that share its unit's shards, or is without a mesh."""
+    for unit, group in zip(module.units, module.groups, strict=True):
         for parameter in group:
             if parameter.part is None:
                 continue
@@ -403,7 +400,7 @@ def _refuse_overlaps(owner: ModuleParameters, lists: UnitLists, ranks: ModelRank
                     "tell over which other ranks to shard it. Give it: ShardConfig(mesh=mesh, shard='dp'), of a mesh "
                     "with the DTensor's dimensions and those to shard over."
                 )
-            refuse_overlap(lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
+            refuse_overlap(unit.ranks.lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
 
 
 def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:

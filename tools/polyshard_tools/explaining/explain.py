@@ -361,9 +361,9 @@ def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) ->
         overrides=dict(module.overrides),
         reason=reason,
         ranks=spec.ranks,
-        shards=len(module.lists.shard[0]),
-        replicas=len(module.lists.replicate[0]),
-        divisor=module.lists.data_ranks if module.divisor is None else module.divisor,
+        shards=unit.ranks.shards,
+        replicas=len(unit.ranks.lists.replicate[0]),
+        divisor=unit.ranks.lists.data_ranks if unit.ranks.divisor is None else unit.ranks.divisor,
     )
 
 
