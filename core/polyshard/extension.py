@@ -19,7 +19,7 @@ from .functions.whole import gather_whole, own_part, write_back
 from .nested import iter_tensors, map_tensors
 from .planning.answers import dtypes_of
 from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors
-from .planning.groups import UnitRanks
+from .planning.groups import ThenAllReduce, UnitRanks
 from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import LeafForm, ParameterPlace, TensorPart, dtensor_leaf, is_dtensor, local_of, plain_parameter
 from .planning.plan import (

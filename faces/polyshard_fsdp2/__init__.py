@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from ._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from ._install import install
-from ._torch_private import GradientReductionHandle
-from .fsdp_module import FSDPModule, UnshardHandle
+from .fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle
 from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [

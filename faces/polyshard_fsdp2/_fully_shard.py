@@ -101,7 +101,7 @@ def _shard(
 ) -> None:
     # What is wrong in a setting is found before anything is asked of parameters.
     settings = partial(config_for, over, reshard_after_forward, mp_policy, offload_policy)
-    settings({})
+    settings({}, {})
     module = together(modules)
     for module_state in (state.module_state for state in states_in(module)):
         if module_state is not None and root_of(module_state).awaits_optimizer:
@@ -112,7 +112,7 @@ def _shard(
     placings = placings_of(named.items(), shard_placement_fn, over)
     dims = {name: its.dim for name, its in placings.items() if its.dim}
     places = places_of(named, placings, over)
-    state = State(tuple(modules), Asked(settings(dims), ignored, Placed(placings, mp_policy), places))
+    state = State(tuple(modules), Asked(settings(dims, named), ignored, Placed(placings, mp_policy), places))
     state.cut()
     _replaced.update(dict.fromkeys(named.values(), ref(modules[0])))
     for each in modules:

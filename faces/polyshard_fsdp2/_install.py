@@ -29,6 +29,7 @@ def install() -> StandIn:
         "share_comm_ctx": _fully_shard.share_comm_ctx,
     }
     settings = {
+        "GradientReductionHandle": fsdp_module.GradientReductionHandle,
         "CPUOffloadPolicy": policies.CPUOffloadPolicy,
         "DataParallelMeshDims": policies.DataParallelMeshDims,
         "MixedPrecisionPolicy": policies.MixedPrecisionPolicy,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from glob import escape
 from types import MappingProxyType
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed.fsdp as torch_fsdp
 from polyshard.config import PluginChoice, ShardConfig, Strategy
 from polyshard.errors import ConfigError, ConfigTypeError, UnsupportedError
 from polyshard.interfaces import Arrangement, Layout, ParameterGeometry, UnitGeometry
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._meshes import DataMesh
@@ -20,6 +23,9 @@ _PRECISIONS = (MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy)
 _ON_HOST = (CPUOffloadPolicy, torch_fsdp.CPUOffloadPolicy)
 _NOWHERE = (OffloadPolicy, torch_fsdp.OffloadPolicy)
 
+#: From torch 2.15 on a ``reduce_dtype`` of None is the parameters' own dtype, and ``param_dtype`` before.
+_REDUCES_IN_OWN = hasattr(torch_fsdp.MixedPrecisionPolicy(), "param_dtype_override_fn")
+
 
 def config_for(
     over: DataMesh,
@@ -27,8 +33,10 @@ def config_for(
     mp_policy: object,
     offload_policy: object,
     dims: Mapping[str, int],
+    named: Mapping[str, nn.Parameter],
 ) -> ShardConfig:
-    """The engine's settings. ``dims``: along which parameters are cut, by name, where not along the first.
+    """The engine's settings. ``dims``: along which parameters are cut, by name, where not along the first. ``named``:
+    parameters and their names.
 
     Raises:
         ConfigError, ConfigTypeError: an argument is of the wrong type, or a value that it cannot take.
@@ -46,7 +54,7 @@ def config_for(
         mesh=mesh,
         strategy=strategy,
         reshard_after_forward=releases,
-        precision=_precision(mp_policy),
+        precision=_precision(mp_policy, named),
         offload=_offload(offload_policy),
         layout=RowsOfEach(dims),
         device=_device(mesh),
@@ -104,23 +112,42 @@ def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | i
     return reshard_after_forward
 
 
-def _precision(policy: object) -> PluginChoice:
+def _precision(policy: object, named: Mapping[str, nn.Parameter]) -> PluginChoice:
     if not isinstance(policy, _PRECISIONS):
         raise ConfigTypeError(f"mp_policy should be a MixedPrecisionPolicy, not {policy!r}.")
-    # Torch's own has it from 2.15 on.
-    if getattr(policy, "param_dtype_override_fn", None) is not None:
-        raise UnsupportedError(
-            "MixedPrecisionPolicy.param_dtype_override_fn: parameters of one call compute in one dtype. Leave it out, "
-            "and call fully_shard on modules that compute in another dtype with a policy of their own."
-        )
+    reduced_in = policy.reduce_dtype
+    if reduced_in is None and _REDUCES_IN_OWN:
+        own = {each.dtype for each in named.values() if each.requires_grad and each.dtype.is_floating_point}
+        reduced_in = reduce(torch.promote_types, own) if len(own) > 1 else None
     return {
         "name": "mixed",
         "param": policy.param_dtype,
-        "reduce": policy.reduce_dtype,
+        "reduce": reduced_in,
+        "reduce_in_master": _REDUCES_IN_OWN,
+        "keep": [escape(name) for name, parameter in named.items() if _keeps_dtype(policy, name, parameter)],
         "output": policy.output_dtype,
         "cast_inputs": policy.cast_forward_inputs,
         "cast_root_inputs": policy.cast_forward_inputs,
     }
+
+
+def _keeps_dtype(policy: object, name: str, parameter: nn.Parameter) -> bool:
+    # Torch's own has it from 2.15 on.
+    chooses, cast_to = getattr(policy, "param_dtype_override_fn", None), getattr(policy, "param_dtype", None)
+    dtype = None if chooses is None else chooses(parameter)
+    if dtype is None:
+        return False
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"param_dtype_override_fn must return a torch.dtype or None but got {type(dtype)} for '{name}'. Return the "
+            "parameter's own dtype, or None for param_dtype."
+        )
+    if dtype not in (cast_to, parameter.dtype):
+        raise ConfigError(
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype but got "
+            f"{dtype} for '{name}' with dtype {parameter.dtype} and param_dtype {cast_to}."
+        )
+    return dtype != cast_to
 
 
 def _offload(policy: object) -> PluginChoice:

@@ -28,11 +28,14 @@ from polyshard.extension import (
 )
 from polyshard.interfaces import InputCast
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from ._collectives import Communication
 from ._extensions import placed_unit
 from ._parameters import Placed, PlacedUnit
-from ._torch_private import TorchState
+from ._torch_private import mesh_info_of
+from ._torch_state import TorchState
 
 STATE_ATTRIBUTE = "_polyshard_fsdp2_state"
 
@@ -67,11 +70,17 @@ class State(TorchState):
     modules: tuple[nn.Module, ...]
     asked: Asked
     reshard: bool | None = None
-    factor: float | None = None
+    communication: Communication = field(default_factory=Communication)
     forward_hints: tuple[State, ...] = ()
     """Whose gathers follow this one's in forward; the recorded order decides where there are none."""
     backward_hints: tuple[State, ...] = ()
     """The same in backward."""
+    is_last_backward: bool = True
+    """Of the outermost one: whether backwards of the model end, where ``ends_by_hand`` is False."""
+    ends_by_hand: bool = False
+    """Of the outermost one: whether the program ends backwards of the model."""
+    finalizing: object = None
+    """Of the outermost one: the handle of a reduction that the program has not waited for."""
     moving: list[RemovableHandle] = field(default_factory=list)
     """Hooks that move the inputs of modules without parameters, until a module around them is sharded."""
 
@@ -111,6 +120,10 @@ class State(TorchState):
                 root.idle_guard = None
             follow(root)
             use_hints(root)
+            for state in states_in(module):
+                if state.communication.custom:
+                    # The model around a module has groups of its own.
+                    state.communicate(state.communication)
             self._move_inputs(root)
             self._answer_state_dicts()
         elif (device := self._device()) is not None:
@@ -124,9 +137,23 @@ class State(TorchState):
         for unit in self.units:
             if self.reshard is not None and unit.ranks.owner is not None:
                 unit.reshard_policy = Reshard.ALWAYS if self.reshard else Reshard.NEVER
-            if self.factor is not None:
-                ranks = unit.ranks.number
-                unit.gradients.scale = None if self.factor == ranks else ranks / self.factor
+            ranks, factor = unit.ranks.number, self.communication.factor
+            if self.communication.reduces or factor == ranks:
+                unit.gradients.scale = None
+            elif factor is not None:
+                unit.gradients.scale = ranks / factor
+
+    def communicate(self, communication: Communication) -> None:
+        """Let the units communicate by ``communication``. Raises ConfigError: they cannot."""
+        if self.units and (communication.custom or self.communication.custom):
+            communication.around(self.units)
+        self.communication = communication
+        self.apply()
+
+    def choose_end(self) -> None:
+        """Let backwards of the model, of which it is the outermost one, end where that was set."""
+        if self.module_state is not None:
+            root_of(self.module_state).last_backward = self.is_last_backward and not self.ends_by_hand
 
     def hint(self) -> None:
         """Let the model prefetch as was set."""
@@ -152,7 +179,32 @@ class State(TorchState):
             unit.require_values("The first forward")
 
     def reduce_waiting(self) -> None:
-        outermost(self, "A pipeline's reduction").reduce_waiting()
+        if self.module_state is not None:
+            root_of(self.module_state).reduce_waiting()
+
+    @property
+    def of_model(self) -> Sequence[State]:
+        module_states = () if self.module_state is None else root_of(self.module_state).module_states
+        found = [state_of(each.modules[0]) for each in module_states]
+        return [each for each in found if each is not None] or [self]
+
+    @property
+    def sharded(self) -> Sequence[nn.Parameter]:
+        return [parameter.original for unit in self.units for parameter in unit.parameters]
+
+    @property
+    def policy(self) -> object:
+        return self.asked.placed.policy
+
+    @property
+    def mesh_info(self) -> object:
+        mesh = self.asked.config.mesh
+        assert isinstance(mesh, DeviceMesh)
+        return mesh_info_of(mesh)
+
+    def set_reshard(self, reshard: bool) -> None:
+        self.reshard = reshard
+        self.apply()
 
     def _move_inputs(self, root: Root) -> None:
         outermost, *inner = root.module_states

@@ -8,14 +8,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from inspect import unwrap
 from operator import attrgetter
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _insert_module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -41,58 +43,35 @@ def places() -> list[ModuleType]:
     return found
 
 
-class _Finalized:
-    """What torch 2.15 has by the name below."""
+#: The class of what ``finalize_backward(async_op=True)`` returns, which torch has from 2.15 on.
+GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
-    def wait(self) -> None:
-        """Nothing: gradients are there."""
-
-
-#: What ``finalize_backward(async_op=True)`` returns: torch's own, whose ``wait()`` does nothing; public from 2.15 on.
-GradientReductionHandle: type = getattr(torch.distributed.fsdp, "GradientReductionHandle", _Finalized)
+#: What torch keeps of a module by FSDP2: its functions look for one of this class.
+FSDPState: Any = _fsdp_state.FSDPState
 
 
-class TorchState:
-    """What torch and programs ask of the state that ``fully_shard`` keeps of a module, by torch's private names.
-
-    ``torch.distributed.pipelining`` walks over the groups of parameters, of which this names none, and calls what ends
-    a backward behind the last microbatch; from 2.15 on it calls ``finalize_backward``, and asks whether stages whose
-    reductions overlap share streams. Programs that call a part of a model first let the whole decide that it is the
-    root.
-    """
-
-    _state_ctx = SimpleNamespace(all_states=())
-
-    @property
-    def _comm_ctx(self) -> TorchState:
-        return self
-
-    def _root_post_backward_final_callback(self) -> None:
-        self.reduce_waiting()
-
-    def _lazy_init(self) -> None:
-        self.check_root()
-
-    def check_root(self) -> None:
-        """Raise what the first forward of the root would raise before it computes."""
-        raise NotImplementedError
-
-    def reduce_waiting(self) -> None:
-        """Reduce gradients that backwards left whole."""
-        raise NotImplementedError
+def mesh_info_of(mesh: DeviceMesh) -> Any:
+    """What torch's functions take for the mesh of a ``fully_shard`` call, whose last dimension shards."""
+    return _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=mesh.ndim - 1)
 
 
-def note_composed(module: nn.Module, state: TorchState) -> None:
-    """Let ``replicate`` see that ``module`` is sharded, and torch's ``fully_shard.state`` answer ``state``.
+def note_composed(module: nn.Module, state: Any) -> None:
+    """Let ``replicate`` see that ``module`` is sharded, and torch's functions find ``state``, an ``FSDPState``.
 
-    Both look into what composable functions keep in a module, under keys of their own. The compiler, and Transformers
-    where ranks must call a model equally often, ask each module inside by the two names below.
+    They look into what composable functions keep in a module, and of it. The compiler, and Transformers where ranks
+    must call a model equally often, ask each module inside by the two names below.
     """
     for inner in module.modules():
         inner._is_fsdp_managed_module = inner._fsdp_use_orig_params = True  # type: ignore[assignment]
     registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     registry.setdefault("fully_shard", RegistryItem())
     module.__dict__.setdefault(STATE_KEY, {})[unwrap(fully_shard)] = state
+    _insert_module_state(module, state)
+
+
+def premul_sum(factor: float) -> Any:
+    """NCCL's sum of what is multiplied by ``factor`` before: what reductions of FSDP2 are given for other divisors."""
+    return torch.distributed._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def use_local_tensor(placed: torch.Tensor, local: torch.Tensor) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
-from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError, UnsupportedError
+from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError
 from polyshard.extension import ModuleState, Phase, Unit, UnitState, root_of, unshard_due
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from . import _torch_private
+from ._collectives import AllGather, ReduceScatter
 from ._state import State, outermost, state_of, states_in
-from ._torch_private import GradientReductionHandle
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -32,6 +34,31 @@ class UnshardHandle(TorchUnshardHandle):
                 continue
             unit.wait()
             unit.show()
+
+
+class GradientReductionHandle(_torch_private.GradientReductionHandle):  # type: ignore[misc]
+    """What ``FSDPModule.finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, state: State | None = None) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Wait for the reductions, and let gradients appear. Every rank calls it, in the same order.
+
+        Raises:
+            StateError: ``reset_iter_state()`` gave the reductions up.
+        """
+        state, self._state = self._state, None
+        if state is None:
+            return
+        root = outermost(state, "GradientReductionHandle.wait()")
+        if state.finalizing is not self:
+            raise StateError(
+                f"This gradient reduction handle was invalidated by reset_iter_state() (rank {root.rank}): there are "
+                "no gradients to wait for. Run the iteration again."
+            )
+        state.finalizing = None
+        root.finish()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -112,7 +139,9 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             StateError: this is not the root FSDP module.
         """
-        outermost(_state(self), "reset_iter_state").start_over()
+        state = _state(self)
+        outermost(state, "reset_iter_state").start_over()
+        state.finalizing = None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients, from now on; where not, they wait whole on this rank, and add up.
@@ -138,8 +167,7 @@ class FSDPModule(TorchFSDPModule):
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}. Give True or False."
             )
         for state in _states(self, recurse):
-            state.reshard = reshard_after_forward
-            state.apply()
+            state.set_reshard(reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this module's gradients over ranks by ``factor`` instead of the number of ranks.
@@ -151,9 +179,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor got {factor!r}. Give a number above 0.")
-        state = _state(self)
-        state.factor = float(factor)
-        state.apply()
+        _communicate(self, factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""
@@ -167,49 +193,63 @@ class FSDPModule(TorchFSDPModule):
         """Whether backwards of the whole model end by waiting for reductions, from now on.
 
         Where not, gradients appear, and hooks behind their accumulation run, at the end of the next backward that is
-        the last, or when an optimizer of ``torch.optim`` is about to step.
+        the last, or when an optimizer of ``torch.optim`` is about to step. Nothing while
+        ``set_manual_backward_finalization(True)`` holds.
         """
-        for module_state in _module_states(self, True):
-            root_of(module_state).last_backward = bool(is_last_backward)
+        for state in dict.fromkeys(each.of_model[0] for each in _states(self, True)):
+            state.is_last_backward = bool(is_last_backward)
+            state.choose_end()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether backwards of the whole model end where ``finalize_backward()`` is called, from now on.
-
-        Of torch 2.15, whose pipelines call both.
+        """Whether ``finalize_backward()`` ends backwards of the whole model, from now on. Of torch 2.15.
 
         Raises:
             StateError: this is not the root FSDP module.
         """
-        outermost(_state(self), "set_manual_backward_finalization").last_backward = not enabled
+        state = _state(self)
+        outermost(state, "set_manual_backward_finalization")
+        state.ends_by_hand = bool(enabled)
+        state.choose_end()
 
-    def finalize_backward(self, *, async_op: bool = False) -> Any:
-        """Reduce what backwards left whole, wait for reductions, and let gradients appear. Every rank calls it.
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards left whole, and let gradients appear. Of torch 2.15. Every rank calls it.
 
         Args:
-            async_op: Return torch's ``GradientReductionHandle``, whose ``wait()`` has nothing to wait for.
+            async_op: Return while reductions go on, with a handle whose ``wait()`` lets gradients appear. What comes
+                before that finds those of before.
 
         Raises:
-            StateError: this is not the root FSDP module.
+            StateError: this is not the root FSDP module, or the last handle was not waited for.
         """
-        root = outermost(_state(self), "finalize_backward")
-        before, root.last_backward = root.last_backward, True
-        root.reduce_waiting()
-        root.last_backward = before
-        return GradientReductionHandle() if async_op else None
+        state = _state(self)
+        root = outermost(state, "finalize_backward")
+        if state.finalizing is not None:
+            raise StateError(
+                "The previous gradient reduction must be waited on before finalizing backward again (rank "
+                f"{root.rank}). Call wait() of what finalize_backward(async_op=True) returned."
+            )
+        root.last_backward = False
+        try:
+            root.reduce_waiting()
+        finally:
+            state.choose_end()
+        state.finalizing = handle = GradientReductionHandle(state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Nothing where ``keep`` is False. Of torch 2.15.
+        """Whether whole parameters keep their memory, and so its address, where they are released. Of torch 2.15.
 
-        Raises:
-            UnsupportedError: ``keep`` is True.
+        Nothing is read there that is not gathered anew.
+
+        Args:
+            recurse: Whether to set it for sharded modules inside, too.
         """
-        if keep:
-            raise UnsupportedError(
-                "set_keep_unsharded_storage(True): parameters keep their addresses here, but not their memory. Leave "
-                "it out. polyshard.CapturedStep records a whole step, and set_reshard_after_forward(False) with "
-                "set_reshard_after_backward(False) keeps parameters whole."
-            )
-        _state(self)
+        for state in _states(self, recurse):
+            for unit in state.units:
+                unit.keep_buffer(bool(keep))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether reductions are over replicas, too, from now on; where not, this rank keeps its shard of the sum.
@@ -254,8 +294,11 @@ class FSDPModule(TorchFSDPModule):
         state.hint()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Nothing: which operation makes the mean is the collectives'."""
-        _state(self)
+        """Whether what ``set_custom_reduce_scatter`` got is called for sums, which are divided by themselves.
+
+        Else nothing: which operation makes a mean is the collectives'.
+        """
+        _communicate(self, sums=bool(enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Nothing: what a forward ran takes part in the reduction, with zeros where this rank has no gradient."""
@@ -299,17 +342,40 @@ class FSDPModule(TorchFSDPModule):
         """For programs that call torch's private method of this name, as ``model._get_fsdp_state()._lazy_init()``."""
         return _state(self)
 
-    def set_custom_all_gather(self, comm: object) -> NoReturn:
-        """Refused by an ``UnsupportedError``, which says what to write instead."""
-        _refuse_communication("set_custom_all_gather")
+    def set_custom_all_gather(self, comm: AllGather | None) -> None:
+        """Gather this module's parameters, not those of other sharded modules inside, by ``comm`` from now on.
 
-    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        """Refused by an ``UnsupportedError``, which says what to write instead."""
-        _refuse_communication("set_custom_reduce_scatter")
+        It allocates the memory of each gather, and is called for all parameters together, on the stream that gathers.
+        Ranks that are one to a shard gather nothing. None: as the engine gathers. All ranks set the same.
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: object = None) -> NoReturn:
-        """Refused by an ``UnsupportedError``, which says what to write instead."""
-        _refuse_communication("set_all_reduce_hook")
+        Raises:
+            ConfigTypeError: ``comm`` cannot be called, or allocates nothing.
+            ConfigError: the parameters lie on several meshes.
+        """
+        _communicate(self, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
+        """Reduce this module's gradients by ``comm`` from now on; else as ``set_custom_all_gather``.
+
+        Replicas are the engine's: their mean follows.
+        """
+        _communicate(self, reduce_scatter=comm)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
+        """Call ``hook`` with this rank's part of this module's reduced gradients, in each backward that reduces them.
+
+        Parameters lie in it one behind the other. What it writes there arrives in ``.grad``. It is called behind the
+        reduction over replicas, where there are some, and on all ranks in the same order.
+
+        Args:
+            hook: None for none.
+            stream: Call it there, and let reductions that follow wait for it. None: on the stream that reduces.
+
+        Raises:
+            ConfigTypeError: ``hook`` cannot be called.
+            ConfigError: ``stream`` is given on a mesh with replicas, or the parameters lie on several meshes.
+        """
+        _communicate(self, hook=hook, stream=stream)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         inside = set(cast("nn.Module", self).modules())
@@ -368,8 +434,6 @@ def _hinted(modules: Iterable[object]) -> tuple[State, ...]:
     return tuple(found)
 
 
-def _refuse_communication(call: str) -> NoReturn:
-    raise UnsupportedError(
-        f"{call}: what moves bytes is a plugin of the engine, one for the whole model. Shard with polyshard.shard and "
-        "collectives=, a name or an object of your own (docs/plugins.md)."
-    )
+def _communicate(module: FSDPModule, **changes: Any) -> None:
+    state = _state(module)
+    state.communicate(replace(state.communication, **changes))

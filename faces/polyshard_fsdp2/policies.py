@@ -17,13 +17,15 @@ class MixedPrecisionPolicy:
     param_dtype: torch.dtype | None = None
     """Of whole parameters, and so of compute and of gathers; None for the parameters' own."""
     reduce_dtype: torch.dtype | None = None
-    """In which gradients add up over ranks and microbatches; None for ``param_dtype``."""
+    """In which gradients add up over ranks and microbatches. None for ``param_dtype`` and, from torch 2.15 on, for the
+    parameters' own."""
     output_dtype: torch.dtype | None = None
     """Of floating-point outputs of the module's forward; None leaves them alone."""
     cast_forward_inputs: bool = True
     """Whether floating-point inputs of the module's forward are cast to ``param_dtype``."""
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
-    """The ``param_dtype`` of single parameters, as in torch 2.15. ``fully_shard`` refuses it by name."""
+    """Answers the ``param_dtype`` of single parameters, as in torch 2.15: their own, or None for that above. Inputs are
+    cast to that above. All ranks answer the same."""
 
 
 @dataclass

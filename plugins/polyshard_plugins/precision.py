@@ -71,12 +71,14 @@ class PrecisionSettings:
     """Give gradients to the optimizer in the reduce dtype where that is narrower than the master dtype."""
     full_precision_in_eval: bool = False
     """Compute in the master dtype in eval mode."""
+    reduce_in_master: bool = False
+    """Without ``reduce``, accumulate gradients in the master dtype."""
 
     def dtypes(self, unit: UnitSpec, where: str) -> UnitDtypes:
         """The dtypes of ``unit``. Raises ``ConfigError`` where ``reduce`` cannot hold what travels."""
         master = unit.master_dtype
-        compute = self.param or master
-        reduce = self.reduce or compute
+        compute = master if unit.keeps_dtype else self.param or master
+        reduce = self.reduce or (master if self.reduce_in_master else compute)
         wire = self.wire or _narrower(compute, reduce)
         _require_wide_reduction(reduce, wire, f"{where}, unit {unit.label!r}")
         grad = _narrower(master, reduce) if self.keep_low_precision_grads else master
@@ -84,7 +86,7 @@ class PrecisionSettings:
 
     def check(self, where: str) -> None:
         """Raise ``ConfigError`` now for a ``reduce`` too narrow, where that does not depend on the master dtype."""
-        reduce = self.reduce or self.param
+        reduce = self.reduce or (None if self.reduce_in_master else self.param)
         if self.wire is not None and reduce is not None:
             _require_wide_reduction(reduce, self.wire, where)
 
@@ -212,7 +214,9 @@ class Mixed(Configured):
         keep_low_precision_grads: bool = False,
         leave_alone: type | str | Iterable[type | str] = (),
         full_precision_in_eval: bool = False,
+        reduce_in_master: bool = False,
         overrides: Mapping[type | str, Mapping[str, Any]] | None = None,
+        keep: str | Iterable[str] = (),
     ) -> None:
         """Options, all of which may be left out; ``PrecisionSettings`` says what each means.
 
@@ -226,6 +230,9 @@ class Mixed(Configured):
         ``"package.module:Name"``, or a shell pattern of the fully-qualified name of the unit's module
         (``"layers.*"``; the root's is empty). Settings that an entry does not name stay as they are; the first entry in
         order that fits a unit counts.
+
+        ``keep``: shell patterns of fully-qualified names of parameters (``"*.norm.weight"``) that compute in their own
+        dtype, beside others of their module that do not. Inputs and outputs are cast as without it.
 
         Raises ``ConfigError`` for an unknown dtype, setting or class, and for a ``reduce`` that is narrower than
         ``wire``.
@@ -243,6 +250,7 @@ class Mixed(Configured):
                 "cast_root_inputs": cast_root_inputs,
                 "keep_low_precision_grads": keep_low_precision_grads,
                 "full_precision_in_eval": full_precision_in_eval,
+                "reduce_in_master": reduce_in_master,
             },
             where,
         )
@@ -250,6 +258,10 @@ class Mixed(Configured):
         self._overrides = _resolve_overrides(settings, overrides or {}, where)
         scaled = any(entry.in_half_range() for entry in (settings, *self._overrides.values()))
         self.capabilities = PrecisionCapabilities(loss_scaling=scaled)
+        self._kept = (keep,) if isinstance(keep, str) else tuple(keep)
+
+    def keeps_dtype(self, unit: UnitSpec, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._kept)
 
     def _settings_of(self, unit: UnitSpec) -> PrecisionSettings:
         for key, settings in self._overrides.items():

@@ -140,29 +140,77 @@ def the_mean_of_sums(rank: int) -> None:
     same(gradients(held), averaged(plain), **EXACT)
 
 
+def _ended_by_hand(face: ModuleType) -> list[Any]:
+    model: Any = shard_all(face, make())
+    held, told = held_in(model), list[Any]()
+    model.set_manual_backward_finalization(True)
+    assert model.finalize_backward() is None
+    model.finalize_backward(async_op=True).wait()
+    # Not heard now.
+    model.set_is_last_backward(True)
+    for start, synchronises in ((1, True), (2, False), (3, False)):
+        for words in batches(2, seed=start):
+            # As a program with several backwards before one end has to.
+            model.set_requires_gradient_sync(False)
+            loss_of(model, words).backward()
+        told.append(gradients(held))
+        model.set_requires_gradient_sync(True)
+        if synchronises:
+            loss_of(model, words).backward()
+        handle = model.finalize_backward(async_op=True)
+        assert isinstance(handle, face.GradientReductionHandle)
+        with pytest.raises(RuntimeError, match="previous gradient reduction must be waited on before finalizing"):
+            model.finalize_backward()
+        handle.wait()
+        handle.wait()
+        told.append(gradients(held))
+    model.zero_grad()
+    loss_of(model, words).backward()
+    with pytest.raises(RuntimeError, match="must be called on the root FSDP"):
+        model.blocks[0].finalize_backward()
+    with pytest.raises(RuntimeError, match="must be called on the root FSDP"):
+        model.blocks[0].set_manual_backward_finalization(True)
+    model.finalize_backward()
+    told.append(gradients(held))
+    model.zero_grad()
+    loss_of(model, words).backward()
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    with pytest.raises(RuntimeError, match="gradient reduction handle was invalidated"):
+        handle.wait()
+    # The next ends by itself, as was set.
+    model.set_manual_backward_finalization(False)
+    model.zero_grad()
+    loss_of(model, words).backward()
+    return [*told, gradients(held)]
+
+
 def backwards_that_the_caller_ends(rank: int) -> None:
-    """As pipelines of torch 2.15 do."""
+    """As pipelines of torch 2.15 do; older FSDP2 has no such calls."""
+    told = [_ended_by_hand(face) for face in FACES if hasattr(face.FSDPModule, "finalize_backward")]
+    for mine, its in zip(told[-1], told[0], strict=True):
+        same(mine, its, **EXACT)
+
+
+def ends_over_replicas(rank: int) -> None:
+    """FSDP2 refuses sums that are not over replicas yet."""
     sharded: Any = shard_all(OURS, make(), cpu_mesh(2, 2))
     plain, held = make(), held_in(sharded)
     sharded.set_manual_backward_finalization(True)
-    with pytest.raises(RuntimeError, match="finalize_backward must be called on the root FSDP module"):
-        sharded.blocks[0].finalize_backward()
-    for synchronises in (False, True, False):
-        for words in batches(2):
-            sharded.set_requires_gradient_sync(synchronises)
-            loss_of(sharded, words).backward()
-            loss_of(plain, words).backward()
+    for number, words in enumerate(batches(6)):
+        sharded.set_requires_gradient_sync(number in (2, 3))
+        sharded.set_requires_all_reduce(number == 3)
+        for each in (sharded, plain):
+            loss_of(each, words).backward()
     sharded.set_requires_gradient_sync(True)
-    sharded.finalize_backward(async_op=True).wait()
-    same(gradients(held), averaged(plain), **EXACT)
+    before = gradients(held)
+    handle = sharded.finalize_backward(async_op=True)
+    handle.wait()
+    means = averaged(plain)
+    same(gradients(held), means, **EXACT)
+    assert any(each is None or not torch.equal(each, means[name]) for name, each in before.items())
     assert sharded.finalize_backward() is None
-    same(gradients(held), averaged(plain), **EXACT)
-    # The next ends by itself.
-    sharded.set_manual_backward_finalization(False)
-    for each in (sharded, plain):
-        each.zero_grad()
-        loss_of(each, words).backward()
-    same(gradients(held), averaged(plain), **EXACT)
+    same(gradients(held), means, **EXACT)
 
 
 class Headless(nn.Module):
@@ -393,7 +441,8 @@ def sums_in_the_dtype_of_reductions(rank: int) -> None:
 BODIES: dict[Callable[[int], object], int] = {
     reductions_then_sums: 4,
     the_mean_of_sums: 4,
-    backwards_that_the_caller_ends: 4,
+    backwards_that_the_caller_ends: 2,
+    ends_over_replicas: 4,
     chunked_loss: 2,
     an_optimizer_ends_what_backwards_left: 2,
     states_that_are_loaded_are_seen: 2,

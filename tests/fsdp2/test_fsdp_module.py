@@ -323,16 +323,6 @@ def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
     model.set_reduce_scatter_divide_factor(dist.get_world_size())
     model._set_unshard_async_op(True)
     OURS.share_comm_ctx([model])
-    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
-        with pytest.raises(NotImplementedError, match=f"{name}: what moves bytes is a plugin"):
-            getattr(model, name)(None)
-    model.set_keep_unsharded_storage(False)
-    with pytest.raises(NotImplementedError, match=r"set_keep_unsharded_storage\(True\): .* polyshard.CapturedStep"):
-        model.set_keep_unsharded_storage(True)
-    plain, policy = make(), OURS.MixedPrecisionPolicy(param_dtype_override_fn=lambda parameter: parameter.dtype)
-    with pytest.raises(NotImplementedError, match="param_dtype_override_fn: parameters of one call compute in one"):
-        OURS.fully_shard(plain, mp_policy=policy)
-    assert type(plain) is type(make())
     with pytest.raises(TypeError, match="max_input_buffers must be an int"):
         model.set_reduce_scatter_max_input_buffers(True)
     with pytest.raises(ValueError, match="positive int"):
@@ -342,6 +332,48 @@ def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match="FSDPModules"):
         OURS.share_comm_ctx([nn.Linear(1, 1)])  # type: ignore[list-item]
     same(model(words), expected)
+
+
+def whole_parameters_keep_their_memory(rank: int) -> None:
+    """As of torch 2.15."""
+
+    def run(face: ModuleType) -> Any:
+        model: Any = shard_all(face, make())
+        block, told = model.blocks[0], []
+        block.set_keep_unsharded_storage(True)
+        block.unshard()
+        kept, address = block.up.weight, block.up.weight.data_ptr()
+        block.reshard()
+        assert kept.untyped_storage().nbytes()
+        told += train(model, 2)
+        block.unshard()
+        assert block.up.weight.data_ptr() == address
+        block.reshard()
+        model.set_keep_unsharded_storage(True, recurse=False)
+        model.set_keep_unsharded_storage(False)
+        told += train(model, 1)
+        assert not kept.untyped_storage().nbytes()
+        return told, wholes(model)
+
+    if hasattr(FACES[0].FSDPModule, "set_keep_unsharded_storage"):
+        both(run)
+    else:
+        run(OURS)
+
+
+def what_is_kept_is_not_read(rank: int) -> None:
+    model: Any = shard_all(OURS, make())
+    model.set_keep_unsharded_storage(True)
+    loss = loss_of(model, next(batches(1)))
+    saved = (model.blocks[1].up.weight * 2).sum()
+    model.blocks[1].unshard()
+    gathered = (model.blocks[1].up.weight * model.blocks[1].up.weight).sum()
+    model.blocks[1].reshard()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gathered.backward()
+    loss.backward()
+    saved.backward()
+    train(model, 1)
 
 
 class _Event:
@@ -420,6 +452,8 @@ BODIES: dict[Callable[[int], object], int] = {
     hints_change_no_number: 2,
     hints_say_what_is_gathered_next: 2,
     what_the_engine_decides_and_what_is_refused: 2,
+    whole_parameters_keep_their_memory: 2,
+    what_is_kept_is_not_read: 2,
     event_behind_the_optimizer: 2,
     parameters_on_some_ranks: 4,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +72,10 @@ def refusals(face: ModuleType) -> None:
     def over(module: nn.Module, *shape: int) -> None:
         shard(module, mesh=init_device_mesh("cpu", shape))
 
+    def cast_to(module: nn.Module, dtype: object) -> None:
+        policy = face.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: dtype)
+        shard(module, mesh=mesh, mp_policy=policy)
+
     cases: list[tuple[type[Exception], str, Callable[[Any], object]]] = [
         (ValueError, "does not support containers that do not implement forward", lambda m: shard(m.blocks)),
         (ValueError, "expects a 1D or 2D DeviceMesh", lambda m: over(m, 1, 1, 2)),
@@ -94,6 +99,12 @@ def refusals(face: ModuleType) -> None:
             lambda m: along(m, lambda _: Shard(1)),
         ),
     ]
+    if "param_dtype_override_fn" in signature(face.MixedPrecisionPolicy).parameters:
+        # Of torch 2.15.
+        cases += [
+            (ValueError, "must return a torch.dtype or None but got", lambda m: cast_to(m, "bf16")),
+            (ValueError, "or the parameter's original dtype but got torch.float16", lambda m: cast_to(m, torch.half)),
+        ]
     for kind, words, call in cases:
         model = make()
         for name, value in odd.items():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdp2_models import (
     FACES,
     OURS,
+    alike,
     as_unsharded,
     as_whole,
     batches,
@@ -135,13 +136,66 @@ def _mixed(rank: int, policy: dict[str, Any], tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("policy", "tolerance"),
     [
-        pytest.param({"param_dtype": torch.bfloat16}, 2e-2, marks=pytest.mark.nightly),
+        # bf16 before torch 2.15.
+        ({"param_dtype": torch.bfloat16}, 1e-5 if torch.__version__ >= (2, 15) else 2e-2),
         ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}, 2e-3),
         pytest.param({"reduce_dtype": torch.bfloat16}, 2e-2, marks=pytest.mark.nightly),
     ],
 )
 def test_mixed_precision(ranks: KeptRanks, policy: dict[str, Any], tolerance: float) -> None:
     ranks.run(2, _mixed, policy, tolerance)
+
+
+class _Norms(nn.Module):
+    """Its norm computes in fp32 between layers that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 9), nn.RMSNorm(9), nn.Linear(9, 6)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [x.dtype, self.up.weight.dtype, self.norm.weight.dtype, self.down.bias.dtype]
+        hidden = self.norm(self.up(x).float()).to(x.dtype)
+        return x + torch.relu(self.down(hidden))
+
+
+def _trains_norms(face: ModuleType, overrides: bool) -> list[Any]:
+    def chooses(parameter: nn.Parameter) -> torch.dtype | None:
+        asked.append(parameter)
+        return parameter.dtype if parameter.shape == (9,) and parameter.eq(1).all() else None
+
+    torch.manual_seed(0)
+    blocks: Any = nn.Sequential(_Norms(), _Norms())
+    expected, asked = list(blocks.parameters()), list[nn.Parameter]()
+    policy = face.MixedPrecisionPolicy(
+        torch.bfloat16, reduce_dtype=torch.float32, **({"param_dtype_override_fn": chooses} if overrides else {})
+    )
+    for block in blocks:
+        if not overrides:
+            face.fully_shard(block.norm, mesh=cpu_mesh())
+        face.fully_shard(block, mesh=cpu_mesh(), mp_policy=policy)
+    model: Any = face.fully_shard(blocks, mesh=cpu_mesh(), mp_policy=policy)
+    # Once each.
+    assert not overrides or list(map(id, asked)) == list(map(id, expected))
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.5), list[Any]()
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        loss = model(torch.randn(4, 6, generator=random)).float().square().mean()
+        loss.backward()
+        told += [loss.item(), blocks[1].seen, *(as_whole(each.grad) for each in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*told, *wholes(model).values()]
+
+
+def parameters_that_keep_their_dtype(rank: int) -> None:
+    """As where norms are sharded by themselves; and as torch 2.15 has it."""
+    ours = _trains_norms(OURS, overrides=True)
+    assert ours[1] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
+    for overrides in (False, True) if torch.__version__ >= (2, 15) else (False,):
+        # Of one bf16 rounding, 4e-3.
+        alike(ours, _trains_norms(FACES[0], overrides), rtol=1e-5, atol=1e-7)
 
 
 def inputs_that_are_not_cast(rank: int) -> None:
@@ -318,6 +372,7 @@ BODIES: dict[Callable[[int], object], int] = {
     replicas_of_shards: 4,
     several_roots: 2,
     activation_checkpointing: 2,
+    parameters_that_keep_their_dtype: 2,
     inputs_that_are_not_cast: 2,
     cpu_offload: 2,
     ignored_parameters: 2,

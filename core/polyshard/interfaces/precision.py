@@ -175,6 +175,13 @@ class PrecisionCaster(ABC):
         """Whether ``module``, and the parameters directly in it, keep full precision (a unit of their own)."""
         return False
 
+    def keeps_dtype(self, unit: UnitSpec, name: str) -> bool:
+        """Whether the parameter ``name`` computes in its own dtype, beside others of its module that do not.
+
+        Those of a module are a unit of their own, whose ``keeps_dtype`` says so. ``unit`` has no sizes yet.
+        """
+        return False
+
     def full_precision_in_eval(self, unit: UnitSpec) -> bool:
         """Whether ``unit`` computes in its master dtype while its module is in eval mode."""
         return False

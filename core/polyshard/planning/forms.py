@@ -15,20 +15,22 @@ from .layout import FlatLayout, contiguous_stride
 from .plan import ManagedParameter, ModuleParameters
 
 
-def split_by_form(
+def split_by_caster(
     planned: ModuleParameters, group: Sequence[ManagedParameter], caster: PrecisionCaster, unit: UnitSpec, rank: int
 ) -> list[tuple[ManagedParameter, ...]]:
-    """``group``, one of ``planned``, as up to two: parameters in the compute dtype, and weights that ``caster`` forms.
+    """``group``, one of ``planned``, as up to three: parameters in the compute dtype, those that keep their own, and
+    weights that ``caster`` forms.
 
-    Those of a module that was split off stay as they are: other modules may compute with them.
+    Weights of a module that was split off are not formed: other modules may compute with them.
     """
-    if planned.parent is not None:
-        return [tuple(group)]
-    formed = [each for each in group if _may_be_formed(each) and _forms(caster, unit, each, rank)]
-    plain = [each for each in group if each not in formed]
-    for each in formed:
-        each.formed = True
-    return [tuple(part) for part in (plain, formed) if part]
+    parts: tuple[list[ManagedParameter], ...] = [], [], []
+    for each in group:
+        name = each.names[0]
+        each.keeps_dtype = yes_or_no(caster, "keeps_dtype", caster.keeps_dtype(unit, name), f"'{name}'", rank)
+        may_be_formed = planned.parent is None and not each.keeps_dtype and _may_be_formed(each)
+        each.formed = may_be_formed and _forms(caster, unit, each, rank)
+        parts[1 if each.keeps_dtype else 2 if each.formed else 0].append(each)
+    return [tuple(part) for part in parts if part]
 
 
 def forms_in(

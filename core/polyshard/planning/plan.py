@@ -83,6 +83,8 @@ class ManagedParameter:
     """Whether it gathers itself, by methods of its class."""
     formed: bool = False
     """Whether its linear layer computes with the bytes of a gather, as its caster says."""
+    keeps_dtype: bool = False
+    """Whether it computes in its own dtype beside others that do not, as its caster says."""
     insides: Insides | None = None
     """What it is made of, where it gathers itself: known before the model changes."""
     rows: torch.Tensor | None = None

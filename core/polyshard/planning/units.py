@@ -28,7 +28,7 @@ from ..interfaces import (
 from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, is_packed, parked_of, wire_of, yes_or_no
 from .extensions import ChunkedRows
-from .forms import forms_in, split_by_form
+from .forms import forms_in, split_by_caster
 from .groups import PlannedRanks
 from .layout import FlatLayout, NamedLayout, dense_stride
 from .plan import ManagedParameter, ModuleParameters, modules_called
@@ -153,7 +153,7 @@ def plan_units(
     units: list[PlannedUnit] = []
     groups: list[tuple[ManagedParameter, ...]] = []
     unsized = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
-    for group in (part for each in planned.groups for part in split_by_form(planned, each, caster, unsized, rank)):
+    for group in (part for each in planned.groups for part in split_by_caster(planned, each, caster, unsized, rank)):
         ranks = of_module if group[0].mesh is None else ranks_of(group[0].mesh)
         suffix = _suffix(group, ranks.lists.label) if units else ""
         layout = _CHUNKED if group[0].extended else plugins.layout
@@ -309,6 +309,7 @@ def _spec(
         is_root=is_root,
         suffix=suffix,
         trained=group[0].original.requires_grad,
+        keeps_dtype=group[0].keeps_dtype,
         ranks=ranks,
     )
 
@@ -329,7 +330,12 @@ def _geometry(
 def _suffix(group: Sequence[ManagedParameter], ranks: str) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
-    kinds = {"extended": group[0].extended, "formed": group[0].formed, "packed": group[0].packed is not None}
+    kinds = {
+        "extended": group[0].extended,
+        "formed": group[0].formed,
+        "kept": group[0].keeps_dtype,
+        "packed": group[0].packed is not None,
+    }
     kind = "".join(f", {name}" for name, holds in kinds.items() if holds)
     kind += f", over {ranks or 'a mesh of its own'}" if group[0].mesh is not None else ""
     return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}{kind}]"

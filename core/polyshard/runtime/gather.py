@@ -308,6 +308,8 @@ class FlatBuffer:
         self.versioned: Sequence[torch.Tensor] = ()
         #: Whether it holds memory and values also where it is released.
         self.pinned = False
+        #: As ``keep`` was told.
+        self.keeps = False
         self.attached = True
 
     @classmethod
@@ -363,13 +365,14 @@ class FlatBuffer:
         """Give the buffer memory, uninitialised, from the current stream's pool. Nothing happens if it has some."""
         if self._resizable and not self.attached:
             for storage, nbytes in self._storages.values():
-                storage.resize_(nbytes)
+                if not (self.keeps and storage.nbytes()):
+                    storage.resize_(nbytes)
             self.address = self.flat.data_ptr()
         self.attached = True
 
     def release(self) -> None:
         """Take the memory away. Nothing happens if it has none."""
-        if self._resizable and self.attached:
+        if self._resizable and self.attached and not self.keeps:
             for storage, _ in self._storages.values():
                 storage.resize_(0)
         if self.versioned and not self.pinned:
@@ -391,6 +394,13 @@ class FlatBuffer:
             if not self.attached:
                 self.attached = True
                 self.release()
+
+    def keep(self, keeps: bool) -> None:
+        """Whether it holds memory, and no values, where it is released, from now on."""
+        self.keeps = keeps
+        if not (keeps or self.attached):
+            self.attached = True
+            self.release()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer's memory."""

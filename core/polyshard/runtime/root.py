@@ -302,8 +302,8 @@ class Root(Step):
     def refuse_unseen_gradients(self) -> None:
         """Raise for gradients of a backward that passed no output of the last forward: nobody reduced them.
 
-        Looks where no other backward came since. The gradients are dropped. Those that wait for a later reduction may be
-        of an earlier forward: schedules of pipelines compute gradients of weights behind those of activations.
+        Looks where no other backward came since. The gradients are dropped. Those that wait for a later reduction may
+        be of an earlier forward: schedules of pipelines compute gradients of weights behind those of activations.
 
         Raises StateError: naming a unit.
         """
@@ -480,9 +480,13 @@ class Root(Step):
     def settle(self) -> None:
         """End what backwards left: hand over their gradients, and let parameters that they kept be old."""
         self.awaits_optimizer = False
+        self.finish()
+        self.outdate()
+
+    def finish(self) -> None:
+        """End backwards that ended without ``finish_backward``, if any did. Every rank calls it."""
         if self._unfinished and self.phase is Phase.IDLE:
             self.finish_backward()
-        self.outdate()
 
     def outdate(self) -> None:
         """Masters get other values: gather what backwards left whole for later forwards again at its next use."""

@@ -163,6 +163,8 @@ class Unit(UnitMaster):
         self.retained = False
         #: Whether its module's backwards reduce gradients, where the step does.
         self.synchronises = True
+        #: Whether gather buffers hold their memory where they are released.
+        self.keeps_buffer = False
         #: Whole for this rank's recomputation alone: in the ranks' common order it is released.
         self.kept = False
         self._use_master(master)
@@ -274,8 +276,16 @@ class Unit(UnitMaster):
                 if self.state is UnitState.SHARDED_POST_FORWARD:
                     self.record = self._post_forward_record
 
+    def keep_buffer(self, keeps: bool) -> None:
+        """Whether whole parameters keep their memory, and so their addresses, where they are released."""
+        self.keeps_buffer = keeps
+        for buffer in (self._training_buffer, self._eval_buffer):
+            if buffer is not None:
+                buffer.keep(keeps)
+
     def _bind(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
+        buffer.keeps = self.keeps_buffer
         self._renew_record()
         self.leaves = list(self.originals.tensors) if self.resident else self._leaves_over(buffer.views)
         for index, form in self._leaf_forms:
