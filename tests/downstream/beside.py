@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,7 @@ class Beside:
                 print(line, file=self._server(engine).stdin, flush=True)
         for engine in ENGINES:
             answers[engine] = answers.get(engine) or self._answer(engine)
+        for engine in ENGINES:
             assert answers[engine] == ["0"] * ranks, told(folder / engine, f"{engine}: ranks ended {answers[engine]}")
         control, moved = ([load(folder / engine, rank) for rank in range(ranks)] for engine in ENGINES)
         found = list(differences(control, moved, "rank "))
@@ -62,9 +64,10 @@ class Beside:
         return control
 
     def close(self) -> None:
-        """End both processes."""
+        """End both processes, and what ranks they wait for."""
         while self._servers:
             _, server = self._servers.popitem()
+            os.killpg(server.pid, signal.SIGKILL)
             server.communicate()
         self._home.cleanup()
 
@@ -78,7 +81,12 @@ class Beside:
         if engine not in self._servers:
             command, environment = self._command(engine)
             self._servers[engine] = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
             )
         return self._servers[engine]
 

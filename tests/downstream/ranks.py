@@ -1,7 +1,7 @@
 """Forks the ranks of a trainer: ``python ranks.py FILE [DROP-IN ...]``, with a request in each line of standard input.
 
-``beside.Beside`` starts it, over torch's own FSDP without a drop-in, and over polyshard with some. Under a launcher it is
-one rank, and its request is ``REQUEST``.
+``beside.Beside`` starts it, over torch's own FSDP without a drop-in, and over polyshard with some. A launcher
+starts one process a rank, whose request is ``REQUEST``.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def _fork(rank: int, port: int, request: dict[str, Any], function: Any) -> int:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     _rank(rank, request, function)
+    return None
 
 
 def _rank(rank: int, request: dict[str, Any], function: Any) -> NoReturn:

@@ -16,7 +16,12 @@ def tensor(value: torch.Tensor) -> Any:
     value = value.detach()
     if not isinstance(value, DTensor):
         return value.cpu().clone()
-    return [list(value.shape), str(value.placements), str(value.device_mesh.mesh_dim_names), value.to_local().cpu().clone()]
+    return [
+        list(value.shape),
+        str(value.placements),
+        str(value.device_mesh.mesh_dim_names),
+        value.to_local().cpu().clone(),
+    ]
 
 
 def parameters(model: nn.Module) -> dict[str, Any]:
@@ -30,7 +35,10 @@ def parameters(model: nn.Module) -> dict[str, Any]:
 def states(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
     """The state of each parameter, in the order of the optimizers' groups."""
     return [
-        {name: tensor(value) if isinstance(value, torch.Tensor) else value for name, value in optimizer.state[each].items()}
+        {
+            name: tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in optimizer.state[each].items()
+        }
         for optimizer in optimizers
         for group in optimizer.param_groups
         for each in group["params"]

@@ -8,26 +8,35 @@ import runpy
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import shown
 import torch
 from beside import Beside, differences
 
+pytestmark = pytest.mark.downstream
+
 RANKS = Beside(__file__, "polyshard_fsdp2")
 
 MODEL = {
     "_component_": "torchtune.models.llama3.llama3",
-    **{"vocab_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64},
-    **{"max_seq_len": 64, "intermediate_dim": 96},
+    "vocab_size": 128,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "max_seq_len": 64,
+    "intermediate_dim": 96,
 }
 
 ADAPTERS = {
     **MODEL,
     "_component_": "torchtune.models.llama3.lora_llama3",
-    **{"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True},
-    **{"lora_rank": 4, "lora_alpha": 8},
+    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 4,
+    "lora_alpha": 8,
 }
 
 #: What a recipe's file says of training.
@@ -37,10 +46,19 @@ TRAINING: dict[str, Any] = {
     "metric_logger": {"_component_": "test_torchtune.Metrics"},
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3.0e-3},
     "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-    **{"device": "cpu", "dtype": "fp32", "seed": 5, "shuffle": True, "batch_size": 2, "clip_grad_norm": 1.0},
-    **{"epochs": 2, "max_steps_per_epoch": 2, "gradient_accumulation_steps": 1, "log_every_n_steps": 1},
+    "device": "cpu",
+    "dtype": "fp32",
+    "seed": 5,
+    "shuffle": True,
+    "batch_size": 2,
+    "clip_grad_norm": 1.0,
+    "epochs": 2,
+    "max_steps_per_epoch": 2,
+    "gradient_accumulation_steps": 1,
+    "log_every_n_steps": 1,
     "compile": False,
-    **{"enable_activation_checkpointing": False, "enable_activation_offloading": False},
+    "enable_activation_checkpointing": False,
+    "enable_activation_offloading": False,
 }
 
 #: The rate of learning of a recipe that has none of its own.
@@ -70,7 +88,7 @@ class Texts(torch.utils.data.Dataset[dict[str, list[int]]]):
 class Metrics:
     """What a recipe logs, but for its speed."""
 
-    steps: list[Any] = []
+    steps: ClassVar[list[Any]] = []
 
     def log_config(self, config: Any) -> None:
         pass
@@ -83,8 +101,6 @@ class Metrics:
 
 
 def prepare() -> None:
-    import torchtune.models.llama3
-    import torchtune.modules.loss
     from torchtune import training
 
     # Recipes ask for NCCL beside gloo.
@@ -129,7 +145,11 @@ def tune(recipe: str, model: dict[str, Any], base: str, out: str = "out", resume
     # Its command ends the process.
     with suppress(SystemExit):
         names["recipe_main"]()
-    saved = {str(file.relative_to(out)): torch.load(file) for file in Path(out).rglob("*.*") if file.suffix in (".bin", ".pt")}
+    saved = {
+        str(file.relative_to(out)): torch.load(file)
+        for file in Path(out).rglob("*.*")
+        if file.suffix in (".bin", ".pt")
+    }
     return {"steps": Metrics.steps, "saved": saved, **end}
 
 

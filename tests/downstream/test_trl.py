@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from beside import Beside, differences
 
+pytestmark = pytest.mark.downstream
+
 RANKS = Beside(__file__, "polyshard_fsdp2")
 
 LAUNCHER = [
@@ -22,9 +24,19 @@ LAUNCHER = [
 
 #: What the trainers' settings say.
 TRAINING: dict[str, Any] = {
-    **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 1e-2},
-    **{"logging_steps": 1, "save_steps": 2, "max_grad_norm": 0.5, "seed": 3, "data_seed": 3},
-    **{"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True},
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "max_grad_norm": 0.5,
+    "seed": 3,
+    "data_seed": 3,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "disable_tqdm": True,
     "model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"},
 }
 
@@ -119,9 +131,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **{"vocab_size": 104, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
-        **{"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2},
+        vocab_size=104,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=1,
+        bos_token_id=2,
+        eos_token_id=2,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -130,7 +149,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
-        # Of a model of reference TRL shards zeros on all ranks but one where loading is efficient: polyshard refuses it.
+        # Where loading is efficient TRL shards zeros of a reference model on all ranks but one: polyshard refuses them.
         pytest.param(
             ["sft", "sft_lora", "dpo", "grpo"],
             ["--fsdp_state_dict_type", "FULL_STATE_DICT", "--fsdp_cpu_ram_efficient_loading", "false"],

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from beside import Beside, differences
 from torch.distributed.fsdp import _init_utils
 
+pytestmark = pytest.mark.downstream
+
 RANKS = Beside(__file__, "polyshard_fsdp2", "polyshard_fsdp")
 
 
@@ -33,9 +35,14 @@ def prepare() -> None:
         **dict.fromkeys(["empty_cache", "synchronize", "reset_peak_memory_stats"], lambda *_: None),
         **dict.fromkeys(["memory_allocated", "memory_reserved", "max_memory_allocated"], lambda *_: 0),
         **dict.fromkeys(["max_memory_reserved"], lambda *_: 0),
-        **{"current_device": lambda: Device("cpu"), "device_count": lambda: 1, "is_available": lambda: False},
-        **{"mem_get_info": lambda *_: (0, 0), "manual_seed": torch.manual_seed, "manual_seed_all": torch.manual_seed},
-        **{"get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state},
+        current_device=lambda: Device("cpu"),
+        device_count=lambda: 1,
+        is_available=lambda: False,
+        mem_get_info=lambda *_: (0, 0),
+        manual_seed=torch.manual_seed,
+        manual_seed_all=torch.manual_seed,
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
     )
     answers = {
         "is_available": True,
@@ -53,11 +60,10 @@ def prepare() -> None:
     names = {"device_name": "cpu", "vendor_name": "cpu", "device_module": device}
     platform = platform_manager.PlatformRegistry.register(platform="cpu")(type("CPU", (PlatformBase,), asked | names))
     platform_manager.set_platform(platform())
+    # On a GPU it is a copy. On a CPU verl would read what FSDP has released.
+    torch.Tensor.cpu = torch.Tensor.clone
     # Torch's FSDP broadcasts from a GPU alone.
     _init_utils._check_module_states_for_sync_module_states = lambda _: None
-    import peft
-    import transformers.models.llama.modeling_llama
-    import verl.workers.engine.fsdp.transformer_impl
     from verl.models.transformers import monkey_patch
 
     # It does without TRL, and looks for a name in one that is there, which TRL 1.16 has not.
@@ -115,7 +121,10 @@ def _engine(strategy: str, model: str, lora: bool, settings: dict[str, Any]) -> 
             target_modules=["q_proj", "v_proj", "down_proj"],
         ),
         FSDPEngineConfig(
-            **{"strategy": strategy, "use_torch_compile": False, "mixed_precision": precision, "use_orig_params": lora},
+            strategy=strategy,
+            use_torch_compile=False,
+            mixed_precision=precision,
+            use_orig_params=lora,
             **{"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "use_remove_padding": False, **settings},
         ),
         FSDPOptimizerConfig(lr=1e-2, weight_decay=0.01, total_training_steps=10, lr_warmup_steps=0, clip_grad=0.5),
@@ -157,7 +166,9 @@ def _step(engine: Any, place: int) -> Any:
     with engine.train_mode():
         metrics = engine.train_batch(_batch(place), loss_function=_loss)["metrics"]
     engine.lr_scheduler_step()
-    return {name: metrics[name] for name in ("loss", "told", "grad_norm") if name in metrics}
+    told = {name: metrics[name] for name in ("loss", "told") if name in metrics}
+    # FSDP1's norm differs in the seventh digit where parts lie elsewhere in memory.
+    return {**told, "grad_norm": float(f"{metrics['grad_norm']:.6g}")}
 
 
 def _synced(engine: Any, **settings: bool) -> Any:
@@ -173,8 +184,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("model"))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
