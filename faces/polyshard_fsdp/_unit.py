@@ -396,7 +396,7 @@ class FlatUnit(Unit):
             self.handle.deregister_flat_param()
 
     def take_up_whole(self) -> None:
-        """Let the user see the whole flat parameter that is there now, where it was moved or cast inside of the context."""
+        """Let the user see the whole flat parameter that is there now: it was moved or cast inside of the context."""
         data, whole = self.flat_param.data, self.whole_for_user
         assert whole is not None
         if data.data_ptr() != whole.data_ptr():

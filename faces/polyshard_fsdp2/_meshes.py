@@ -145,6 +145,14 @@ def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> DataMesh:
 def _named_dims(mesh: DeviceMesh | None, dims: object) -> DataMesh:
     if not isinstance(dims, _DIMS):
         raise ConfigTypeError(f"dp_mesh_dims should be a DataParallelMeshDims, not {dims!r}.")
+    if not all(each is None or isinstance(each, (str, tuple, list)) for each in (dims.shard, dims.replicate)):
+        raise ConfigTypeError(
+            f"dp_mesh_dims should have names of dimensions of the mesh, or tuples of names, not {dims}."
+        )
+    if not (dims.shard_names or dims.replicate_names):
+        raise ConfigError(
+            f"dp_mesh_dims names no dimension of the mesh: {dims}. Name one to shard or to replicate over."
+        )
     known = () if mesh is None else tuple(mesh.mesh_dim_names or ())
     if mesh is None or not known:
         raise ConfigError(
@@ -273,14 +281,12 @@ def placings_of(
 
 def _mesh_of_info(info: Any, name: str) -> DataMesh:
     """The mesh that torch's ``FSDPMeshInfo`` or ``HSDPMeshInfo`` is of."""
-    try:
-        mesh, dims, cuts = info.mesh, getattr(info, "dp_mesh_dims", None), info.shard_mesh_dim is not None
-    except AttributeError:
-        mesh, dims, cuts = None, None, False
-    if not cuts:
+    mesh, dims = getattr(info, "mesh", None), getattr(info, "dp_mesh_dims", None)
+    where = [getattr(info, f"{kind}_mesh_dim", None) for kind in ("replicate", "shard")]
+    if where not in ([None, 0], [0, 1]) or getattr(mesh, "ndim", None) != where[1] + 1:
         raise ConfigTypeError(
-            f"shard_placement_fn answered a ShardPlacementResult with the mesh {info!r} for '{name}', which names no "
-            "dimension to shard over. Give a FSDPMeshInfo or HSDPMeshInfo."
+            f"shard_placement_fn answered a ShardPlacementResult with the mesh {info!r} for '{name}'. Give a "
+            "FSDPMeshInfo of a mesh of one dimension, or a HSDPMeshInfo of (replicate, shard)."
         )
     return data_mesh(mesh if dims is None else info.spmd_mesh, dims)
 

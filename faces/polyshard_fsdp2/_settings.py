@@ -35,8 +35,8 @@ def config_for(
     dims: Mapping[str, int],
     named: Mapping[str, nn.Parameter],
 ) -> ShardConfig:
-    """The engine's settings. ``dims``: along which parameters are cut, by name, where not along the first. ``named``:
-    parameters and their names.
+    """The engine's settings. ``dims``: along which parameters are cut, by name, where not along the first.
+    ``named``: parameters and their names.
 
     Raises:
         ConfigError, ConfigTypeError: an argument is of the wrong type, or a value that it cannot take.

@@ -28,7 +28,6 @@ from polyshard.extension import (
 )
 from polyshard.interfaces import InputCast
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from ._collectives import Communication
@@ -198,9 +197,7 @@ class State(TorchState):
 
     @property
     def mesh_info(self) -> object:
-        mesh = self.asked.config.mesh
-        assert isinstance(mesh, DeviceMesh)
-        return mesh_info_of(mesh)
+        return mesh_info_of(self.asked.config.mesh)
 
     def set_reshard(self, reshard: bool) -> None:
         self.reshard = reshard

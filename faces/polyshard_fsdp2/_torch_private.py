@@ -50,7 +50,7 @@ GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductio
 FSDPState: Any = _fsdp_state.FSDPState
 
 
-def mesh_info_of(mesh: DeviceMesh) -> Any:
+def mesh_info_of(mesh: Any) -> Any:
     """What torch's functions take for the mesh of a ``fully_shard`` call, whose last dimension shards."""
     return _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=mesh.ndim - 1)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import polyshard_fsdp2
 import pytest
 import torch
 import torch.distributed as dist
@@ -135,3 +136,26 @@ def _carried(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_each_loads_what_the_other_saved(ranks: KeptRanks, tmp_path: Path) -> None:
     ranks.run(4, _carried, str(tmp_path))
+
+
+def _refused(rank: int) -> None:
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH).double()
+    x = inputs()[0]
+    wanted = model(x)
+    swapped = torch_meshes.HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
+    for info in (mesh, swapped, torch_meshes.FSDPMeshInfo(mesh, shard_mesh_dim=0)):
+        answer = torch_meshes.ShardPlacementResult(placement=Shard(0), mesh_info=info)
+        with pytest.raises(TypeError, match=r"for 'weight'. Give a FSDPMeshInfo of a mesh of one dimension, or a HSDP"):
+            polyshard_fsdp2.fully_shard(model, mesh=mesh, shard_placement_fn=lambda each, answer=answer: answer)
+    part = torch_meshes.ShardPlacementResult(placement=Shard(0), mesh_info=torch_meshes.FSDPMeshInfo(mesh["shard"], 0))
+    with pytest.raises(RuntimeError, match=r"Ranks \[1\] are about to shard differently"):
+        polyshard_fsdp2.fully_shard(model, mesh=mesh, shard_placement_fn=lambda each: part if rank == 1 else None)
+    polyshard_fsdp2.fully_shard(model, mesh=mesh)
+    torch.testing.assert_close(model(x), wanted)
+
+
+@pytest.mark.slow
+def test_meshes_that_are_none_are_refused_and_leave_the_model(ranks: KeptRanks) -> None:
+    ranks.run(4, _refused)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import polyshard_fsdp2
 import pytest
 import torch
 import torch.distributed as dist
@@ -195,3 +196,53 @@ def _typed(face: ModuleType, which: str) -> Any:
 def test_parameters_with_types(ranks: KeptRanks, which: str) -> None:
     pytest.importorskip("spmd_types")
     ranks.run(2 if which == "shard" else 4, beside_torch, _typed, which)
+
+
+#: Dimensions, and what is said of them; parameters are ``DTensor`` on a mesh of ``("dp", "tensor")``.
+WRONG_DIMS: list[tuple[Any, type[Exception], str]] = [
+    ({"shard": "ep"}, ValueError, "'ep' not found in mesh.mesh_dim_names .*Give dimensions of the mesh as shard"),
+    ({"shard": ()}, ValueError, r"names no dimension of the mesh: .*Name one to shard"),
+    ({"shard": 0}, TypeError, "should have names of dimensions of the mesh, or tuples"),
+    ({"shard": ("tensor", "dp")}, ValueError, "Give them in the order of the mesh"),
+    ({"shard": "dp", "replicate": "dp"}, ValueError, "each dimension counts once"),
+    (
+        {"shard": "tensor"},
+        ValueError,
+        r"Expected Replicate\(\) on the data-parallel dimension 'tensor' but got S.*'up.weight'",
+    ),
+    ("dp", TypeError, "dp_mesh_dims should be a DataParallelMeshDims, not 'dp'"),
+]
+
+
+def _refused(rank: int) -> None:
+    mesh = mesh_of((1, 2), ("dp", "tensor"))
+    torch.manual_seed(0)
+    model = Mlps(16).double().blocks[0]
+    x = torch.ones(2, 12, dtype=torch.float64)
+    wanted = model(x)
+    plain = polyshard_fsdp2.DataParallelMeshDims(shard="dp")
+    with pytest.raises(ValueError, match=r"all parameters must be DTensors on the full SPMD mesh: 'up.weight' is"):
+        polyshard_fsdp2.fully_shard(model, mesh=mesh, dp_mesh_dims=plain)
+    for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1), ("down.bias", None)):
+        holder, _, key = name.partition(".")
+        own = getattr(model.get_submodule(holder), key).detach()
+        placed = distribute_tensor(own, mesh, [Replicate(), Replicate() if dim is None else Shard(dim)])
+        setattr(model.get_submodule(holder), key, nn.Parameter(placed))
+    before = dict(model.named_parameters())
+    for dims, kind, words in WRONG_DIMS:
+        chosen = polyshard_fsdp2.DataParallelMeshDims(**dims) if isinstance(dims, dict) else dims
+        with pytest.raises(kind, match=words):
+            polyshard_fsdp2.fully_shard(model, mesh=mesh, dp_mesh_dims=chosen)
+        assert dict(model.named_parameters()) == before
+    with pytest.raises(ValueError, match="mesh must have mesh_dim_names when dp_mesh_dims is provided"):
+        polyshard_fsdp2.fully_shard(model, dp_mesh_dims=plain)
+    other = mesh_of((1, 2), ("rows", "columns"))
+    with pytest.raises(ValueError, match="Expected param's DTensor mesh to be the same mesh passed to fully_shard"):
+        polyshard_fsdp2.fully_shard(model, mesh=other, dp_mesh_dims=polyshard_fsdp2.DataParallelMeshDims(shard="rows"))
+    polyshard_fsdp2.fully_shard(model, mesh=mesh, dp_mesh_dims=plain)
+    found = model(distribute_tensor(x, mesh, [Replicate(), Replicate()]))
+    torch.testing.assert_close(found.full_tensor(), wanted)
+
+
+def test_dimensions_that_are_none_are_refused_and_leave_the_model(ranks: KeptRanks) -> None:
+    ranks.run(2, _refused)
