@@ -82,7 +82,7 @@ test-faults: $(READY)  ## make each fault happen many times, and write docs/reli
 	$(PY) docs/draw_reliability.py
 
 # Each in an environment of its own: what they pin does not fit together.
-TRAINERS ?= torchtitan torchtune trl verl
+TRAINERS ?= torchtitan torchtune trl verl olmo_core
 
 test-downstream: $(TRAINERS:%=.venv-downstream-%/.installed)  ## train with trainers of others beside torch; some alone by TRAINERS=trl
 	set -e; for trainer in $(TRAINERS); do \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import types
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,8 @@ def prepare() -> None:
     torch.Tensor.cpu = torch.Tensor.clone
     # Torch's FSDP broadcasts from a GPU alone.
     _init_utils._check_module_states_for_sync_module_states = lambda _: None
-    from verl.models.transformers import monkey_patch
-
-    # It does without TRL, and looks for a name in one that is there, which TRL 1.16 has not.
-    monkey_patch.is_trl_available = lambda: False
+    for name in ("peft", "transformers.models.llama.modeling_llama", "verl.workers.engine.fsdp.transformer_impl"):
+        importlib.import_module(name)
 
 
 def train(strategy: str, model: str, lora: bool, settings: dict[str, Any], resume: str | None = None) -> Any:
