@@ -275,8 +275,9 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
 
     On the node where there is one: ``Tensor.register_hook`` takes eight times as long.
     """
-    if tensor.grad_fn is not None:
-        tensor.grad_fn.register_prehook(hook)
+    node = tensor.grad_fn
+    if node is not None:
+        node.register_prehook(hook)
     else:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -288,13 +289,21 @@ _lift: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.lift.default._op
 def put_node_behind(tensor: torch.Tensor) -> bool:
     """Put a node that does nothing behind the one that made ``tensor``; returns whether that could be done in place.
 
-    A backward then passes a node that is younger than everything computed so far before it passes any of that. No
-    public call does it without making another tensor. (torch 2.11 to 2.15)
+    A backward then passes a node that is younger than everything computed so far before it passes any of that. Nothing
+    is put where the tensor's own node is the youngest. No public call does it without making another tensor, and none
+    tells which node was made last in this thread. (torch 2.11 to 2.15)
     """
-    if type(tensor) is not torch.Tensor or tensor._is_view() or torch._C._len_torch_dispatch_stack():
-        # An in-place change of a view rewrites its history, without the node. Other classes and modes see an operation.
+    if type(tensor) is not torch.Tensor or tensor._is_view():
+        # An in-place change of a view rewrites its history, without the node. Other classes see an operation.
         return False
-    return _lift(tensor) is tensor
+    node: Any = tensor.grad_fn
+    if node._sequence_nr() + 1 == _next_sequence_nr():
+        return True
+    # Modes see an operation, too.
+    return not torch._C._len_torch_dispatch_stack() and _lift(tensor) is tensor
+
+
+_next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 #: Lets autograd take tensors for changed by in-place operations as often as numbers say, one for each. It refuses a

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from glob import escape
 from types import MappingProxyType
 
@@ -115,14 +114,10 @@ def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | i
 def _precision(policy: object, named: Mapping[str, nn.Parameter]) -> PluginChoice:
     if not isinstance(policy, _PRECISIONS):
         raise ConfigTypeError(f"mp_policy should be a MixedPrecisionPolicy, not {policy!r}.")
-    reduced_in = policy.reduce_dtype
-    if reduced_in is None and _REDUCES_IN_OWN:
-        own = {each.dtype for each in named.values() if each.requires_grad and each.dtype.is_floating_point}
-        reduced_in = reduce(torch.promote_types, own) if len(own) > 1 else None
     return {
         "name": "mixed",
         "param": policy.param_dtype,
-        "reduce": reduced_in,
+        "reduce": policy.reduce_dtype,
         "reduce_in_master": _REDUCES_IN_OWN,
         "keep": [escape(name) for name, parameter in named.items() if _keeps_dtype(policy, name, parameter)],
         "output": policy.output_dtype,

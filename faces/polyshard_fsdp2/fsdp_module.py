@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError
-from polyshard.extension import ModuleState, Phase, Unit, UnitState, root_of, unshard_due
+from polyshard.extension import ModuleState, Phase, Unit, UnitState, in_backward, root_of, unshard_due
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
@@ -219,10 +219,16 @@ class FSDPModule(TorchFSDPModule):
                 before that finds those of before.
 
         Raises:
-            StateError: this is not the root FSDP module, or the last handle was not waited for.
+            StateError: this is not the root FSDP module, it is inside of a forward or backward, or the last handle was
+                not waited for.
         """
         state = _state(self)
         root = outermost(state, "finalize_backward")
+        if in_backward() or root.phase is Phase.FORWARD:
+            raise StateError(
+                f"finalize_backward must be called after backward completes (rank {root.rank}), and not by a hook, nor "
+                "inside of a forward."
+            )
         if state.finalizing is not None:
             raise StateError(
                 "The previous gradient reduction must be waited on before finalizing backward again (rank "

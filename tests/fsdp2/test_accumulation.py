@@ -17,10 +17,13 @@ from fsdp2_models import (
     averaged,
     batches,
     cpu_mesh,
+    inputs,
     loss_of,
     make,
+    parallel,
     same,
     shard_all,
+    square_of,
     wholes,
 )
 from processes import KeptRanks
@@ -178,6 +181,11 @@ def _ended_by_hand(face: ModuleType) -> list[Any]:
     model.reset_iter_state()
     with pytest.raises(RuntimeError, match="gradient reduction handle was invalidated"):
         handle.wait()
+    hook = model.norm.register_full_backward_hook(lambda *_: model.finalize_backward())
+    with pytest.raises(RuntimeError, match="must be called after backward completes"):
+        loss_of(model, words).backward()
+    hook.remove()
+    model.reset_iter_state()
     # The next ends by itself, as was set.
     model.set_manual_backward_finalization(False)
     model.zero_grad()
@@ -211,6 +219,34 @@ def ends_over_replicas(rank: int) -> None:
     assert any(each is None or not torch.equal(each, means[name]) for name, each in before.items())
     assert sharded.finalize_backward() is None
     same(gradients(held), means, **EXACT)
+
+
+def inputs_first_and_weights_later(rank: int) -> None:
+    """As schedules of pipelines without bubbles do: FSDP2 leaves weights of released modules without gradients."""
+    for releases in (False, True):
+        model: Any = parallel(OURS, 2, reshard_after_forward=releases)
+        (x,) = inputs(model)
+        for call in (model.set_is_last_backward, model.set_reshard_after_backward, model.set_requires_gradient_sync):
+            call(False)
+        loss = square_of(model, x.requires_grad_())
+        # A penalty: both come to the same backward.
+        torch.autograd.grad(loss, x, create_graph=True)
+        if not releases:
+            torch.autograd.grad(loss, x)
+            continue
+        loss = square_of(model, x)
+        with pytest.raises(RuntimeError, match=r"'\(root\)' was released after its forward \(rank"):
+            torch.autograd.grad(loss, x)
+        model.set_reshard_after_backward(True)
+        torch.autograd.grad(square_of(model, x), x)
+        for call in (model.set_is_last_backward, model.set_requires_gradient_sync):
+            call(True)
+        square_of(model, x).backward()
+        means = [each.grad.full_tensor() for each in model.parameters()]
+        model.zero_grad()
+        plain: Any = parallel(FACES[0], 2)
+        square_of(plain, x).backward()
+        same(means, [each.grad.full_tensor() for each in plain.parameters()], **EXACT)
 
 
 class Headless(nn.Module):
@@ -455,6 +491,7 @@ BODIES: dict[Callable[[int], object], int] = {
     the_mean_of_sums: 4,
     backwards_that_the_caller_ends: 2,
     ends_over_replicas: 4,
+    inputs_first_and_weights_later: 2,
     chunked_loss: 2,
     an_optimizer_ends_what_backwards_left: 2,
     states_that_are_loaded_are_seen: 2,

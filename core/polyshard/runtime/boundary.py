@@ -31,7 +31,7 @@ class Boundary(torch.autograd.Function):
         """``tensors`` as new tensors over the same memory: an in-place first operation on an input itself raises."""
         ctx.callback = callback
         ctx.set_materialize_grads(False)
-        return tuple(map(_detached, tensors))
+        return (tensors[0].detach(),) if len(tensors) == 1 else tuple(map(_detached, tensors))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -52,10 +52,10 @@ def pass_through(callback: Hook, tensors: list[torch.Tensor]) -> tuple[torch.Ten
     """``tensors``, with ``callback`` called in backward before their gradients leave."""
     apply: Callable[..., Any] = Boundary.apply if _torch_private.transforms_active() else _pass_through
     passed: tuple[torch.Tensor, ...] = apply(callback, *tensors)
-    for tensor, new in zip(tensors, passed, strict=True):
+    for index, tensor in enumerate(tensors):
         if tensor.__dict__:
             # What the program hung on it.
-            new.__dict__.update(tensor.__dict__)
+            passed[index].__dict__.update(tensor.__dict__)
     return passed
 
 

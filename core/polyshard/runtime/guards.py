@@ -408,22 +408,22 @@ class _Uncopied:
         )
 
 
-def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
+def refuse_escape(units: Iterable[Unit], output: Any, module: str) -> None:
     """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
 
     Raises UnshardedUseError: naming the parameter.
     """
-    held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
-    if not held:
-        return
-    tensors: Iterable[torch.Tensor] = (
-        (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
-    )
-    if _torch_private.transforms_active():
-        tensors = [part for tensor in tensors for part in _torch_private.transformed_parts(tensor)]
-    for tensor in tensors:
-        for unit in held:
-            if tensor.device == unit.buffer.device and tensor.numel() and unit.buffer.holds(tensor):
+    tensors: Sequence[torch.Tensor] | None = None
+    for unit in units:
+        if unit.permanent or unit.state is not UnitState.UNSHARDED:
+            continue
+        if tensors is None:
+            plain = isinstance(output, torch.Tensor)
+            tensors = (output,) if plain else (*iter_tensors(output), *iter_hidden_tensors(output))
+            if _torch_private.transforms_active():
+                tensors = [part for tensor in tensors for part in _torch_private.transformed_parts(tensor)]
+        for tensor in tensors:
+            if unit.buffer.holds(tensor) and tensor.numel() and tensor.device == unit.buffer.device:
                 raise UnshardedUseError(
                     f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
                     f"on rank {unit.ranks.world.rank}, which is released when the forward ends. Return a clone, or "

@@ -99,22 +99,12 @@ class ForwardHooks:
         given = args, kwargs
         recomputes = _torch_private.in_backward()
         records = torch.is_grad_enabled()
-        ahead: Sequence[Sequence[ModuleState]] = ()
-        transforms = _torch_private.transforms_active()
-        served = not transforms or _torch_private.transforms_leave_graph()
-        with _torch_private.outside_of_transforms() if transforms else _HERE:
-            if recomputes:
-                kept = self._begin_recomputation(records)
-            else:
-                kept = False
-                if self._begin(step, records, args, kwargs):
-                    ahead = module_state.execution_order.enter(module_state)
-            if not served:
-                self._refuse_transforms()
-            show_whole(module_state.units, module_state.governing.training, recomputes=recomputes, kept=kept)
-            if not module_state.reads_in_backward:
-                module_state.keep_gathered(self._computes_otherwise())
-            unshard_ahead(ahead)
+        if _torch_private.transforms_active():
+            served = _torch_private.transforms_leave_graph()
+            with _torch_private.outside_of_transforms():
+                self._gather(step, records, recomputes, served, args, kwargs)
+        else:
+            self._gather(step, records, recomputes, True, args, kwargs)
         if module_state.input_cast is not None and not module_state.in_full_precision:
             args, kwargs = module_state.input_cast(args, kwargs)
         if records and module_state.kind is StateKind.SHARDED and (not recomputes or self._has_graph()):
@@ -123,6 +113,25 @@ class ForwardHooks:
         if kwargs or len(args) > 1 or type(args[0] if args else None) is not torch.Tensor:
             self._note_copies(given, args, kwargs)
         return args, kwargs
+
+    def _gather(
+        self, step: Step, records: bool, recomputes: bool, served: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Enter the module state, show it whole, and gather what is used next; refuse what is not ``served``."""
+        module_state = self.module_state
+        ahead: Sequence[Sequence[ModuleState]] = ()
+        kept = False
+        if recomputes:
+            kept = self._begin_recomputation(records)
+        elif self._begin(step, records, args, kwargs):
+            ahead = module_state.execution_order.enter(module_state)
+        if not served:
+            self._refuse_transforms()
+        show_whole(module_state.units, module_state.governing.training, recomputes=recomputes, kept=kept)
+        if not module_state.reads_in_backward:
+            module_state.keep_gathered(self._computes_otherwise())
+        if ahead:
+            unshard_ahead(ahead)
 
     def _refuse_transforms(self) -> NoReturn:
         raise UnsupportedError(

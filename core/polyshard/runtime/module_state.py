@@ -25,6 +25,7 @@ from .step import Step
 from .unit import Reshard, Unit, UnitState, unshard_due, unshard_together
 
 _units_of = attrgetter("units")
+_is_due = attrgetter("due")
 
 
 class StateKind(enum.Enum):
@@ -447,7 +448,8 @@ def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept:
     for unit in units:
         if unit.follows_mode:
             unit.choose_buffer(training)
-    unshard_due([unit for unit in units if not unit.kept] if kept else units)
+    if kept or any(map(_is_due, units)):
+        unshard_due([unit for unit in units if not unit.kept] if kept else units)
     for unit in units:
         unit.wait()
         unit.show()

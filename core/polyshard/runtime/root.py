@@ -284,12 +284,29 @@ class Root(Step):
         )
         if self.accumulates:
             self._refuse_replaced()
+        elif not self.last_backward:
+            self._refuse_released()
         self._backward_may_end = _torch_private.queue_after_backward(self.end_backward)
 
     def accumulate_reentrantly(self) -> None:
         """Note that a re-entrant checkpoint is on the way, whose parameters are in a graph of its own."""
         if not self.accumulates and _torch_private.may_recompute_reentrantly():
             self.accumulates = any(unit.trainable for unit in self.units)
+
+    def _refuse_released(self) -> None:
+        """Raise StateError where gradients of inputs come first, and those of weights that are not there later."""
+        if torch.is_grad_enabled() or _torch_private.may_recompute_reentrantly():
+            return
+        for module_state in self.module_states:
+            waits = module_state.awaits_backward and not (
+                module_state.synchronises or module_state.releases_after_backward
+            )
+            if waits and any(unit.trainable and unit.state is not UnitState.UNSHARDED for unit in module_state.units):
+                raise StateError(
+                    f"A backward computes gradients of inputs alone, as schedules of pipelines do before those of "
+                    f"weights, and '{module_state.label}' was released after its forward (rank {self.rank}): its "
+                    "weights would get none. Give it reshard_after_forward=False, or another schedule."
+                )
 
     def _refuse_outdated(self) -> NoReturn:
         label = next((each.label for each in self.module_states if each is self.active), "(root)")

@@ -19,7 +19,6 @@ from operator import attrgetter
 from weakref import ref
 
 import torch
-from torch import nn
 
 from .. import _torch_private
 from ..errors import CollectiveError, ParameterError, ParameterMovedError
@@ -302,8 +301,10 @@ class Unit(UnitMaster):
 
     def _leaves_over(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What computes and collects gradients: parameters, as programs that look at them in a forward expect."""
-        with torch.inference_mode(False):
-            return [nn.Parameter(view, requires_grad=False) for view in views]
+        for view in views:
+            # As a parameter is told. Operations on its class itself take longer.
+            view._is_param = True
+        return list(views)
 
     def _with_versions(self) -> list[torch.Tensor]:
         """``versioned`` of its buffer."""
