@@ -10,11 +10,13 @@ import faulthandler
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,9 +42,7 @@ def main(file: str, *moved: str) -> None:
 
 
 def _run(request: dict[str, Any], function: Any) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     started = [_fork(rank, port, request, function) for rank in range(request["ranks"])]
     end = time.monotonic() + request["limit"]
     codes: dict[int, int] = {}
@@ -61,6 +61,15 @@ def _run(request: dict[str, Any], function: Any) -> list[int]:
             end = float("inf")
         time.sleep(0.05)
     return [codes[pid] for pid in started]
+
+
+def _free_port() -> int:
+    # Below those that the system gives to connections, which may take it before the ranks do.
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _fork(rank: int, port: int, request: dict[str, Any], function: Any) -> int:
