@@ -30,7 +30,7 @@ PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 RANKS ?= $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo pretrain moe rollout test check static quick test-nightly test-faults test-gpu bench clean
+.PHONY: help demo pretrain moe rollout test check static quick test-nightly test-faults test-downstream test-gpu bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -51,7 +51,7 @@ rollout: $(READY)  ## train, and hand weights to a generator: two trainers and a
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node 3 examples/rollout/train.py $(ARGS)
 
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
-	$(PY) -m pytest -m "not gpu and not nightly and not faults" --ignore tests/gpu $(PARALLEL) $(ARGS)
+	$(PY) -m pytest -m "not gpu and not nightly and not faults and not downstream" --ignore tests/gpu $(PARALLEL) $(ARGS)
 
 # What uses one core runs beside each other, then the tests, which use all.
 check: $(READY)  ## run the static checks and the quick tests, build `docs` and `package`
@@ -72,14 +72,21 @@ static: $(READY)  ## run ruff, mypy and import-linter
 # None of them waits: more processes than cores would only collect once more.
 quick: WORKERS = $(shell getconf _NPROCESSORS_ONLN)
 quick: $(READY)  ## run the tests that are quick
-	$(PY) -m pytest -m "not gpu and not slow and not nightly and not faults" --ignore tests/gpu -q $(PARALLEL) $(ARGS)
+	$(PY) -m pytest -m "not gpu and not slow and not nightly and not faults and not downstream" --ignore tests/gpu -q $(PARALLEL) $(ARGS)
 
 test-nightly: $(READY)  ## run the tests that take minutes each
-	$(PY) -m pytest -m "nightly and not gpu and not faults" --ignore tests/gpu $(PARALLEL) $(ARGS)
+	$(PY) -m pytest -m "nightly and not gpu and not faults and not downstream" --ignore tests/gpu $(PARALLEL) $(ARGS)
 
 test-faults: $(READY)  ## make each fault happen many times, and write docs/reliability.md; takes half an hour
 	$(PY) -m pytest tests/faults -m "not gpu" $(ARGS)
 	$(PY) docs/draw_reliability.py
+
+# Each in an environment of its own: what they pin does not fit together.
+TRAINERS ?= torchtitan torchtune trl verl olmo_core
+
+test-downstream: $(TRAINERS:%=.venv-downstream-%/.installed)  ## train with trainers of others beside torch; some alone by TRAINERS=trl
+	set -e; for trainer in $(TRAINERS); do \
+	    .venv-downstream-$$trainer/bin/python -m pytest -m downstream tests/downstream/test_$$trainer.py $(ARGS); done
 
 # Every file with such tests, or of these every second one from the first or the second on.
 HALF ?=
@@ -115,4 +122,9 @@ $(STAMP): pyproject.toml constraints.txt core/polyshard/_version.py
 	grep -vE '^($(if $(TORCH),torch|setuptools,none))==' constraints.txt > $(VENV)/constraints.txt
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt \
 	    -e '.[train,test,dev,docs]' $(if $(TORCH),'$(TORCH)')
+	touch $@
+
+.venv-downstream-%/.installed: tests/downstream/%.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -r $< -e .
 	touch $@

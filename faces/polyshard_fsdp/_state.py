@@ -266,7 +266,8 @@ class FSDPInstance:
             yield
             unit.take_up_home(refuse_offload=False)
             return
-        if not unit.misplaced:
+        summoned = unit.whole_for_user is not None
+        if not summoned and not unit.misplaced:
             unit.adopt_changes()
         with unit.without_originals():
             unit.handle.register_flat_param()
@@ -274,7 +275,10 @@ class FSDPInstance:
                 yield
             finally:
                 unit.handle.deregister_flat_param()
-        unit.take_up_home(refuse_offload=False)
+        if summoned:
+            unit.take_up_whole()
+        else:
+            unit.take_up_home(refuse_offload=False)
 
     def _place_buffers(self) -> None:
         """Move and cast the buffers of every instance under this root, where the mode asks for another dtype."""

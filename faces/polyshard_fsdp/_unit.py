@@ -395,6 +395,15 @@ class FlatUnit(Unit):
         if not keeps:
             self.handle.deregister_flat_param()
 
+    def take_up_whole(self) -> None:
+        """Let the user see the whole flat parameter that is there now: it was moved or cast inside of the context."""
+        data, whole = self.flat_param.data, self.whole_for_user
+        assert whole is not None
+        if data.data_ptr() != whole.data_ptr():
+            self.whole_for_user = whole.to(data, copy=True)
+            self.whole_for_user[: len(data)].copy_(data)
+        self.expose_whole()
+
     def withdraw_whole(self) -> None:
         """Undo ``expose_whole``."""
         self.whole_for_user = None

@@ -49,6 +49,22 @@ def _input(ranks: Ranks) -> torch.Tensor:
     return torch.arange(10.0, device=ranks.device).view(2, 5) * (ranks.rank + 1) / 10
 
 
+@across(2)
+@subtests(use_orig_params=[True, False])
+def test_moving_and_casting_whole_parameters(ranks: Ranks, use_orig_params: bool) -> None:
+    """Inside of the context parameters stay whole where the module is moved or cast; outside all is as before."""
+    weights = [layer.weight.detach() for layer in _plain(ranks)]
+    model = _wrapped(ranks, use_orig_params=use_orig_params)
+    before = model(_input(ranks))
+    with FSDP.summon_full_params(model, writeback=False):
+        for dtype in (torch.float32, torch.float64):
+            model.module.to(ranks.device, dtype)
+            for whole, weight in zip(model.parameters(), weights, strict=True):
+                assert whole.dtype == dtype
+                assert torch.equal(whole.detach().float(), weight)
+    assert torch.equal(model(_input(ranks)), before)
+
+
 @across(2, 3)
 @subtests(recurse=[True, False], outer=[True, False], mixed_precision=[None, HALF], use_orig_params=[True, False])
 def test_whole_flat_parameters(ranks: Ranks, recurse: bool, outer: bool, **settings: Any) -> None:

@@ -457,6 +457,18 @@ def modules_that_the_last_backward_passes_by(rank: int) -> None:
     same(gradients(held), averaged(plain), **EXACT)
 
 
+def sums_behind_a_reduction_in_flight(rank: int) -> None:
+    """A backward that only adds up comes while the reduction of the sum before may go on: it keeps its own."""
+    plain, model = make(), shard_all(OURS, make())
+    held = held_in(model)
+    for number, words in enumerate(batches(6)):
+        loss_of(plain, words).backward()
+        model.set_is_last_backward(number == 5)
+        model.set_requires_gradient_sync(number % 2 == 1)
+        loss_of(model, words).backward()
+    same(gradients(held), averaged(plain), **EXACT)
+
+
 def sums_in_the_dtype_of_reductions(rank: int) -> None:
     """bf16 travels where one backward is reduced; a sum of several is in fp32, and travels so."""
 
@@ -486,6 +498,7 @@ BODIES: dict[Callable[[int], object], int] = {
     an_exception_in_the_middle: 4,
     a_rank_that_skips_a_module: 4,
     modules_that_the_last_backward_passes_by: 4,
+    sums_behind_a_reduction_in_flight: 2,
     sums_in_the_dtype_of_reductions: 2,
 }
 

@@ -153,6 +153,8 @@ class Gradients:
     def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
         """Add ``gradients`` to the sum that waits for a synchronising backward."""
         self.computed_at(streams.here())
+        if self.sums.sum_travels:
+            streams.make_room(0)
         with streams.between(self.places):
             self.sums.accumulate(gradients)
 

@@ -340,6 +340,11 @@ class ReductionInput:
         return self._buffer is not None and self._buffer.attached and not self.claimed
 
     @property
+    def sum_travels(self) -> bool:
+        """Whether the last reduction of a sum still reads it, and releases its memory."""
+        return self.sum is not None and self.sum.attached and not self.has_sum
+
+    @property
     def free(self) -> bool:
         """Whether the first gradient may be computed in place."""
         return not (self.has_sum or self.gradients is not None or self.buffer.attached)
