@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -44,7 +44,6 @@ from .root import Root, root_of
 from .step import Phase, Step
 from .unit import Reshard
 
-_HERE: AbstractContextManager[Any] = nullcontext()
 _version_of = attrgetter("_version")
 _trains = attrgetter("requires_grad")
 
@@ -338,7 +337,7 @@ class ForwardHooks:
             if stays:
                 unit.hide()
             elif unit.reshard_policy is Reshard.PARTLY and may_have_backward():
-                with _torch_private.outside_of_transforms() if _torch_private.transforms_active() else _HERE:
+                with _torch_private.outside_of_transforms() if _torch_private.transforms_active() else nullcontext():
                     unit.reshard_post_forward()
             else:
                 unit.reshard()
