@@ -362,13 +362,14 @@ def _compute_in_fp8(model: LanguageModel, recipe: str, site: Site) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name.startswith("blocks."))
 
 
-def _drop_in_local(site: Site) -> Step:
-    """The optimizer is over plain parameters."""
+def _drop_in_over(site: Site, *, flat: bool) -> Step:
+    """The optimizer is over plain parameters, or over one a unit where ``flat``."""
     import polyshard
 
     step = _fsdp2(site, drop_in=True)
     assert isinstance(step, EagerStep)
-    return EagerStep(step.model, adamw(polyshard.local_parameters(step.model)))
+    given = polyshard.flat_parameters(step.model) if flat else polyshard.local_parameters(step.model)
+    return EagerStep(step.model, adamw(given))
 
 
 #: What each of polyshard's peers sets beside precision, policy and device.
@@ -431,6 +432,7 @@ _PEERS: dict[str, Callable[[Site], Step]] = {
     "fsdp2-fp8-rowwise": partial(_fsdp2, fp8="rowwise"),
     "fsdp2-fp8-rowwise-gw-hp": partial(_fsdp2, fp8="rowwise_with_gw_hp"),
     "drop-in": partial(_fsdp2, drop_in=True),
-    "drop-in-local": _drop_in_local,
+    "drop-in-local": partial(_drop_in_over, flat=False),
+    "drop-in-flat": partial(_drop_in_over, flat=True),
     "drop-in-fp8-tensorwise": partial(_fsdp2, drop_in=True, fp8="tensorwise"),
 }

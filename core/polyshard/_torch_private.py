@@ -26,13 +26,17 @@ _T = TypeVar("_T")
 _W = TypeVar("_W", bound=torch.Tensor)
 
 
-def in_backward() -> bool:
-    """Whether the calling thread is executing a backward.
+#: The number of the backward that the calling thread executes, ``NO_BACKWARD`` outside of any.
+#:
+#: Activation checkpointing runs forwards inside backward; no public call tells that from a forward after a backward
+#: that raised.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+NO_BACKWARD = -1
 
-    Activation checkpointing runs forwards inside backward; no public call tells that from a forward after a backward
-    that raised.
-    """
-    return bool(torch._C._current_graph_task_id() != -1)
+
+def in_backward() -> bool:
+    """Whether the calling thread is executing a backward. Modules ask ``backward_number`` itself, without a call."""
+    return backward_number() != NO_BACKWARD
 
 
 def in_dispatch_mode() -> bool:

@@ -199,7 +199,7 @@ class FlatUnit(Unit):
 
     def gather(self) -> None:
         # Nobody counts the steps of an optimizer here. Its changes of parameters are as good.
-        self.steps = sum(each._version for each in self.originals.tensors)
+        self.steps = sum(each._version for each in self.originals.tensors) % FlatBuffer.RELEASED
         super().issue_gather()
 
     def reshard(self) -> None:

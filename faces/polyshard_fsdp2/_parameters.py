@@ -34,6 +34,7 @@ from . import _torch_private
 from ._meshes import Placing
 
 _is_trained = attrgetter("requires_grad")
+_address_of = torch.Tensor.data_ptr
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,14 @@ class PlacedUnit(Unit):
         super().__init__(*args, **kwargs)
 
     def _make_originals(self) -> MasterViews:
-        return PlacedParameters(self)
+        #: What modules and optimizers hold.
+        self.views = PlacedParameters(self)
+        return self.views
 
-    @property
-    def views(self) -> PlacedParameters:
-        """What modules and optimizers hold."""
-        assert isinstance(self.originals, PlacedParameters)
-        return self.originals
+    def _use_master(self, master: torch.Tensor) -> None:
+        #: Whether the parameters are not where they belong: asked in each forward.
+        self.is_elsewhere = master.device != self.belongs_on
+        super()._use_master(master)
 
     def _make_bindings(self) -> Bindings:
         bindings = Bindings(self.parameters, self.leaves, guarded=False)
@@ -162,14 +164,15 @@ class PlacedUnit(Unit):
 
     def adopt_changes(self) -> None:
         self.take_over()
-        self.conceal()
-        self.require_values("A forward")
+        super().hide()
+        if self.is_elsewhere:
+            self.require_values("A forward")
         super().adopt_changes()
 
     def take_over(self) -> None:
         """Let parameters that were moved, cast, replaced or given memory since then be those of the unit."""
         assert self.step is not None
-        if self not in self.step.unsharded and self.views.changed:
+        if self.views.changed and self not in self.step.unsharded:
             if self.prepared and self.bindings.shown is Shown.VIEWS:
                 self._conceal_replaced()
             self.outdate()
@@ -208,6 +211,11 @@ class PlacedUnit(Unit):
         live_roots.add(self.step)
 
     @property
+    def belongs_on(self) -> torch.device:
+        """The device of the parameters between steps."""
+        return torch.device("cpu") if self.parks else self.spec.device
+
+    @property
     def lacks_values(self) -> bool:
         """Whether parameters are on the meta device."""
         return self.master.is_meta
@@ -230,7 +238,7 @@ class PlacedUnit(Unit):
 
     def refuse_elsewhere(self, device: torch.device) -> None:
         """Raise DeviceError unless ``device``, where the parameters are, is where they belong."""
-        wanted = torch.device("cpu") if self.parks else self.spec.device
+        wanted = self.belongs_on
         if device != wanted:
             names = [(parameter.names[0], device) for parameter in self.parameters]
             raise DeviceError(
@@ -367,17 +375,13 @@ class PlacedParameters(MasterViews):
                     self.locals[index] = nn.Parameter(view, requires_grad=placed.requires_grad)
                 self.locals[index].data = view
                 _torch_private.use_local_tensor(placed, view)
-        self._addresses = self._found_at
-
-    @property
-    def _found_at(self) -> Sequence[int]:
-        """Where the parameters are now. What hands a tensor to another process moves its storage there."""
-        return list(map(torch.Tensor.data_ptr, self._views))
+        self._addresses = list(map(_address_of, self._views))
 
     @property
     def changed(self) -> bool:
         """Whether a parameter lies elsewhere than the unit put it, or modules hold another object than it put there."""
-        return self.exchanged or self._found_at != self._addresses
+        # What hands a tensor to another process moves its storage there.
+        return self.exchanged or list(map(_address_of, self._views)) != self._addresses
 
     @property
     def exchanged(self) -> bool:
@@ -399,9 +403,10 @@ class PlacedParameters(MasterViews):
     def _shown(self) -> Sequence[torch.Tensor]:
         """What the unit put into modules: parameters, or the whole ones that were gathered."""
         unit = self._unit
-        if unit.prepared and unit.bindings.shown is Shown.VIEWS:
-            return [unit.leaves[slot] for slot in self._slots]
-        return self._held
+        # Before the first gather there are no bindings.
+        if not unit.prepared or unit.bindings.shown is not Shown.VIEWS:
+            return self._held
+        return [unit.leaves[slot] for slot in self._slots]
 
     def take_over(self) -> None:
         """Take over what was moved, cast, replaced or given memory.
@@ -495,7 +500,7 @@ class PlacedParameters(MasterViews):
         return self.retrained()
 
     def retrained(self) -> bool:
-        trained = self.trained
+        trained = list(map(_is_trained, self.tensors))
         changed = trained != self._trained
         if changed:
             for local, each in zip(self.locals, trained, strict=True):

@@ -14,6 +14,9 @@ from .answers import form_of, is_packed, yes_or_no
 from .layout import FlatLayout, contiguous_stride
 from .plan import ManagedParameter, ModuleParameters
 
+#: Questions to a caster about one parameter.
+_BY_PARAMETER = "keeps_dtype", "forms"
+
 
 def split_by_caster(
     planned: ModuleParameters, group: Sequence[ManagedParameter], caster: PrecisionCaster, unit: UnitSpec, rank: int
@@ -23,11 +26,12 @@ def split_by_caster(
 
     Weights of a module that was split off are not formed: other modules may compute with them.
     """
+    # Most casters do neither, and models have many parameters.
+    keeps, forms = (getattr(type(caster), name, None) is not getattr(PrecisionCaster, name) for name in _BY_PARAMETER)
     parts: tuple[list[ManagedParameter], ...] = [], [], []
     for each in group:
-        name = each.names[0]
-        each.keeps_dtype = yes_or_no(caster, "keeps_dtype", caster.keeps_dtype(unit, name), f"'{name}'", rank)
-        may_be_formed = planned.parent is None and not each.keeps_dtype and _may_be_formed(each)
+        each.keeps_dtype = keeps and _keeps_dtype(caster, unit, each, rank)
+        may_be_formed = forms and planned.parent is None and not each.keeps_dtype and _may_be_formed(each)
         each.formed = may_be_formed and _forms(caster, unit, each, rank)
         parts[1 if each.keeps_dtype else 2 if each.formed else 0].append(each)
     return [tuple(part) for part in parts if part]
@@ -93,6 +97,11 @@ def _may_be_formed(parameter: ManagedParameter) -> bool:
         and original.stride() == contiguous_stride(original.shape)
         and original.numel() > 0
     )
+
+
+def _keeps_dtype(caster: PrecisionCaster, unit: UnitSpec, parameter: ManagedParameter, rank: int) -> bool:
+    name = parameter.names[0]
+    return yes_or_no(caster, "keeps_dtype", caster.keeps_dtype(unit, name), f"'{name}'", rank)
 
 
 def _forms(caster: PrecisionCaster, unit: UnitSpec, parameter: ManagedParameter, rank: int) -> bool:

@@ -173,6 +173,9 @@ class _Uses:
     names: list[str]
 
 
+_PLAIN = ParameterPlace()
+
+
 def plan_modules(
     root: nn.Module,
     chosen: UnitPlan,
@@ -257,7 +260,7 @@ def plan_modules(
                     uses[parameter].owners.append(module)
     groups: dict[nn.Module, dict[tuple[Any, ...], list[ManagedParameter]]] = {}
     for parameter, found in uses.items():
-        place = placed.get(parameter, ParameterPlace())
+        place = placed[parameter] if placed and parameter in placed else _PLAIN
         part, leaf = place.part, place.leaf
         if leaf is None:
             part = leaf = TensorPart.of(parameter, found.names[0], rank)

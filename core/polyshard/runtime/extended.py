@@ -277,7 +277,7 @@ class LaneBuffer(FlatBuffer):
             _Extended(parameter, slot.shape, unit.arguments, dtype, unit.ranks.world.rank)
             for parameter, slot in zip(unit.parameters, layout.slots, strict=True)
         ]
-        self._storages = {}
+        self._storages = []
 
     def attach(self) -> None:
         """Ask the parameters what they send, and bring that together, on the current stream."""
@@ -295,7 +295,7 @@ class LaneBuffer(FlatBuffer):
     def holds(self, tensor: torch.Tensor) -> bool:
         if not self.attached or tensor.is_meta:
             return False
-        starts = {storage.data_ptr() for storage, _ in self._storages.values()}
+        starts = {storage.data_ptr() for storage, _ in self._storages}
         return any(inner.untyped_storage().data_ptr() in starts for inner in inner_tensors(tensor) if inner.numel())
 
     def _meet(self) -> None:
@@ -332,14 +332,16 @@ class LaneBuffer(FlatBuffer):
             unit.use_leaves([parameter.leaf for parameter in self._parameters if parameter.leaf is not None])
 
     def _remember(self, tensors: Sequence[torch.Tensor]) -> None:
+        known = {storage.data_ptr() for storage, _ in self._storages}
         for inner in (inner for tensor in tensors for inner in inner_tensors(tensor)):
             storage = inner.untyped_storage()
-            if storage.nbytes():
-                self._storages.setdefault(storage.data_ptr(), (storage, storage.nbytes()))
-        self.nbytes = sum(nbytes for _, nbytes in self._storages.values())
+            if storage.nbytes() and storage.data_ptr() not in known:
+                known.add(storage.data_ptr())
+                self._storages.append((storage, storage.nbytes()))
+        self.nbytes = sum(nbytes for _, nbytes in self._storages)
 
     def _take_memory(self) -> None:
-        for storage, nbytes in self._storages.values():
+        for storage, nbytes in self._storages:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
 

@@ -56,7 +56,7 @@ class FormBuffer(FlatBuffer):
             self.flat = torch.empty(ends[-1], dtype=torch.uint8, device=device)
             storage = self.flat.untyped_storage()
             self.nbytes, self.address = storage.nbytes(), self.flat.data_ptr()
-            self._storages = {self.address: (storage, self.nbytes)}
+            self._storages = [(storage, self.nbytes)]
             lanes = [
                 self.flat.narrow(0, start, size).view(shards, -1)
                 for start, size in zip([0, *ends], sizes, strict=False)

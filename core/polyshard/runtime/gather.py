@@ -31,9 +31,6 @@ from ..interfaces import (
 from ..planning.answers import issued
 from ..planning.layout import FlatLayout, Slot
 
-#: The version of views while their buffer is released: greater than any that a saved tensor has.
-RELEASED = 10**9
-
 
 @dataclass(eq=False, slots=True)
 class GatherRecord:
@@ -249,6 +246,8 @@ class FlatBuffer:
     Computing with a released view is a crash, not an exception: callers hide views before they release the buffer.
     """
 
+    #: The version of views while their buffer is released: greater than any that a saved tensor has.
+    RELEASED = 10**9
     #: Writes what a shard (``[shard_numel]``, master dtype) travels as into this rank's part; None for a cast.
     encode: Callable[[torch.Tensor], None] | None = None
 
@@ -301,11 +300,12 @@ class FlatBuffer:
         storage = flat.untyped_storage()
         #: Bytes while attached.
         self.nbytes = storage.nbytes()
-        # What comes and goes, with its bytes, by the address that it had first.
-        self._storages = {self.address: (storage, self.nbytes)}
+        # What comes and goes, with its bytes.
+        self._storages = [(storage, self.nbytes)]
         self._resizable = resizable
         #: Tensors whose version counters follow gathers and releases: that of the views, and of leaves around them.
         self.versioned: Sequence[torch.Tensor] = ()
+        self._released_versions: list[int] = []
         #: Whether it holds memory and values also where it is released.
         self.pinned = False
         #: As ``keep`` was told.
@@ -364,7 +364,7 @@ class FlatBuffer:
     def attach(self) -> None:
         """Give the buffer memory, uninitialised, from the current stream's pool. Nothing happens if it has some."""
         if self._resizable and not self.attached:
-            for storage, nbytes in self._storages.values():
+            for storage, nbytes in self._storages:
                 if not (self.keeps and storage.nbytes()):
                     storage.resize_(nbytes)
             self.address = self.flat.data_ptr()
@@ -373,11 +373,15 @@ class FlatBuffer:
     def release(self) -> None:
         """Take the memory away. Nothing happens if it has none."""
         if self._resizable and self.attached and not self.keeps:
-            for storage, _ in self._storages.values():
+            for storage, _ in self._storages:
                 storage.resize_(0)
         if self.versioned and not self.pinned:
-            _torch_private.set_versions(self.versioned, [RELEASED] * len(self.versioned))
+            _torch_private.set_versions(self.versioned, self._released_versions)
         self.attached = False
+
+    def follow_versions(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the version counters of ``tensors`` follow gathers and releases."""
+        self.versioned, self._released_versions = tensors, [self.RELEASED] * len(tensors)
 
     def pin(self) -> bool:
         """Let the attached buffer hold its memory and values from now on, whether or not it is released.

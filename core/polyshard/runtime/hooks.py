@@ -96,7 +96,7 @@ class ForwardHooks:
             self._refuse_pieces(step.unsharded)
             return args, kwargs
         given = args, kwargs
-        recomputes = _torch_private.in_backward()
+        recomputes = _torch_private.backward_number() != _torch_private.NO_BACKWARD
         records = torch.is_grad_enabled()
         if _torch_private.transforms_active():
             served = _torch_private.transforms_leave_graph()
@@ -109,7 +109,7 @@ class ForwardHooks:
         if records and module_state.kind is StateKind.SHARDED and (not recomputes or self._has_graph()):
             args, kwargs = self._watch_inputs(args, kwargs)
         # Nearly all modules get one tensor, or one and plain values.
-        if kwargs or len(args) > 1 or type(args[0] if args else None) is not torch.Tensor:
+        if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
             self._note_copies(given, args, kwargs)
         return args, kwargs
 
@@ -167,13 +167,9 @@ class ForwardHooks:
 
     def enter_for_others(self) -> None:
         """Gather as ``pre_forward`` does: other ranks run this forward, and this one passes it by."""
-        module_state, step = self.module_state, self.module_state.step
+        step = self.module_state.step
         assert step is not None
-        ahead: Sequence[Sequence[ModuleState]] = ()
-        if self._begin(step, torch.is_grad_enabled(), (), {}):
-            ahead = module_state.execution_order.enter(module_state)
-        show_whole(module_state.units, module_state.governing.training, recomputes=False)
-        unshard_ahead(ahead)
+        self._gather(step, torch.is_grad_enabled(), False, True, (), {})
 
     def leave_for_others(self) -> None:
         """Release as ``post_forward`` does."""
@@ -277,7 +273,7 @@ class ForwardHooks:
         if step.unsharded:
             # What torch.func differentiates adds to no parameter's gradient.
             return self._watch_output(output)[0] if records and not _torch_private.in_transform() else output
-        recomputes = _torch_private.in_backward()
+        recomputes = _torch_private.backward_number() != _torch_private.NO_BACKWARD
         inputs = self._inputs.pop(module_state.entered, None)
         if self._copied:
             copied = self._copied.pop(module_state.entered, None)

@@ -301,7 +301,7 @@ class ModuleState:
                 observer.computed(unit.spec, True)
             gradients = unit.take_gradients() if unit.trainable else []
             # At C speed, as every unit asks in every backward.
-            arrived = any(map(is_not, gradients, repeat(None)))
+            arrived = bool(gradients) and (gradients[0] is not None or any(map(is_not, gradients, repeat(None))))
             # Before the reduction takes its buffers: the two are never alive together. A forward around this backward
             # goes on with the parameters.
             if not self.releases_after_backward:

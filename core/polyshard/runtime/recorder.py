@@ -130,17 +130,11 @@ class Recorder:
     def during(self, operation: str, units: Sequence[UnitSpec] = (), backward: bool | None = None) -> Iterator[None]:
         """Record one communication, or several that the caller takes for one, issued and waited for inside."""
         entry = self.issue(operation, units, backward)
-        with self.placing(entry):
-            yield
-        entry.ended = time.monotonic()
-
-    @contextmanager
-    def placing(self, entry: Issued | None) -> Iterator[None]:
-        """Add ``entry`` to a ``CollectiveError`` that leaves the block."""
         try:
             yield
         except CollectiveError as error:
             self.refuse(error, entry)
+        entry.ended = time.monotonic()
 
     def refuse(self, error: CollectiveError, entry: Issued | None) -> NoReturn:
         """Raise ``error`` anew, with ``entry`` and the last communication that was issued in its text.

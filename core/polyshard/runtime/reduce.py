@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _torch_private
+from ..errors import CollectiveError
 from ..interfaces import BufferRole, Observer, UnitSpec, Work
 from ..planning import thresholds
 from ..planning.groups import ThenAllReduce, UnitRanks
@@ -134,15 +135,18 @@ class Reducer:
         for each in members:
             places += [place for place in each.places if place not in places]
         entry = self._recorder.issue("reduction", [each.spec for each in members], True)
-        with self._recorder.placing(entry), self.streams.between(places):
-            if self._announce is not None and members[0].ranks.spread == 1:
-                names = ", ".join(each.spec.name or "(root)" for each in members)
-                self.streams.meet(self._announce, "reduction of " + names)
-            merges = bucket.mode is ReduceMode.MERGED and len(members) > 1
-            launch = self._merge(members) if merges else self._group(members)
-            # Inputs have memory from the pool of this stream, or of the one that computed their first gradient.
-            deliver = partial(self._finish, launch, self._era)
-            self.streams.reduce(Reduction(launch.start, deliver, launch.retire), places)
+        try:
+            with self.streams.between(places):
+                if self._announce is not None and members[0].ranks.spread == 1:
+                    names = ", ".join(each.spec.name or "(root)" for each in members)
+                    self.streams.meet(self._announce, "reduction of " + names)
+                merges = bucket.mode is ReduceMode.MERGED and len(members) > 1
+                launch = self._merge(members) if merges else self._group(members)
+                # Inputs have memory from the pool of this stream, or of the one that computed their first gradient.
+                deliver = partial(self._finish, launch, self._era)
+                self.streams.reduce(Reduction(launch.start, deliver, launch.retire), places)
+        except CollectiveError as error:
+            self._recorder.refuse(error, entry)
 
     def open(self, contribution: Contribution) -> None:
         """Give its input memory; called before ``reduce`` where gradients are computed in place."""

@@ -40,7 +40,7 @@ from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown, Swap
 from .direct import write_directly
 from .formed import FormBuffer, compute_with_forms
-from .gather import RELEASED, FlatBuffer, GatherRecord, shard_in, slices_of
+from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
 from .master import UnitMaster
 from .peers import Audit
 from .step import Phase, Step
@@ -293,7 +293,7 @@ class Unit(UnitMaster):
             self.leaves = [packed.over(view) for packed, view in zip(self.packed, buffer.views, strict=True)]
         self._no_gradients = [None] * len(self.leaves)
         if not self.permanent:
-            buffer.versioned = self._with_versions()
+            buffer.follow_versions(self._with_versions())
             for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
                 leaf.set_ = partial(_set_to_itself, ref(leaf), parameter)  # type: ignore[method-assign]
         self.bindings = self._make_bindings()
@@ -440,7 +440,7 @@ class Unit(UnitMaster):
             for observer in self.observers:
                 observer.waited(self.spec)
             versioned = self.buffer.versioned
-            _torch_private.set_versions(versioned, [self.steps % RELEASED] * len(versioned))
+            _torch_private.set_versions(versioned, [self.steps] * len(versioned))
             self.state = UnitState.UNSHARDED
         here = streams.here()
         if here not in self.places:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from ..planning.plan import (
     MODULE_STATE_ATTRIBUTE,
     ModuleParameters,
     modules_called,
+    modules_in,
     parameters_to_shard,
     plan_modules,
     refuse_sharded,
@@ -232,25 +234,30 @@ def _unchanged(model: nn.Module, asked: str, rank: int) -> Iterator[None]:
 
     ``asked``: what the body calls.
     """
-    before = _parts_of(model)
+    before = _held_in(model)
     yield
-    after = _parts_of(model)
-    changed = [name for name in before | after if before.get(name, model) is not after.get(name, model)]
-    if changed:
-        raise PluginContractError(
-            f"{asked} changed the model (rank {rank}): {', '.join(map(repr, changed[:8]))}, {len(changed)} in all, are "
-            "gone, new or replaced. It is asked how to shard the model; let the program change it before that."
-        )
+    after = _held_in(model)
+    if after.keys() == before.keys() and all(map(_are_same, before.values(), after.values())):
+        return
+    changed = []
+    for name, module in model.named_modules():
+        was, now = before.get(module, {}), after[module]
+        keys = [key for key in was | now if was.get(key, model) is not now.get(key, model)]
+        changed += [f"{name}.{key}" if name else key for key in keys]
+    raise PluginContractError(
+        f"{asked} changed the model (rank {rank}): {', '.join(map(repr, changed[:8]))}, {len(changed)} in all, are "
+        "gone, new or replaced. It is asked how to shard the model; let the program change it before that."
+    )
 
 
-def _parts_of(model: nn.Module) -> dict[str, object]:
-    """Modules, parameters and buffers inside ``model`` by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: each
-        for prefix, module in model.named_modules()
-        for known in (module._modules, module._parameters, module._buffers)
-        for name, each in known.items()
-    }
+def _held_in(model: nn.Module) -> dict[nn.Module, dict[str, object]]:
+    """The modules, parameters and buffers of each module inside ``model``, by their names in it."""
+    return {each: {**each._modules, **each._parameters, **each._buffers} for each in modules_in(model)}
+
+
+def _are_same(held: dict[str, object], others: dict[str, object]) -> bool:
+    # Tensors compare their values.
+    return held.keys() == others.keys() and all(map(is_, held.values(), map(others.get, held)))
 
 
 def _plan_units(
