@@ -159,6 +159,10 @@ class FakeCollectives(Collectives):
         # written with the values it holds.
         if len(wholes) == 1:
             wholes[0].copy_(sources[0])
+        elif wholes and self._stream_ordered:
+            # Row by row both sides are contiguous, which is what a device needs to copy many at once.
+            rows = [row for whole in wholes for row in whole.unbind()]
+            _torch_private.foreach_copy_(rows, [row for source in sources for row in source.unbind()])
         elif wholes:
             _torch_private.foreach_copy_(wholes, sources)
         return _StreamWork() if self._stream_ordered else COMPLETED

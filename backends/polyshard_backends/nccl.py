@@ -15,7 +15,17 @@ from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginCont
 
 from . import _torch_private
 from .process_group import ProcessGroupCollectives, SharedGroups
-from .tensors import GROUP_DTYPES, carried_blocks, check_blocks, check_gather, check_slices, receive_buffer, reduce_rows
+from .tensors import (
+    GROUP_DTYPES,
+    carried_blocks,
+    check_blocks,
+    check_gather,
+    check_gathers,
+    check_slices,
+    dtype_of,
+    receive_buffer,
+    reduce_rows,
+)
 
 MIB = 2**20
 #: MiB of a whole unit from which on its gather buffer is registered with NCCL: gathers of 4 MiB are no faster so, those
@@ -192,14 +202,12 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         channel = self._gather_channel or self._open_gathers()
-        outs: list[torch.Tensor] = []
-        shards: list[torch.Tensor] = []
         # Unlike those of single gathers, sizes and dtypes are not checked by the transport.
-        for out, shard in pairs:
-            check_gather(out, shard, self._rank, self._world_size)
-            known = out.dtype in GROUP_DTYPES
-            outs.append(out if known else out.view(torch.uint8))
-            shards.append(shard if known else shard.view(torch.uint8))
+        check_gathers(pairs, self._rank, self._world_size)
+        outs, shards = [out for out, _ in pairs], [shard for _, shard in pairs]
+        if not GROUP_DTYPES.issuperset(map(dtype_of, outs)):
+            outs = [out if out.dtype in GROUP_DTYPES else out.view(torch.uint8) for out in outs]
+            shards = [shard if shard.dtype in GROUP_DTYPES else shard.view(torch.uint8) for shard in shards]
         try:
             channel.all_gather_many(outs, shards)
         except _FAILURES as error:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from polyshard.errors import ConfigError
-from polyshard.interfaces import BufferRole, Collectives, PluginContext, Work
+from polyshard.interfaces import BufferRole, PluginContext, Work
 
 from . import _torch_private
 from .nccl import MIB, NcclCollectives, SharedScope, StreamWork, check_mib
@@ -180,34 +180,60 @@ class SymmetricCollectives(NcclCollectives):
                     return StreamWork(self._device_index)
             except RuntimeError as error:
                 raise self._translated(error, "all_gather") from error
-            if memory.problem and not self._problem:
-                self._give_up(memory.problem)
+            self._note_problem(memory)
         return super().all_gather(out, shard)
 
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
-        if self._memory is None or all(out.nbytes < self._smallest_nbytes for out, _ in pairs):
+        memory = self._memory
+        if memory is None or sum(out.nbytes for out, _ in pairs) < self._smallest_nbytes:
             return super().all_gather_many(pairs)
-        return Collectives.all_gather_many(self, pairs)
+        pulls: list[Pull] = []
+        others: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            # Parts of one unit lie in one buffer: that is large where it is in this memory.
+            for out, shard in pairs:
+                pull = memory.pull_of(out) if self._fits(out, shard) else None
+                if pull is None:
+                    others.append((out, shard))
+                    continue
+                pulls.append(pull)
+                if shard.data_ptr() != pull.own.data_ptr():
+                    pull.own.copy_(shard.view(torch.uint8), non_blocking=True)
+            if pulls:
+                memory.run(*pulls)
+        except RuntimeError as error:
+            raise self._translated(error, "all_gather") from error
+        self._note_problem(memory)
+        return super().all_gather_many(others) if others else StreamWork(self._device_index)
+
+    def _note_problem(self, memory: PeerMemory) -> None:
+        if memory.problem and not self._problem:
+            self._give_up(memory.problem)
 
     def _exchange(self, channel: _torch_private.Channel, received: torch.Tensor, full: torch.Tensor) -> None:
-        memory = self._memory if BufferRole.REDUCE in self._roles else None
-        if memory is not None and full.nbytes >= self._smallest_nbytes and full.is_contiguous():
-            parts = memory.parts_of(full)
-            if parts is not None:
-                memory.exchange(parts, received)
-                return
-            if memory.problem and not self._problem:
-                self._give_up(memory.problem)
-        super()._exchange(channel, received, full)
+        self._exchange_many(channel, [received], [full])
 
     def _exchange_many(
         self, channel: _torch_private.Channel, received: list[torch.Tensor], fulls: list[torch.Tensor]
     ) -> None:
-        if self._memory is None or all(full.nbytes < self._smallest_nbytes for full in fulls):
+        memory = self._memory if BufferRole.REDUCE in self._roles else None
+        if memory is not None and sum(full.nbytes for full in fulls) >= self._smallest_nbytes:
+            copied: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+            others: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for out, full in zip(received, fulls, strict=True):
+                parts = memory.parts_of(full) if full.is_contiguous() and full.numel() else None
+                if parts is None:
+                    others.append((out, full))
+                else:
+                    copied.append((parts, out))
+            if copied:
+                memory.exchange(copied)
+            self._note_problem(memory)
+            received, fulls = [out for out, _ in others], [full for _, full in others]
+        if len(fulls) == 1:
+            super()._exchange(channel, received[0], fulls[0])
+        elif fulls:
             super()._exchange_many(channel, received, fulls)
-            return
-        for out, full in zip(received, fulls, strict=True):
-            self._exchange(channel, out, full)
 
     def _fits(self, out: torch.Tensor, shard: torch.Tensor) -> bool:
         """Whether these are tensors that NCCL would accept, and not empty."""
@@ -455,25 +481,29 @@ class PeerMemory:
             )
         return Pull(copies, own)
 
-    def run(self, pull: Pull) -> None:
-        """Gather, on the current stream; what was issued there before has written the own slice."""
+    def run(self, *pulls: Pull) -> None:
+        """Gather, on the current stream; what was issued there before has written the own slices."""
         self._meet_on_stream(Use.GATHER)
-        for copy, source in pull.copies:
-            copy(source, True)
+        for pull in pulls:
+            for copy, source in pull.copies:
+                copy(source, True)
         self._part_on_stream(Use.GATHER)
 
-    def exchange(self, parts: Sequence[torch.Tensor], received: torch.Tensor) -> None:
-        """Bring ``parts`` together in ``received`` (``[world_size * n]``, contiguous), on the current stream.
+    def exchange(self, pairs: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]) -> None:
+        """Bring the parts of each pair together in its tensor (``[world_size * n]``, contiguous), on the current
+        stream.
 
         What was issued there before has written this rank's memory.
         """
-        rows = received.view(torch.uint8).view(self._world_size, -1)
+        rows = [received.view(torch.uint8).view(self._world_size, -1) for _, received in pairs]
         self._meet_on_stream(Use.EXCHANGE)
-        for peer in self._peers:
-            rows[peer].copy_(parts[peer], True)
+        for own, (parts, _) in zip(rows, pairs, strict=True):
+            for peer in self._peers:
+                own[peer].copy_(parts[peer], True)
         self._part_on_stream(Use.EXCHANGE)
         # Behind the barrier: no other rank reads or waits for it.
-        rows[self._rank].copy_(parts[self._rank], True)
+        for own, (parts, _) in zip(rows, pairs, strict=True):
+            own[self._rank].copy_(parts[self._rank], True)
 
     def _meet_on_stream(self, use: Use) -> None:
         """Order the current stream after all that the ranks have written for this."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ GROUP_DTYPES = _KNOWN_DTYPES | {torch.bfloat16}
 
 #: Dtypes that torch can add up on every device.
 REDUCIBLE_DTYPES = GROUP_DTYPES | {torch.int16}
+
+dtype_of = attrgetter("dtype")
 
 _TORCH_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -63,6 +67,19 @@ def check_gather(out: torch.Tensor, shard: torch.Tensor, rank: int, world_size: 
         raise CollectiveError(
             f"all_gather on rank {rank}: the whole is {out.dtype} and the slice {shard.dtype}; cast before the call"
         )
+
+
+def check_gathers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int, world_size: int) -> None:
+    """``check_gather`` of each pair: at C speed, as a launch may have one for each parameter of many units."""
+    wholes, parts = zip(*pairs, strict=True)
+    sizes = [world_size * numel for numel in map(torch.Tensor.numel, parts)]
+    if (
+        list(map(torch.Tensor.numel, wholes)) != sizes
+        or list(map(dtype_of, wholes)) != list(map(dtype_of, parts))
+        or not all(map(torch.Tensor.is_contiguous, chain(wholes, parts)))
+    ):
+        for whole, part in pairs:
+            check_gather(whole, part, rank, world_size)
 
 
 def check_contiguous(operation: str, tensor: torch.Tensor, rank: int) -> None:

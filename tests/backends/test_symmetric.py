@@ -187,7 +187,7 @@ def test_every_part_arrives_at_the_rank_that_it_is_for(world_size: int) -> None:
             parts = memory.parts_of(full)
             assert parts is not None
             received = torch.empty(world_size * n, dtype=torch.bfloat16)
-            memory.exchange(parts, received)
+            memory.exchange([(parts, received)])
             full.fill_(-1)
             got.append(received)
         return got

@@ -308,8 +308,9 @@ def test_after_a_gather_that_could_not_be_issued_no_memory_stays(
         return whole(self, out, shard)
 
     monkeypatch.setattr(FakeCollectives, "all_gather", fails)
-    # One by one, as the contract's own does.
+    # One by one, as the contract's own does with larger ones.
     monkeypatch.setattr(FakeCollectives, "all_gather_many", Collectives.all_gather_many)
+    monkeypatch.setattr("polyshard.interfaces.collectives.PACKED_NBYTES", 0)
     config = polyshard.ShardConfig(
         collectives={"name": "fake", "world_size": 2},
         policy=units_of(Block),

@@ -69,6 +69,37 @@ class _Together:
             work.wait()
 
 
+#: Bytes of whole buffers up to which gathers of several are one: a latency costs more than two copies of so many.
+PACKED_NBYTES = 4 << 20
+
+
+class _PackedGather:
+    """Gathers of several buffers as one. In between, the shards of each rank stand side by side, as bytes."""
+
+    def __init__(self, among: Collectives, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        ranks, rank = among.world_size, among.rank
+        shards = [shard.view(torch.uint8) for _, shard in pairs]
+        sizes = [shard.numel() for shard in shards]
+        rows = torch.empty(ranks, sum(sizes), dtype=torch.uint8, device=among.device)
+        torch.cat(shards, out=rows[rank])
+        self._outs = [out.view(torch.uint8).view(ranks, size) for (out, _), size in zip(pairs, sizes, strict=True)]
+        self._columns = torch.split(rows, sizes, dim=1)
+        self._work = among.all_gather(rows.view(-1), rows[rank])
+
+    def wait(self) -> None:
+        self._work.wait()
+        for out, column in zip(self._outs, self._columns, strict=True):
+            out.copy_(column)
+        self._outs, self._columns = [], ()
+
+
+def _can_be_packed(among: Collectives, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether gathers may lie elsewhere in between. What does not fit is left to their own checks."""
+    return not among.capabilities.fixed_addresses and all(
+        out.nbytes == among.world_size * shard.nbytes and out.dtype is shard.dtype for out, shard in pairs
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class CollectivesCapabilities:
     """The features of a backend. The engine asks these, and never a backend's name or type."""
@@ -194,10 +225,13 @@ class Collectives(ABC):
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         """``all_gather(out, shard)`` for each of ``pairs`` in turn; one ``Work`` for all.
 
-        Called for neighbouring small units, and for the units of one module. Override it where one launch of many
-        operations takes less time than many launches. Number, sizes and order of ``pairs`` are the same on every rank;
-        dtypes may differ between pairs.
+        Called for neighbouring small units, for the units of one module, and for the parameters of one unit. Small ones
+        travel as one here, and are copied to where they belong. Override it where one launch of many operations takes
+        less time than many launches. Number, sizes and order of ``pairs`` are the same on every rank; dtypes may differ
+        between pairs.
         """
+        if len(pairs) > 1 and sum(out.nbytes for out, _ in pairs) <= PACKED_NBYTES and _can_be_packed(self, pairs):
+            return _PackedGather(self, pairs)
         return _Together([self.all_gather(out, shard) for out, shard in pairs])
 
     @abstractmethod

@@ -112,6 +112,11 @@ class FlatLayout:
         return tuple(each.numel for each in self.segments) or (self.shard_numel,)
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        """The first element of each slice in a rank's shard."""
+        return tuple(each.start for each in self.segments) or (0,)
+
+    @property
     def staged(self) -> tuple[int, ...]:
         """Indices of the parameters that are cut along another dimension than 0."""
         return tuple(index for index, slot in enumerate(self.slots) if slot.dim)

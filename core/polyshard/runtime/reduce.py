@@ -140,7 +140,7 @@ class Reducer:
                 if self._announce is not None and members[0].ranks.spread == 1:
                     names = ", ".join(each.spec.name or "(root)" for each in members)
                     self.streams.meet(self._announce, "reduction of " + names)
-                merges = bucket.mode is ReduceMode.MERGED and len(members) > 1
+                merges = _go_side_by_side(members, bucket.mode)
                 launch = self._merge(members) if merges else self._group(members)
                 # Inputs have memory from the pool of this stream, or of the one that computed their first gradient.
                 deliver = partial(self._finish, launch, self._era)
@@ -229,9 +229,7 @@ class Reducer:
         inputs = tuple(each.input for each in members)
         merged = self._merged.get(inputs[0])
         if merged is None or merged.inputs != inputs:
-            merged = self._merged[inputs[0]] = MergedInput(
-                inputs, members[0].ranks.shard_size, clean=members[0].ranks.blends
-            )
+            merged = self._merged[inputs[0]] = MergedInput(inputs, members[0].ranks.shard_size)
         if merged.travels:
             # A backward passed these units twice: their memory serves one reduction at a time.
             self.streams.make_room(0)
@@ -252,6 +250,16 @@ class Reducer:
                 each.deliver(shard)
             for observer in each.observers:
                 observer.reduced(each.spec)
+
+
+def _go_side_by_side(members: Sequence[Contribution], mode: ReduceMode) -> bool:
+    """Whether one communication reduces all segments of ``members``, and not one for each."""
+    if members[0].ranks.reduction is None:
+        return False
+    if mode is ReduceMode.MERGED and len(members) > 1:
+        return True
+    divided = any(each.input.layout.segments for each in members)
+    return divided and sum(each.input.nbytes for each in members) <= thresholds.SIDE_BY_SIDE_NBYTES
 
 
 @dataclass(eq=False, slots=True)
@@ -474,10 +482,10 @@ def copies_into(buffer: FlatBuffer, gradients: list[torch.Tensor | None], *, som
 class MergedInput:
     """Memory in which ``inputs`` stand next to each other, rank by rank; made once for units that go together.
 
-    ``ranks``: the number of shards. ``clean``: whether to fill the gaps between the units with zeros.
+    ``ranks``: the number of shards.
     """
 
-    def __init__(self, inputs: Sequence[ReductionInput], ranks: int, *, clean: bool) -> None:
+    def __init__(self, inputs: Sequence[ReductionInput], ranks: int) -> None:
         self.inputs = inputs
         self.columns = column_sizes(inputs)
         #: Elements of the result.
@@ -491,31 +499,24 @@ class MergedInput:
                 FlatBuffer(whole.narrow(0, 0, each.layout.padded_numel), each.layout, resizable=False, reduces=True)
                 for whole, each in zip(torch.split(wholes, sizes), inputs, strict=True)
             ]
-            rows = self.flat.view(ranks, self.numel)
-            columns = torch.split(rows, self.columns, dim=1)
-            pairs = list(zip(columns, (each.layout for each in inputs), strict=True))
-            shards = [column[:, : layout.shard_numel] for column, layout in pairs]
-            # Slices of segments side by side, as they lie in a shard.
-            places = [
-                place
-                for shard, (_, layout) in zip(shards, pairs, strict=True)
-                for place in ([shard.narrow(1, each.start, each.numel) for each in layout.segments] or [shard])
-            ]
-            parts = [part.view(ranks, -1) for each in self._buffers for part in each.parts]
-            # Zeros cost one operation more.
-            gaps = [column[:, layout.shard_numel :] for column, layout in pairs] if clean else []
-            gaps += [column.narrow(1, *pad) for column, layout in pairs for pad in layout.pads()]
-            self._gaps = [gap for gap in gaps if gap.numel()]
-            if ranks <= thresholds.ROWS_TOGETHER and self.flat.device.type != "cpu":
-                # Row by row both sides are contiguous, which is what one launch for all of them needs. A CPU has no
-                # launches, and each copy costs the host.
-                places = [row for place in places for row in place.unbind()]
-                parts = [row for part in parts for row in part.unbind()]
-            self._places, self._parts = places, parts
+            self._rows = self.flat.view(ranks, self.numel)
+            # What stands side by side in a row: a unit's slices of segments, as they lie in a shard, and zeros between
+            # them and behind. All of it contiguous, as one launch for many needs.
+            self._parts: list[torch.Tensor] = []
+            for buffer, column in zip(self._buffers, self.columns, strict=True):
+                cursor, layout = 0, buffer.layout
+                for part, size, start in zip(buffer.parts, layout.slices, layout.starts, strict=True):
+                    self._parts += [self._zeros(start - cursor), part.view(ranks, size)]
+                    cursor = start + size
+                self._parts.append(self._zeros(column - cursor))
+            self._parts = [part for part in self._parts if part.numel()]
         self._storage, self._wholes = self.flat.untyped_storage(), wholes.untyped_storage()
         self._nbytes, self._wholes_nbytes = self._storage.nbytes(), self._wholes.nbytes()
         self._wholes.resize_(0)
         self.release()
+
+    def _zeros(self, numel: int) -> torch.Tensor:
+        return self.flat.new_zeros(len(self._rows), numel)
 
     def shards_in(self, result: torch.Tensor) -> list[torch.Tensor]:
         """The shard of each of ``inputs`` in ``result`` (``[numel]``)."""
@@ -544,9 +545,7 @@ class MergedInput:
         self._wholes.resize_(self._wholes_nbytes)
         copies.run()
         self._storage.resize_(self._nbytes)
-        _torch_private.foreach_copy_(self._places, self._parts)
-        if self._gaps:
-            _torch_private.foreach_zero_(self._gaps)
+        torch.cat(self._parts, dim=1, out=self._rows)
         self._wholes.resize_(0)
 
 
