@@ -92,7 +92,7 @@ class Communication:
         for unit in units:
             if id(unit.ranks) not in made:
                 known = {each.name: getattr(unit.ranks, each.name) for each in fields(UnitRanks)}
-                known |= {"gather": gather, "reduction": reduction}
+                known |= {"gather": gather, "reduction": reduction, "packs": self.reduce_scatter is not None}
                 made[id(unit.ranks)] = _CustomRanks(**known, by=self) if self.reduces else UnitRanks(**known)
             unit.use_ranks(made[id(unit.ranks)])
             among = unit.neighbours.inner if isinstance(unit.neighbours, _Gather) else unit.neighbours

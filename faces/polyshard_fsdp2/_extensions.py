@@ -43,7 +43,8 @@ class PlacedExtendedUnit(ExtendedUnit, PlacedUnit):
         super().__init__(spec, layout, parameters, *args, placed=placed, **kwargs)
 
     def _make_originals(self) -> MasterViews:
-        return ExtendedParameters(self)
+        self.views = ExtendedParameters(self)
+        return self.views
 
     @property
     def own_tensors(self) -> Sequence[torch.Tensor]:

@@ -59,6 +59,8 @@ class UnitRanks:
     """Which is this rank's of the groups in ``world`` that have other parameters, or copies."""
     lists: UnitLists | None = field(default=None, compare=False, repr=False)
     """All ranks of ``world``, as they were planned; None where they were not."""
+    packs: bool = False
+    """Whether ``reduction`` brings several inputs together itself, for one communication of no more elements."""
 
     @classmethod
     def over(cls, world: Collectives, owner: Collectives | None, replicate: Collectives | None, **more: Any) -> Self:

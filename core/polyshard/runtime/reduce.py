@@ -254,7 +254,7 @@ class Reducer:
 
 def _go_side_by_side(members: Sequence[Contribution], mode: ReduceMode) -> bool:
     """Whether one communication reduces all segments of ``members``, and not one for each."""
-    if members[0].ranks.reduction is None:
+    if members[0].ranks.reduction is None or members[0].ranks.packs:
         return False
     if mode is ReduceMode.MERGED and len(members) > 1:
         return True
