@@ -580,3 +580,26 @@ def may_host(store: Any) -> bool:
         store = store.underlying_store
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return isinstance(store, distributed.TCPStore) and distributed.get_rank() == 0 and not launched
+
+
+def mesh_over(kind: Any, group: Any, device_type: str) -> Any:
+    """A mesh of class ``kind`` and of one dimension over ``group``, a ``ProcessGroup`` that torch did not make.
+
+    The public ``DeviceMesh.from_group`` asks torch's default group for the rank, and operations find a group by its
+    name, among those that torch made. (torch 2.11 to 2.15)
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    name = group.group_name
+    c10d._register_process_group(name, group)
+    mesh: Any = kind(device_type, torch.arange(group.size()), _init_backend=False, _rank=group.rank())
+    mesh._dim_group_names = [name]
+    mesh._pg_registry[name] = group
+    return mesh
+
+
+def forget_group(name: str) -> None:
+    """Let nobody find the group ``name`` of ``mesh_over`` any more."""
+    from torch._C import _distributed_c10d as c10d
+
+    c10d._unregister_process_group(name)  # type: ignore[arg-type, unused-ignore]

@@ -137,8 +137,10 @@ def test_rows_as_shard_0_gives_them_are_a_dtensor_without_a_copy() -> None:
 def test_what_is_no_dtensor_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"is whole here, or flat\. Use it as it is"):
         polyshard.as_dtensor(torch.zeros(2, 3))
+
+
+def test_pretended_ranks_have_dtensors_too() -> None:
     model = seeded(lambda: nn.Linear(2, 4, bias=False))
+    half = model.weight[:2].detach().clone()
     polyshard.shard(model, polyshard.ShardConfig(layout="rows", collectives={"name": "fake", "world_size": 2}))
-    with pytest.raises(UnsupportedError, match=r"behind no process group of torch\.distributed, which a DTensor of"):
-        polyshard.as_dtensor(model.weight)
-    assert model(draw(1, 2)).shape == (1, 4)
+    assert torch.equal(polyshard.as_dtensor(model.weight).full_tensor(), torch.cat([half, half]))

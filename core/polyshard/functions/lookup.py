@@ -203,8 +203,7 @@ def as_dtensor(parameter: torch.Tensor) -> DTensor:
     in the same order.
 
     Raises:
-        UnsupportedError: ranks hold other rows of it than ``Shard(0)`` would give them, it is not sharded, or the
-            collectives are behind no process group.
+        UnsupportedError: ranks hold other rows of it than ``Shard(0)`` would give them, or it is not sharded.
     """
     (found,) = live_roots.find((parameter,))
     placed = placement(parameter)
@@ -230,16 +229,12 @@ def as_dtensor(parameter: torch.Tensor) -> DTensor:
             f"The ranks do not hold of {where} what Shard(0) would give them: the ranges are {placed.pieces}. Shard it "
             "with layout='rows' as a unit of its own, with a number of rows that the number of ranks divides."
         )
-    if shard.process_group is None:
-        raise UnsupportedError(
-            f"{type(shard).__name__} is behind no process group of torch.distributed, which a DTensor of {where} "
-            "needs. Choose collectives of processes, such as gloo or nccl."
-        )
     # Imported late: it takes longer to import than everything here.
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = DeviceMesh.from_group(shard.process_group, parameter.device.type)
+    from ..planning.device_mesh import mesh_over
+
+    mesh = mesh_over(shard, parameter.device.type)
     return DTensor.from_local(
         parameter.detach(), mesh, [Shard(0)], run_check=False, shape=torch.Size(placed.shape), stride=placed.stride
     )

@@ -30,33 +30,10 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 class ExtensionArguments:
     """What every call of ``fsdp_pre_all_gather`` is given, besides what differs between parameters."""
 
-    mesh: DeviceMesh | MeshOfRanks
+    mesh: DeviceMesh
     """Of one dimension: the ranks that share the parameter."""
     policy: object
     """The user's ``MixedPrecisionPolicy``, or one that says the same as the precision of ``polyshard.shard``."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeshOfRanks:
-    """In the place of a ``DeviceMesh``, and of its process group, where ranks are behind none."""
-
-    device_type: str
-    rank_here: int
-    ranks: int
-    ndim: int = 1
-
-    def size(self, mesh_dim: int | None = None) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.rank_here
-
-    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        return self.rank_here
-
-    def get_group(self, mesh_dim: int | str | None = None) -> MeshOfRanks:
-        """Itself: it tells ``size()`` and ``rank()``, and nothing travels over it."""
-        return self
 
 
 def gathers_itself(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,6 @@ from ..errors import (
 from ..planning.extensions import (
     ExtensionArguments,
     InnerTensor,
-    MeshOfRanks,
     arity,
     inner_tensors,
     own_rows,
@@ -135,16 +134,11 @@ class RowsUnit(ExtendedUnit):
         return super()._make_buffer(dtype)
 
     def _mesh(self) -> Any:
-        among = self.ranks.gather
-        if among is None and self.ranks.world.world_size == 1:
-            among = self.ranks.world
-        device = self.spec.device.type
-        group = None if among is None else among.process_group
-        if group is None:
-            return MeshOfRanks(device, self.ranks.shard_rank, self.ranks.shard_size)
-        from torch.distributed.device_mesh import DeviceMesh
+        from ..planning.device_mesh import mesh_over
 
-        return DeviceMesh.from_group(group, device)
+        ranks = self.ranks
+        among = ranks.world if ranks.gather is None and ranks.world.world_size == 1 else ranks.gather
+        return mesh_over(among, self.spec.device.type)
 
 
 def unit_of(spec: Any, layout: Any, parameters: Sequence[ManagedParameter], *args: Any, **kwargs: Any) -> Unit:
