@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     )
     from .capture.step import CapturedStep, CaptureFallback, CaptureMode
     from .config import ShardConfig, Strategy
-    from .functions.lookup import Placement, as_dtensor, placement
     from .functions.memory import MemoryReport
+    from .functions.placement import Placement, as_dtensor, placement
     from .functions.torch_functions import exchanged_functions, restore_torch
     from .hookspecs import hookimpl
     from .monitor import Straggler, Stragglers, check_replicas
@@ -95,7 +95,7 @@ if not TYPE_CHECKING:
     _NAMES = {
         "capture.step": ("CaptureFallback", "CaptureMode", "CapturedStep"),
         "config": ("ShardConfig", "Strategy"),
-        "functions.lookup": ("Placement", "as_dtensor", "placement"),
+        "functions.placement": ("Placement", "as_dtensor", "placement"),
         "functions.memory": ("MemoryReport",),
         "functions.torch_functions": ("exchanged_functions", "restore_torch"),
         "hookspecs": ("hookimpl",),

@@ -13,7 +13,6 @@ from torch import nn
 
 from .config import ShardConfig, config_of
 from .errors import ConfigError, StateError
-from .functions.lookup import live_roots
 from .functions.memory import MemoryReport, memory_report
 from .functions.norms import clip_grad_norm, norm_dtype
 from .functions.torch_functions import follow
@@ -23,6 +22,7 @@ from .planning.plan import MODULE_STATE_ATTRIBUTE, modules_in
 from .registry import UsedPlugin
 from .runtime.grouped import hooks_of
 from .runtime.hooks import ForwardHooks
+from .runtime.live_roots import live_roots
 from .runtime.module_state import ModuleState
 from .runtime.root import Root, root_of
 from .runtime.skipped import agree_on_use as agree

@@ -9,11 +9,9 @@ a promise to plugins, whose contracts are in ``polyshard.interfaces``.
 
 from __future__ import annotations
 
-from ._torch_private import in_backward, uncompiled_alone
+from ._torch_private import in_backward, local_tensor, uncompiled_alone
 from .events import Events
-from .functions.lookup import live_roots
 from .functions.norms import clip_grad_norm
-from .functions.optimizers import replaced_parameters
 from .functions.torch_functions import follow
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import iter_tensors, map_tensors
@@ -37,10 +35,13 @@ from .runtime.gather import FlatBuffer, view_of
 from .runtime.gradients import Gradients
 from .runtime.guards import refuse_escape
 from .runtime.hooks import ForwardHooks, output_hook
+from .runtime.live_roots import live_roots
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder, HintedOrder
 from .runtime.parameters import GradientTarget, MasterViews, Originals, become, part_of_master
+from .runtime.placed import PlacedParameters, PlacedUnit
 from .runtime.reduce import Contribution, Copies, ReductionInput
+from .runtime.replaced import replaced_parameters
 from .runtime.root import Root, root_of
 from .runtime.step import Phase
 from .runtime.streams import CommStreams, streams_for

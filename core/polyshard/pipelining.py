@@ -37,9 +37,10 @@ from torch.distributed.fsdp import FSDPModule
 from . import _torch_private
 from .api import outermost_root
 from .errors import ConfigError, RankMismatchError, StateError, UnsupportedError
-from .functions.lookup import ParameterLocation, live_roots, placement
 from .functions.norms import ModelGradients, check_norm_type
+from .functions.placement import placement
 from .planning.parts import gradient_of, is_dtensor, local_of
+from .runtime.live_roots import ParameterLocation, live_roots
 from .runtime.root import Root
 from .runtime.streams import CudaStreams
 from .runtime.unit import Reshard, Unit, UnitState

@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from polyshard.extension import ExtendedUnit, ExtensionArguments, MasterViews, cut, is_dtensor
+from polyshard.extension import (
+    ExtendedUnit,
+    ExtensionArguments,
+    MasterViews,
+    PlacedParameters,
+    PlacedUnit,
+    cut,
+    is_dtensor,
+    local_tensor,
+)
 from torch import nn
 
-from . import _torch_private
-from ._parameters import Placed, PlacedParameters, PlacedUnit
+from ._meshes import Placed
 
 _is_meta = attrgetter("is_meta")
 
@@ -67,8 +75,7 @@ class ExtendedParameters(PlacedParameters):
     def _part(self, index: int) -> torch.Tensor:
         unit, original = self._unit, self._unit.parameters[index].original
         if is_dtensor(original):
-            own: torch.Tensor = _torch_private.local_tensor(original)
-            return own
+            return local_tensor(original)
         return cut(unit.parameters[index], unit.ranks.shard_rank, unit.layout.world_size, unit.spec.device)
 
     @property

@@ -22,8 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._meshes import DataMesh, data_mesh, places_of, placings_of
-from ._parameters import Placed
+from ._meshes import DataMesh, Placed, data_mesh, places_of, placings_of
 from ._settings import config_for
 from ._state import STATE_ATTRIBUTE, Asked, State, state_of, states_in, together
 from ._torch_private import note_composed

@@ -19,7 +19,16 @@ from polyshard.errors import (
     ParameterError,
     UnsupportedError,
 )
-from polyshard.extension import LeafForm, ParameterPlace, TensorPart, dtensor_leaf, gathers_itself, is_dtensor, local_of
+from polyshard.extension import (
+    LeafForm,
+    ManagedParameter,
+    ParameterPlace,
+    TensorPart,
+    dtensor_leaf,
+    gathers_itself,
+    is_dtensor,
+    local_of,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -235,6 +244,27 @@ class Placing:
     """Along which it is cut."""
     leaf: WholeMeshLeaf | None = None
     """What computes, where it is on ``over.whole``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How the parameters of one ``fully_shard`` call lie."""
+
+    placings: Mapping[str, Placing]
+    """By their names in the module."""
+    policy: object
+    """The ``MixedPrecisionPolicy`` of the call."""
+
+    def spec_of(self, parameter: ManagedParameter, whole: torch.Tensor) -> Any:
+        """The spec of ``parameter``, whose names are still those in the module.
+
+        ``whole``: of its shape and strides, those of its local tensor where tensor parallelism cut it before.
+        """
+        its, part = self.placings[parameter.names[0]], parameter.part
+        known = part if its.leaf is None else its.leaf
+        mesh, placements = its.over.placed(its.dim, () if its.leaf is None else its.leaf.placements, part)
+        shape, stride = (whole.shape, whole.stride()) if known is None else (known.shape, known.stride)
+        return _torch_private.spec_of(mesh, placements, shape, stride, whole.dtype)
 
 
 def placings_of(

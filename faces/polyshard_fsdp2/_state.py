@@ -18,6 +18,7 @@ from polyshard.extension import (
     HintedOrder,
     ModuleState,
     ParameterPlace,
+    PlacedUnit,
     Request,
     Reshard,
     Root,
@@ -32,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._collectives import Communication
 from ._extensions import placed_unit
-from ._parameters import Placed, PlacedUnit
+from ._meshes import Placed
 from ._torch_private import mesh_info_of
 from ._torch_state import TorchState
 

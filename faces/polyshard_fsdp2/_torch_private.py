@@ -7,7 +7,6 @@ import importlib.util
 from collections import OrderedDict
 from collections.abc import Sequence
 from inspect import unwrap
-from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -18,15 +17,11 @@ from torch.distributed._composable_state import _insert_module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 #: Before ``torch.distributed.fsdp`` had FSDP2, it was imported from here; Transformers 5.23 and Lightning 2.6 still do.
 _OLDER = "torch.distributed._composable.fsdp"
-
-#: The local tensor of a ``DTensor`` itself, of which ``to_local`` gives views: assigned, the ``DTensor`` has another.
-local_tensor = attrgetter("_local_tensor")
 
 
 def places() -> list[ModuleType]:
@@ -74,24 +69,6 @@ def premul_sum(factor: float) -> Any:
     return torch.distributed._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
-def use_local_tensor(placed: torch.Tensor, local: torch.Tensor) -> None:
-    """Let ``placed``, a ``DTensor``, lie in the memory of ``local``: no public call changes what one is made of."""
-    placed._local_tensor = local  # type: ignore[attr-defined]
-
-
-def over_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of ``view``, which is dense, whose storage is that and nothing around it.
-
-    Torch pickles and copies whole storages. It fails to copy a ``DTensor`` whose local tensor does not begin its
-    storage: it looks for memory of the ``DTensor`` itself there.
-    """
-    if view.is_meta:
-        return view
-    start = view.storage_offset() * view.itemsize
-    storage = view.untyped_storage()[start : start + view.nbytes]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
-
-
 def spec_of(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
@@ -101,13 +78,6 @@ def spec_of(
 ) -> DTensorSpec:
     """What a ``DTensor`` is besides its local tensor: made once, for many of them."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
-
-
-def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A ``DTensor`` over ``local``. ``DTensor.from_local`` takes fifty times as long, for every gradient."""
-    make: Any = DTensor
-    made: DTensor = make(local, spec, requires_grad=False)
-    return made
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

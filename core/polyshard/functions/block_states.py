@@ -26,8 +26,8 @@ import torch
 
 from ..errors import UnsupportedError, warn_once
 from ..planning.parts import is_dtensor
+from ..runtime.live_roots import ParameterLocation
 from ..runtime.unit import Unit
-from .lookup import ParameterLocation
 
 #: Of bitsandbytes, for all of its optimizers.
 _BITSANDBYTES_BLOCK = 256

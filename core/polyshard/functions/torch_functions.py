@@ -34,9 +34,9 @@ from ..interfaces import ReduceOp
 from ..planning.parts import is_dtensor
 from ..runtime.activation_checkpoint import Checkpointed
 from ..runtime.guards import forget_registrations
+from ..runtime.live_roots import ParameterLocation, live_roots
 from ..runtime.root import Root
 from ..runtime.unit import Unit
-from .lookup import ParameterLocation, live_roots
 from .norms import (
     GradientsByHolders,
     agreed_norm,

@@ -24,8 +24,8 @@ from ..functions.block_states import (
     state_name_of,
     taken_apart,
 )
-from ..functions.lookup import as_dtensor, live_roots, placement
 from ..functions.optimizers import NOT_BY_ELEMENT
+from ..functions.placement import as_dtensor, placement
 from ..functions.recorded_streams import Stream, StreamRecorder
 from ..functions.whole import ToSome, state_dicts_of_pieces
 from ..planning.extensions import Insides, inner_tensors
@@ -35,6 +35,7 @@ from ..planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from ..planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from ..planning.values import send_from_first
 from ..runtime.grouped import GroupedState
+from ..runtime.live_roots import live_roots
 from ..runtime.module_state import ModuleState
 from ..runtime.root import root_of
 from ..runtime.step import Phase

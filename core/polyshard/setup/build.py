@@ -14,7 +14,6 @@ from ..config import ShardConfig, Strategy
 from ..errors import ConfigError, StateError
 from ..events import Events
 from ..functions.memory import memory_report
-from ..functions.optimizers import replaced_parameters
 from ..interfaces import Collectives, OffloadManager, UnitSpec
 from ..planning.answers import refuse_shared_memory
 from ..planning.extensions import insides_of
@@ -33,6 +32,7 @@ from ..runtime.module_state import ModuleState, merge_on_use
 from ..runtime.order import ExecutionOrder
 from ..runtime.peers import peers_of
 from ..runtime.recorder import Watch
+from ..runtime.replaced import replaced_parameters
 from ..runtime.root import Root
 from ..runtime.streams import streams_for
 from ..runtime.unit import Reshard, Unit

@@ -29,7 +29,6 @@ from ..errors import (
     warn_once,
     words,
 )
-from ..functions.lookup import live_roots
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
 from ..planning.groups import FormedGroups, ModelRanks
@@ -48,6 +47,7 @@ from ..planning.plan import (
 from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units, reads_in_backward
 from ..planning.values import buffers_to_compare, values_to_compare
 from ..runtime.extended import unit_of
+from ..runtime.live_roots import live_roots
 from ..runtime.root import Root
 from .agree import Agreement, Report
 from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken

@@ -1,67 +1,50 @@
-"""The unit of a ``fully_shard`` call: its parameters and gradients are ``DTensor`` outside of compute."""
+"""A unit with ``DTensor`` parameters: outside of compute they and their gradients are this rank's part of a whole."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
-from polyshard.extension import (
-    Bindings,
-    Gradients,
-    GradientTarget,
-    ManagedParameter,
-    MasterViews,
-    Root,
-    Shown,
-    Unit,
-    UnitState,
-    dtypes_of,
-    is_dtensor,
-    live_roots,
-    part_of_master,
-    replaced_parameters,
-)
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from . import _torch_private
-from ._meshes import Placing
+from .. import _torch_private
+from ..errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
+from ..planning.answers import dtypes_of
+from ..planning.parts import is_dtensor
+from ..planning.plan import ManagedParameter
+from .bindings import Bindings, Shown
+from .gradients import Gradients
+from .live_roots import live_roots
+from .parameters import GradientTarget, MasterViews, part_of_master
+from .replaced import replaced_parameters
+from .root import Root
+from .unit import Unit, UnitState
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _is_trained = attrgetter("requires_grad")
 _address_of = torch.Tensor.data_ptr
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """How the parameters of one ``fully_shard`` call lie."""
-
-    placings: Mapping[str, Placing]
-    """By their names in the module."""
-    policy: object
-    """The ``MixedPrecisionPolicy`` of the call."""
+class Placements(Protocol):
+    """How the parameters of a unit lie."""
 
     def spec_of(self, parameter: ManagedParameter, whole: torch.Tensor) -> Any:
-        """The spec of ``parameter``, whose names are still those in the module.
+        """The ``DTensorSpec`` of ``parameter``, whose names are still those in the module.
 
         ``whole``: of its shape and strides, those of its local tensor where tensor parallelism cut it before.
         """
-        its, part = self.placings[parameter.names[0]], parameter.part
-        known = part if its.leaf is None else its.leaf
-        mesh, placements = its.over.placed(its.dim, () if its.leaf is None else its.leaf.placements, part)
-        shape, stride = (whole.shape, whole.stride()) if known is None else (known.shape, known.stride)
-        return _torch_private.spec_of(mesh, placements, shape, stride, whole.dtype)
 
 
 class PlacedUnit(Unit):
-    """The unit of one ``fully_shard`` call.
+    """A unit whose parameters are ``DTensor``.
 
-    Differs from the engine's own in what a user sees of it:
+    What a user sees of it:
 
     - Outside of compute modules hold ``DTensor`` parameters over this rank's elements, whose gradients are ``DTensor``.
       Other modules' forwards see these too.
@@ -73,7 +56,7 @@ class PlacedUnit(Unit):
     # What computes is plain at every number of ranks.
     may_be_resident = False
 
-    def __init__(self, *args: Any, placed: Placed, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, placed: Placements, **kwargs: Any) -> None:
         self.placed = placed
         #: Whether gradients arrive in the plain parameters.
         self.is_local = False
@@ -283,6 +266,7 @@ class PlacedParameters(MasterViews):
 
     def __init__(self, unit: PlacedUnit) -> None:
         self._unit = unit
+        self._dtensor = _torch_private.dtensor_maker()
         self._pieces = {piece.slot: piece for piece in unit.pieces}
         self._views: list[torch.Tensor] = []
         #: Plain parameters over this rank's elements, ``(rows, ...)``.
@@ -310,7 +294,7 @@ class PlacedParameters(MasterViews):
         slot = unit.layout.slots[index]
         whole = torch.empty_strided(slot.shape, slot.stride, dtype=view.dtype, device="meta")
         spec = unit.placed.spec_of(parameter, whole)
-        placed = nn.Parameter(_torch_private.dtensor_over(view, spec), requires_grad=before.requires_grad)
+        placed = nn.Parameter(self._dtensor(view, spec), requires_grad=before.requires_grad)
         if parameter.leaf is None:
             # What a parameter that gathers itself is made of would stay whole.
             whole_ones = [key for key, value in vars(before).items() if isinstance(value, torch.Tensor)]
@@ -342,7 +326,7 @@ class PlacedParameters(MasterViews):
 
     def placed(self, index: int, local: torch.Tensor) -> DTensor:
         """The whole of which ``local`` is this rank's part, as the parameter is placed."""
-        return _torch_private.dtensor_over(local, self._specs[index])
+        return self._dtensor(local, self._specs[index])
 
     @property
     def gradient_targets(self) -> list[GradientTarget]:
