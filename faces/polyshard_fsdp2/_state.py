@@ -176,7 +176,14 @@ class State(TorchState):
             )
         for unit in self.units:
             unit.take_over()
-            unit.require_values("The first forward")
+            try:
+                unit.require_values("The first forward")
+            except StateError as error:
+                # FSDP2's own sentence, which scripts look for.
+                raise StateError(
+                    "FSDP parameters should be materialized from meta device before training, but the following were "
+                    f"{str(error).removeprefix('Parameters are ')}"
+                ) from None
 
     def reduce_waiting(self) -> None:
         if self.module_state is not None:

@@ -213,9 +213,9 @@ class PlacedUnit(Unit):
         if self.lacks_values and self.spec.device.type != "meta":
             names = [parameter.names[0] for parameter in self.parameters if parameter.original.is_meta]
             raise StateError(
-                "FSDP parameters should be materialized from meta device before training, but the following were still "
-                f"on meta device: {names}\n{call} needs their values (rank {self.ranks.world.rank}): call "
-                "to_empty(device=...) on the model, and then what initialises it, or load_state_dict(assign=True)."
+                f"Parameters are still on meta device: {names}\n{call} needs their values (rank "
+                f"{self.ranks.world.rank}): call to_empty(device=...) on the model, and then what initialises it, or "
+                "load_state_dict(assign=True)."
             )
         self.refuse_elsewhere(_torch_private.local_tensor(self.views.tensors[0]).device)
 
