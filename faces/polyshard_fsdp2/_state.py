@@ -75,6 +75,8 @@ class State(TorchState):
     """Whose gathers follow this one's in forward; the recorded order decides where there are none."""
     backward_hints: tuple[State, ...] = ()
     """The same in backward."""
+    fills_unused: bool = False
+    """Whether parameters that no rank had a gradient of get zeros."""
     is_last_backward: bool = True
     """Of the outermost one: whether backwards of the model end, where ``ends_by_hand`` is False."""
     ends_by_hand: bool = False
@@ -137,6 +139,7 @@ class State(TorchState):
         for unit in self.units:
             if self.reshard is not None and unit.ranks.owner is not None:
                 unit.reshard_policy = Reshard.ALWAYS if self.reshard else Reshard.NEVER
+            unit.gradients.fills_unused = self.fills_unused
             ranks, factor = unit.ranks.number, self.communication.factor
             if self.communication.reduces or factor == ranks:
                 unit.gradients.scale = None
@@ -180,10 +183,7 @@ class State(TorchState):
                 unit.require_values("The first forward")
             except StateError as error:
                 # FSDP2's own sentence, which scripts look for.
-                raise StateError(
-                    "FSDP parameters should be materialized from meta device before training, but the following were "
-                    f"{str(error).removeprefix('Parameters are ')}"
-                ) from None
+                raise StateError(f"FSDP p{str(error)[1:]}") from None
 
     def reduce_waiting(self) -> None:
         if self.module_state is not None:

@@ -307,8 +307,14 @@ class FSDPModule(TorchFSDPModule):
         _communicate(self, sums=bool(enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Nothing: what a forward ran takes part in the reduction, with zeros where this rank has no gradient."""
-        _state(self)
+        """Whether parameters that no rank had a gradient of have zeros for one behind a backward that came through
+        their module, and not None.
+
+        Ranks may use different parameters in any case: all take part in reductions.
+        """
+        for state in _states(self, recurse):
+            state.fills_unused = bool(reduce_scatter_unused_params)
+            state.apply()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Nothing: two reductions are alive at most.

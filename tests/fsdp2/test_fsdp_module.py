@@ -216,6 +216,51 @@ def recovery_from_an_exception(rank: int) -> None:
     both(run)
 
 
+class Chooses(nn.Module):
+    """A layer that runs and one that does not; a parameter each for all calls, for some, and for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.used, self.chosen, self.unused = (nn.Parameter(torch.full((5,), value)) for value in (1.0, 2.0, 3.0))
+
+    def forward(self, x: torch.Tensor, chooses: bool) -> torch.Tensor:
+        x = self.layers[0](x) * self.used[:4]
+        return x * self.chosen[:4] if chooses else x
+
+
+def unused_parameters_get_zeros(rank: int) -> None:
+    torch.manual_seed(0)
+    plain, x = Chooses().double(), torch.ones(2, 4, dtype=torch.float64) + rank
+    plain(x, rank == 0).square().sum().backward()
+    expected = {}
+    for name, parameter in plain.named_parameters():
+        expected[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        dist.all_reduce(expected[name])
+        expected[name] /= 2
+    plain.zero_grad()
+    # FSDP2 has the method from torch 2.15 on.
+    for face in FACES if hasattr(FACES[0].FSDPModule, "set_reduce_scatter_unused_params") else (OURS,):
+        model: Any = copy.deepcopy(plain)
+        for layer in model.layers:
+            face.fully_shard(layer, mesh=cpu_mesh())
+        face.fully_shard(model, mesh=cpu_mesh())
+        model.set_reduce_scatter_unused_params(True)
+        for turn in (1, 2):
+            model(x, rank == 0).square().sum().backward()
+            found = {name: each.grad for name, each in model.named_parameters()}
+            assert {name for name, each in found.items() if each is None} == {"layers.1.weight", "layers.1.bias"}
+            for name, gradient in found.items():
+                if gradient is not None:
+                    same(gradient.full_tensor(), turn * expected[name])
+        model.zero_grad()
+        model.set_reduce_scatter_unused_params(False)
+        if face is OURS:
+            model(x, rank == 0).square().sum().backward()
+            unused = {name for name, each in model.named_parameters() if each.grad is None}
+            assert unused == {"layers.1.weight", "layers.1.bias", "unused"}
+
+
 def hints_change_no_number(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model: Any = shard_all(face, make())
@@ -449,6 +494,7 @@ BODIES: dict[Callable[[int], object], int] = {
     modules_that_are_whole_already: 2,
     what_is_done_to_whole_parameters: 2,
     recovery_from_an_exception: 2,
+    unused_parameters_get_zeros: 2,
     hints_change_no_number: 2,
     hints_say_what_is_gathered_next: 2,
     what_the_engine_decides_and_what_is_refused: 2,

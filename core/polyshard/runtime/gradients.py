@@ -76,6 +76,8 @@ class Gradients:
         self.unfilled: frozenset[int] = frozenset()
         #: A factor of the mean over ranks; None for 1.
         self.scale = unit.ranks.scale
+        #: Whether parameters of a reduced unit that no rank had a gradient of get zeros, and not None.
+        self.fills_unused = False
         self._reduced_once = False
         # The last one, which steps repeat.
         self._contributed: Contribution | None = None
@@ -234,6 +236,8 @@ class Gradients:
 
     def drop(self, indices: frozenset[int]) -> None:
         """Take ``.grad`` away from parameters for which no rank had a gradient."""
+        if self.fills_unused:
+            return
         if None not in self._owner_of:
             for index in indices:
                 self._owner_of[index].grad = None

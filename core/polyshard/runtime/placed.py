@@ -88,7 +88,7 @@ class PlacedUnit(Unit):
         before: Gradients | None = getattr(self, "gradients", None)
         if before is not None:
             # What the user set, before parameters had memory or another dtype.
-            gradients.scale = before.scale
+            gradients.scale, gradients.fills_unused = before.scale, before.fills_unused
         if self.is_local:
             gradients.set_targets(self.views.local_targets)
         return gradients
@@ -213,9 +213,9 @@ class PlacedUnit(Unit):
         if self.lacks_values and self.spec.device.type != "meta":
             names = [parameter.names[0] for parameter in self.parameters if parameter.original.is_meta]
             raise StateError(
-                f"Parameters are still on meta device: {names}\n{call} needs their values (rank "
-                f"{self.ranks.world.rank}): call to_empty(device=...) on the model, and then what initialises it, or "
-                "load_state_dict(assign=True)."
+                "Parameters should be materialized from meta device before training, but the following were still on "
+                f"meta device: {names}\n{call} needs their values (rank {self.ranks.world.rank}): call "
+                "to_empty(device=...) on the model, and then what initialises it, or load_state_dict(assign=True)."
             )
         self.refuse_elsewhere(_torch_private.local_tensor(self.views.tensors[0]).device)
 
