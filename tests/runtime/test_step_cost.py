@@ -74,7 +74,7 @@ def calls_of_step(depth: int, **settings: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "forward", "backward"), [({"batch_nbytes": 0}, 63, 104), ({}, 49, 52)], ids=["alone", "batched"]
+    ("settings", "forward", "backward"), [({"batch_nbytes": 0}, 61, 103), ({}, 47, 52)], ids=["alone", "batched"]
 )
 def test_calls_of_a_unit(settings: dict[str, Any], forward: int, backward: int) -> None:
     small, large = calls_of_step(8, **settings), calls_of_step(24, **settings)
