@@ -254,6 +254,8 @@ class Placed:
     """By their names in the module."""
     policy: object
     """The ``MixedPrecisionPolicy`` of the call."""
+    called: str = "FSDP parameters"
+    """In FSDP2's own sentences, which scripts look for."""
 
     def spec_of(self, parameter: ManagedParameter, whole: torch.Tensor) -> Any:
         """The spec of ``parameter``, whose names are still those in the module.

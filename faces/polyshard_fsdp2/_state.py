@@ -179,11 +179,7 @@ class State(TorchState):
             )
         for unit in self.units:
             unit.take_over()
-            try:
-                unit.require_values("The first forward")
-            except StateError as error:
-                # FSDP2's own sentence, which scripts look for.
-                raise StateError(f"FSDP p{str(error)[1:]}") from None
+            unit.require_values("The first forward")
 
     def reduce_waiting(self) -> None:
         if self.module_state is not None:

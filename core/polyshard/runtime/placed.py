@@ -34,6 +34,10 @@ _address_of = torch.Tensor.data_ptr
 class Placements(Protocol):
     """How the parameters of a unit lie."""
 
+    @property
+    def called(self) -> str:
+        """What messages call them."""
+
     def spec_of(self, parameter: ManagedParameter, whole: torch.Tensor) -> Any:
         """The ``DTensorSpec`` of ``parameter``, whose names are still those in the module.
 
@@ -213,8 +217,8 @@ class PlacedUnit(Unit):
         if self.lacks_values and self.spec.device.type != "meta":
             names = [parameter.names[0] for parameter in self.parameters if parameter.original.is_meta]
             raise StateError(
-                "Parameters should be materialized from meta device before training, but the following were still on "
-                f"meta device: {names}\n{call} needs their values (rank {self.ranks.world.rank}): call "
+                f"{self.placed.called} should be materialized from meta device before training, but the following were "
+                f"still on meta device: {names}\n{call} needs their values (rank {self.ranks.world.rank}): call "
                 "to_empty(device=...) on the model, and then what initialises it, or load_state_dict(assign=True)."
             )
         self.refuse_elsewhere(_torch_private.local_tensor(self.views.tensors[0]).device)
