@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -43,7 +43,7 @@ class OptimizerCheck:
         # With the number of their parameter groups.
         self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         # Whose parameters each updates.
-        self._units: WeakKeyDictionary[torch.optim.Optimizer, WeakSet[Unit]] = WeakKeyDictionary()
+        self._units: WeakKeyDictionary[torch.optim.Optimizer, Sequence[ref[Unit]]] = WeakKeyDictionary()
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._warned: WeakSet[torch.optim.Optimizer] = WeakSet()
 
@@ -73,8 +73,10 @@ class OptimizerCheck:
             if root is not None and root.awaits_optimizer:
                 # A closure's backward is still to come.
                 self._prepare(optimizer, root, reduced=len(args) == 1 and kwargs.get("closure") is None)
-        for unit in self._units.get(optimizer, ()):
-            unit.steps += 1
+        for held in self._units.get(optimizer, ()):
+            unit = held()
+            if unit is not None:
+                unit.steps += 1
 
     def _refuse_unfilled(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for a flat parameter that is about to update parameters of which no rank had a gradient.
@@ -164,7 +166,7 @@ class OptimizerCheck:
                 guard = _StateGuard(fresh=_asked_for_states())
                 optimizer.register_state_dict_pre_hook(guard.refuse)
                 optimizer.register_load_state_dict_pre_hook(guard.refuse)
-        self._units[optimizer] = WeakSet(each.unit for each in self._found(optimizer))
+        self._units[optimizer] = list(map(ref, {each.unit for each in self._found(optimizer)}))
         self._passed[optimizer] = len(optimizer.param_groups)
 
 
