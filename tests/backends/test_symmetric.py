@@ -39,6 +39,8 @@ class Host:
         self.fails_on: int | None = None
         #: Seconds by which a rank is late before each copy, to let the others run ahead.
         self.delays = [0.0] * self.world_size
+        #: Barriers that a rank came to, for gathers and for exchanges alike.
+        self.barriers = [0] * self.world_size
 
     def segment(self, rank: int, number: int) -> torch.Tensor:
         return self.arenas[rank].narrow(0, self.orders[rank][number] * SEGMENT, SEGMENT)
@@ -80,6 +82,7 @@ class Handle:
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         assert timeout_ms == TIMEOUT_S * 1e3
+        self.host.barriers[self.rank] += 1
         time.sleep(self.host.delays[self.rank])
         self.host.meeting.wait(TIMEOUT_S)
 
@@ -168,6 +171,30 @@ def test_every_slice_arrives_turn_after_turn(world_size: int, offset: int) -> No
     for got in on_ranks(host, gather):
         for turn, whole in enumerate(got):
             assert torch.equal(whole, torch.cat([sent(rank, turn, n) for rank in range(world_size)]))
+
+
+def test_parts_of_one_buffer_are_copied_between_one_pair_of_barriers() -> None:
+    host, sizes = Host([[0, 1]] * 3), (5, 1, 64)
+
+    def train(rank: int, memory: PeerMemory) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+        assert memory.meet() == ""
+        wholes = list(host.segment(rank, 0).view(torch.bfloat16)[: 3 * sum(sizes)].split([3 * n for n in sizes]))
+        fulls = list(host.segment(rank, 1).view(torch.bfloat16)[: 3 * sum(sizes)].split([3 * n for n in sizes]))
+        for number, (n, whole, full) in enumerate(zip(sizes, wholes, fulls, strict=True)):
+            whole[rank * n : (rank + 1) * n] = sent(rank, number, n)
+            full.copy_(torch.cat([sent(rank, 10 * number + receiver, n) for receiver in range(3)]))
+        pulls, parts = [memory.pull_of(each) for each in wholes], [memory.parts_of(each) for each in fulls]
+        received = [torch.empty_like(full) for full in fulls]
+        before = host.barriers[rank]
+        memory.run(*[pull for pull in pulls if pull is not None])
+        memory.exchange([(part, out) for part, out in zip(parts, received, strict=True) if part is not None])
+        return [whole.clone() for whole in wholes], received, host.barriers[rank] - before
+
+    for receiver, (wholes, received, barriers) in enumerate(on_ranks(host, train)):
+        assert barriers == 4
+        for number, (n, whole, out) in enumerate(zip(sizes, wholes, received, strict=True)):
+            assert torch.equal(whole, torch.cat([sent(rank, number, n) for rank in range(3)]))
+            assert torch.equal(out, torch.cat([sent(rank, 10 * number + receiver, n) for rank in range(3)]))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

@@ -28,7 +28,8 @@ from polyshard.errors import (
     StateError,
     WorldSizeError,
 )
-from polyshard.interfaces import Collectives, PluginContext, ReduceOp
+from polyshard.interfaces import Collectives, PluginContext, ReduceOp, Work
+from polyshard.interfaces.collectives import PACKED_NBYTES
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_testing import CollectivesSuite
 
@@ -290,6 +291,34 @@ def test_an_operation_that_fails_fails_on_every_rank() -> None:
             join(world, rank).all_reduce(torch.ones(2, dtype=torch.bool), op=ReduceOp.MEAN).wait()
 
     ThreadedWorld(2).run(on_rank)
+
+
+@pytest.mark.parametrize(("limit", "gathers"), [(PACKED_NBYTES, 1), (0, 3)], ids=["small", "large"])
+def test_small_gathers_travel_as_one(limit: int, gathers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyshard.interfaces.collectives.PACKED_NBYTES", limit)
+
+    class Counts(ThreadedCollectives):
+        gathers = 0
+
+        def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+            self.gathers += 1
+            return super().all_gather(out, shard)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        collectives = Counts(CPU, world, rank)
+        wholes = [torch.zeros(3 * n, dtype=d) for n, d in ((5, torch.bfloat16), (1, torch.float64), (7, torch.bool))]
+        shards = [whole.view(3, -1)[rank].fill_(rank + number) for number, whole in enumerate(wholes)]
+        collectives.all_gather_many(list(zip(wholes, shards, strict=True))).wait()
+        assert collectives.gathers == gathers
+        for number, whole in enumerate(wholes):
+            assert whole.view(3, -1).tolist() == [[value] * (len(whole) // 3) for value in _as(whole, number)]
+
+    ThreadedWorld(3).run(on_rank)
+
+
+def _as(whole: torch.Tensor, number: int) -> list[float]:
+    """What ranks 0 to 2 put into the buffer ``number``, in its dtype."""
+    return (torch.arange(3) + number).to(whole.dtype).tolist()
 
 
 def test_memory_of_a_rank_that_raised_is_not_written_by_others(monkeypatch: pytest.MonkeyPatch) -> None:

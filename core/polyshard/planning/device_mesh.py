@@ -1,4 +1,4 @@
-"""A ``DeviceMesh`` over collectives: what a ``DTensor`` sends goes by those that the configuration names.
+"""A ``DeviceMesh`` over any collectives, for ``DTensor``: over their process group, or over themselves shown as one.
 
 Collectives may be behind no process group of torch's: pretended ranks, threads as ranks, a stranger's transport. Here
 they are shown as one, with the operations that ``DTensor`` and the functions of torch's over it use: norms and other
@@ -124,9 +124,6 @@ class CollectivesGroup(_NamedGroup):
         pairs = zip(outs, shards, strict=True)
         return self._ended((self._among.all_gather(out.view(-1), _flat(shard)) for out, shard in pairs), outs)
 
-    def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor, options: Any = None) -> dist.Work:
-        return self.allgather_into_tensor_coalesced([out], [shard])
-
     def reduce_scatter_tensor_coalesced(  # type: ignore[override, unused-ignore]
         self, outs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], options: Any
     ) -> dist.Work:
@@ -136,9 +133,6 @@ class CollectivesGroup(_NamedGroup):
         pairs = zip(outs, fulls, strict=True)
         works = (self._among.reduce_scatter(out.view(-1), full.clone().view(-1), op=op) for out, full in pairs)
         return self._ended(works, outs)
-
-    def _reduce_scatter_base(self, out: torch.Tensor, full: torch.Tensor, options: Any) -> dist.Work:
-        return self.reduce_scatter_tensor_coalesced([out], [full], options)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> dist.Work:  # type: ignore[override, unused-ignore]
         """Overwrite each of ``tensors`` with that of one rank."""
@@ -167,10 +161,6 @@ class CollectivesGroup(_NamedGroup):
         ]
         work = self._among.all_to_all(out.view(-1), blocks[0], _flat(source), blocks[1])
         return self._ended([work], [out])
-
-    def barrier(self, options: Any = None) -> dist.Work:
-        self._among.barrier()
-        return _Ended([])
 
     def _equal(self, tensor: torch.Tensor) -> list[int]:
         ranks = self._among.world_size

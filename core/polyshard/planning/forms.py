@@ -14,9 +14,6 @@ from .answers import form_of, is_packed, yes_or_no
 from .layout import FlatLayout, contiguous_stride
 from .plan import ManagedParameter, ModuleParameters
 
-#: Questions to a caster about one parameter.
-_BY_PARAMETER = "keeps_dtype", "forms"
-
 
 def split_by_caster(
     planned: ModuleParameters, group: Sequence[ManagedParameter], caster: PrecisionCaster, unit: UnitSpec, rank: int
@@ -26,8 +23,8 @@ def split_by_caster(
 
     Weights of a module that was split off are not formed: other modules may compute with them.
     """
-    # Most casters do neither, and models have many parameters.
-    keeps, forms = (getattr(type(caster), name, None) is not getattr(PrecisionCaster, name) for name in _BY_PARAMETER)
+    # Most casters answer neither question by themselves, and models have many parameters.
+    keeps, forms = _answers(caster, "keeps_dtype"), _answers(caster, "forms")
     parts: tuple[list[ManagedParameter], ...] = [], [], []
     for each in group:
         each.keeps_dtype = keeps and _keeps_dtype(caster, unit, each, rank)
@@ -97,6 +94,11 @@ def _may_be_formed(parameter: ManagedParameter) -> bool:
         and original.stride() == contiguous_stride(original.shape)
         and original.numel() > 0
     )
+
+
+def _answers(caster: PrecisionCaster, question: str) -> bool:
+    """Whether ``caster`` has a method of its own for ``question``, and not the contract's."""
+    return getattr(getattr(caster, question), "__func__", None) is not getattr(PrecisionCaster, question)
 
 
 def _keeps_dtype(caster: PrecisionCaster, unit: UnitSpec, parameter: ManagedParameter, rank: int) -> bool:
