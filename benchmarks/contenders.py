@@ -368,7 +368,7 @@ def _drop_in_over(site: Site, *, flat: bool) -> Step:
 
     step = _fsdp2(site, drop_in=True)
     assert isinstance(step, EagerStep)
-    given = polyshard.flat_parameters(step.model) if flat else polyshard.local_parameters(step.model)
+    given = polyshard.flat_parameters(step.model) if flat else step.model.parameters()
     return EagerStep(step.model, adamw(given))
 
 
@@ -381,10 +381,9 @@ _POLYSHARD: dict[str, dict[str, Any]] = {
     "polyshard-captured-keep": {"strategy": "shard_grad_op"},
     "polyshard-no-shard": {"strategy": "no_shard"},
     "polyshard-hybrid": {"strategy": "hybrid_shard"},
-    "polyshard-rows": {"layout": "rows"},
-    "polyshard-fp8": {"precision": "fp8_linear", "layout": "rows"},
-    "polyshard-fp8-all": {"precision": {"name": "fp8_linear", "weight_gradient": "fp8"}, "layout": "rows"},
-    "polyshard-captured-fp8": {"precision": "fp8_linear", "layout": "rows"},
+    "polyshard-fp8": {"precision": "fp8_linear"},
+    "polyshard-fp8-all": {"precision": {"name": "fp8_linear", "weight_gradient": "fp8"}},
+    "polyshard-captured-fp8": {"precision": "fp8_linear"},
 }
 
 

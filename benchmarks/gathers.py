@@ -15,7 +15,6 @@ share of the operations' own time alone. ``--check`` compares the backends' gath
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import math
 import statistics
@@ -34,18 +33,16 @@ from clocks import DeviceClock, Gemm, HostClock
 from measure import spread, undisturbed, write
 from polyshard.interfaces import (
     PARAMETER_ALIGNMENT_BYTES,
+    SLICE_ALIGNMENT_BYTES,
     BufferRole,
     Collectives,
-    ParameterGeometry,
     PluginContext,
     ReduceOp,
-    UnitGeometry,
 )
-from polyshard.planning.layout import FlatLayout, laid_out
+from polyshard.planning.layout import round_up
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.symmetric import SymmetricCollectives
-from polyshard_layouts.layouts import Flat
 from ranks import Ranks
 from runs import environment, make_parser
 
@@ -68,19 +65,17 @@ class Settings:
 
 
 class Variant:
-    """One operation of one backend on one layout, with buffers of its own."""
+    """One operation of one backend on shards of ``numel`` elements, with buffers of its own."""
 
-    def __init__(
-        self, name: str, operation: str, collectives: Collectives, layout: FlatLayout, *, aligned: bool
-    ) -> None:
+    def __init__(self, name: str, operation: str, collectives: Collectives, numel: int, *, aligned: bool) -> None:
         self.name = name
         self.operation = operation
         self.aligned = aligned
-        self.nbytes = layout.padded_numel * _ITEMSIZE
-        self.shard_nbytes = layout.shard_numel * _ITEMSIZE
         self.world_size = collectives.world_size
+        self.nbytes = numel * self.world_size * _ITEMSIZE
+        self.shard_nbytes = numel * _ITEMSIZE
         self._collectives = collectives
-        self._layout = layout
+        self._numel = numel
         self._run: Callable[[], None] | None = None
 
     @property
@@ -90,17 +85,17 @@ class Variant:
 
     def prepare(self) -> None:
         """Take memory, and run once: communicators and registrations are made here."""
-        layout, collectives = self._layout, self._collectives
-        device = collectives.device
+        numel, collectives = self._numel, self._collectives
+        device, total = collectives.device, numel * self.world_size
         if self.operation == "gather":
             with collectives.allocation(BufferRole.GATHER, self.nbytes):
-                out = torch.empty(layout.padded_numel, dtype=torch.bfloat16, device=device)
-            own = out.narrow(0, collectives.rank * layout.shard_numel, layout.shard_numel)
+                out = torch.empty(total, dtype=torch.bfloat16, device=device)
+            own = out.narrow(0, collectives.rank * numel, numel)
             own.fill_(1.0)
             self._run = lambda: collectives.all_gather(out, own).wait()
         else:
-            full = torch.ones(layout.padded_numel, dtype=torch.bfloat16, device=device)
-            result = torch.empty(layout.shard_numel, device=device)
+            full = torch.ones(total, dtype=torch.bfloat16, device=device)
+            result = torch.empty(numel, device=device)
             nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, full.numel(), full.dtype, result.dtype)
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes else None
 
@@ -142,19 +137,11 @@ def block_shapes(nbytes: int) -> list[tuple[int, ...]]:
     ]
 
 
-def layouts(nbytes: int, world_size: int) -> Iterator[tuple[FlatLayout, bool]]:
-    """How the engine cuts the block, and how it would without aligning shards, where shards are then misaligned."""
-    shapes = block_shapes(nbytes)
-    strides = [(shape[1], 1) if len(shape) == 2 else (1,) for shape in shapes]
-    parameters = tuple(
-        ParameterGeometry(str(index), shape, stride, torch.bfloat16, True)
-        for index, (shape, stride) in enumerate(zip(shapes, strides, strict=True))
-    )
-    unit = UnitGeometry("block", parameters, world_size, _ITEMSIZE)
-    _, ours = laid_out(unit, Flat(PluginContext("flat", torch.device("cpu"))).arrange(unit))
-    yield ours, True
-    plain = dataclasses.replace(ours, shard_numel=-(-ours.numel // world_size))
-    if plain.shard_numel * _ITEMSIZE % PARAMETER_ALIGNMENT_BYTES:
+def shards(nbytes: int, world_size: int) -> Iterator[tuple[int, bool]]:
+    """Elements that each rank has of the block: as the engine aligns large slices, and without, where that differs."""
+    plain = -(-sum(map(math.prod, block_shapes(nbytes))) // world_size)
+    yield round_up(plain, SLICE_ALIGNMENT_BYTES // _ITEMSIZE), True
+    if plain * _ITEMSIZE % PARAMETER_ALIGNMENT_BYTES:
         yield plain, False
 
 
@@ -184,11 +171,11 @@ def backends(names: Sequence[str], part: Collectives) -> Iterator[dict[str, Coll
 def variants(part: dict[str, Collectives], mebibytes: int, world_size: int) -> list[Variant]:
     """What is timed for one payload."""
     found = []
-    for layout, aligned in layouts(mebibytes * _MIB, world_size):
+    for numel, aligned in shards(mebibytes * _MIB, world_size):
         for name, collectives in part.items():
-            found.append(Variant(name, "gather", collectives, layout, aligned=aligned))
+            found.append(Variant(name, "gather", collectives, numel, aligned=aligned))
         first = next(iter(part))
-        found.append(Variant(first, "reduce", part[first], layout, aligned=aligned))
+        found.append(Variant(first, "reduce", part[first], numel, aligned=aligned))
     return found
 
 
@@ -285,8 +272,8 @@ def compare(part: dict[str, Collectives], world_size: int) -> list[str]:
     """Gather changing values with every backend; what differs from what the ranks are known to have sent."""
     problems = []
     for nbytes in (_MIB, 9 * _MIB):
-        for layout, aligned in layouts(nbytes, world_size):
-            n, total = layout.shard_numel, layout.padded_numel
+        for n, aligned in shards(nbytes, world_size):
+            total = n * world_size
             for name, collectives in part.items():
                 device = collectives.device
                 with collectives.allocation(BufferRole.GATHER, total * _ITEMSIZE):

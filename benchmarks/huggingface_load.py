@@ -34,6 +34,7 @@ from measure import write
 from memory import Memory
 from ranks import Ranks
 from runs import FailedError, environment, job, make_parser, not_started, together
+from torch.distributed.tensor import DTensor, distribute_tensor
 from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value, initializer, meta_model
 
 #: As in polyshard/huggingface/files.py.
@@ -155,9 +156,11 @@ class Benchmark:
         last = self.workload.layers - 1
         for name in ("embedding.weight", "blocks.0.query.weight", f"blocks.{last}.down.weight", "tail.head.weight"):
             parameter = model.get_parameter(name)
-            place = polyshard.placement(parameter)
-            expected = initial_value(name, place.shape, self.ranks.device).bfloat16().float().reshape(-1)
-            if not torch.equal(parameter.detach().reshape(-1), expected[place.start : place.stop]):
+            assert isinstance(parameter, DTensor)
+            whole = initial_value(name, parameter.shape, self.ranks.device).bfloat16().float()
+            # Each rank cuts what it has.
+            expected = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            if not torch.equal(parameter.to_local(), expected.to_local()):
                 raise RuntimeError(f"{name} has other values than were written")
 
     def _read_plainly(self, files: Iterable[Path]) -> None:

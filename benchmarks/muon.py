@@ -88,10 +88,10 @@ class FullTensorMuon(torch.optim.Optimizer):
                     local.add_(chunks[rank], alpha=-group["lr"] * ratio)
 
 
-def _polyshard(site: Site, layout: str = "flat", muon: bool = True) -> Trainer:
+def _polyshard(site: Site, muon: bool = True) -> Trainer:
     model = meta_model(site.workload)
     policy = {"name": "module_class", "classes": [Block]}
-    config = polyshard.ShardConfig(precision="bf16", policy=policy, device=site.device, layout=layout)
+    config = polyshard.ShardConfig(precision="bf16", policy=policy, device=site.device)
     polyshard.shard(model, config, initializer=initializer(model))
     optimizers: list[torch.optim.Optimizer] = []
     if muon:
@@ -150,7 +150,6 @@ def _unsharded(site: Site) -> Trainer:
 PEERS: dict[str, Callable[[Site], Trainer]] = {
     "polyshard adamw": lambda site: _polyshard(site, muon=False),
     "polyshard muon": _polyshard,
-    "polyshard muon, rows": lambda site: _polyshard(site, layout="rows"),
     "fsdp2 adamw": lambda site: _fsdp2(site, muon=False),
     "fsdp2 muon": _fsdp2,
     "unsharded muon": _unsharded,

@@ -81,7 +81,7 @@ from polyshard.interfaces import Group
 config = polyshard.ShardConfig()
 choices = {
     Group.COLLECTIVES: config.collectives, Group.PRECISION: config.precision, Group.OFFLOAD: config.offload,
-    Group.POLICIES: config.policy, Group.LAYOUTS: config.layout,
+    Group.POLICIES: config.policy,
 }
 gc.collect()
 gc.disable()
@@ -93,7 +93,7 @@ ended = now()
 for group, choice in choices.items():
     registry.resolve(group, choice)
 found = now()
-assert [each.distribution for each in resolved] == ["polyshard"] * 5, resolved
+assert [each.distribution for each in resolved] == ["polyshard"] * 4, resolved
 print(json.dumps({
     "resolve": between(began, ended),
     "scan, of that": between(began, scanned),
@@ -120,7 +120,7 @@ def fill(site: Path, count: int) -> None:
         lines = ["[console_scripts]", f"crowd-{number} = crowd_{number}:main"]
         if not number % WITH_PLUGINS:
             # Names of their own, and names that the default configuration uses.
-            for group in ("collectives", "precision", "offload", "policies", "layouts", "plugins"):
+            for group in ("collectives", "precision", "offload", "policies", "plugins"):
                 lines += [f"[polyshard.{group}]", f"crowd{number} = {CROWD}_{number}:Plugin"]
             lines += ["[polyshard.offload]", f"none = {CROWD}_{number}:Plugin"]
             (site / f"{CROWD}_{number}.py").write_text("raise RuntimeError('nobody named this plugin')\n")

@@ -58,7 +58,7 @@ class Engine:
             weight.zero_()
 
 
-def _polyshard(workload: Workload, ranks: Ranks, layout: str, pretended: bool) -> nn.Module:
+def _polyshard(workload: Workload, ranks: Ranks, pretended: bool) -> nn.Module:
     model = meta_model(workload)
     collectives: Any = "auto"
     if pretended:
@@ -67,7 +67,6 @@ def _polyshard(workload: Workload, ranks: Ranks, layout: str, pretended: bool) -
         precision="bf16",
         policy={"name": "module_class", "classes": [Block]},
         device=ranks.device,
-        layout=layout,
         collectives=collectives,
     )
     return polyshard.shard(model, config, initializer=initializer(model))
@@ -103,9 +102,8 @@ def _streamed(model: nn.Module, bucket_nbytes: int | None = None) -> Pairs:
 WAYS: dict[str, tuple[str, Callable[[nn.Module], Pairs]]] = {
     "fsdp2 full_tensor": ("fsdp2", lambda model: _full_tensors(model, cast_first=False)),
     "fsdp2 cast, full_tensor": ("fsdp2", lambda model: _full_tensors(model, cast_first=True)),
-    "polyshard stream": ("flat", _streamed),
-    "polyshard stream, 64 MiB": ("flat", lambda model: _streamed(model, 64 << 20)),
-    "polyshard stream, rows": ("rows", _streamed),
+    "polyshard stream": ("polyshard", _streamed),
+    "polyshard stream, 64 MiB": ("polyshard", lambda model: _streamed(model, 64 << 20)),
 }
 
 
@@ -118,7 +116,7 @@ def measure(
     models: dict[str, nn.Module] = {}
     with together(ranks):
         for kind in dict.fromkeys(WAYS[way][0] for way in ways):
-            models[kind] = _fsdp2(workload, ranks) if kind == "fsdp2" else _polyshard(workload, ranks, kind, pretended)
+            models[kind] = _fsdp2(workload, ranks) if kind == "fsdp2" else _polyshard(workload, ranks, pretended)
         engine = Engine({name: each.shape for name, each in meta_model(workload).named_parameters()}, ranks.device)
     first: dict[str, torch.Tensor] = {}
     taken: dict[str, list[float]] = {way: [] for way in ways}

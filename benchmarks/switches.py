@@ -26,28 +26,6 @@ def _replaced(*changes: tuple[object, str, object]) -> Iterator[None]:
         yield
 
 
-def _no_lending() -> AbstractContextManager[None]:
-    from polyshard.runtime.bindings import Bindings, ShardedParameter
-    from polyshard.setup import build
-
-    def refusing(self: Bindings, index: int, parameter: Any) -> torch.Tensor:
-        return ShardedParameter.of(parameter)
-
-    return _replaced((Bindings, "_stand_in", refusing), (build, "LazyParameters", dict))
-
-
-def _no_stand_ins() -> AbstractContextManager[None]:
-    from polyshard.runtime.bindings import Bindings, Shown
-
-    made = Bindings.__init__
-
-    def showing_originals(self: Bindings, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        self.elsewhere = Shown.ORIGINALS
-
-    return _replaced((Bindings, "__init__", showing_originals))
-
-
 def _no_direct_gradients() -> AbstractContextManager[None]:
     from polyshard.runtime.unit import Unit
 
@@ -167,10 +145,6 @@ def _no_shared_pool() -> AbstractContextManager[None]:
 #: engine as it is once more: what noise alone makes.
 SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing": nullcontext,
-    # A stand-in that refuses, for parts as well.
-    "lending": _no_lending,
-    # Modules see 1-D pieces outside of their unit's compute.
-    "stand-ins": _no_stand_ins,
     # One more copy of each.
     "direct-weight-gradients": _no_direct_gradients,
     # Embeddings are gathered for their backward.
@@ -179,8 +153,8 @@ SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "kept-at-the-turn": _no_turning_unit,
     # A launch for each unit.
     "batched-gathers": _single_gathers,
-    # Small units are grouped, as medium ones are.
-    "merged-reductions": lambda: _buckets("MERGED_NBYTES"),
+    # Small units are grouped, and each segment is reduced by itself.
+    "merged-reductions": lambda: _buckets("MERGED_NBYTES", "SIDE_BY_SIDE_NBYTES"),
     # Medium units are reduced one by one.
     "grouped-reductions": lambda: _buckets("GROUPED_NBYTES"),
     # Every unit is reduced by itself.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 # The checkout's modules, whatever else is installed.
-_FOLDERS = ("core", "backends", "policies", "layouts", "plugins", "faces", "integrations", "tools", "testing")
+_FOLDERS = ("core", "backends", "policies", "plugins", "faces", "integrations", "tools", "testing")
 sys.path[:0] = [str(_ROOT / folder) for folder in _FOLDERS]
 
 from polyshard import __version__  # noqa: E402

@@ -27,8 +27,8 @@ ROOMS = {
     "integrations": ("integrations", "trainers, and weights in Hugging Face files"),
     "testing": ("testing/polyshard_testing", "the conformance suites that plugin authors run"),
     "plugins": (
-        ("backends", "policies", "layouts", "plugins"),
-        "collectives; policies; layouts; precision, offload and listeners. Core knows them by name only",
+        ("backends", "policies", "plugins"),
+        "collectives; policies; precision, offload and listeners. Core knows them by name only",
     ),
     "polyshard": (
         tuple(f"core/polyshard/{name}.py" for name in ("__init__", "monitor", "preemption")),

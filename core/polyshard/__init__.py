@@ -20,9 +20,6 @@ if TYPE_CHECKING:
         close,
         flat_parameters,
         fully_shard,
-        load_local_state_dict,
-        local_parameters,
-        local_state_dict,
         no_all_reduce,
         no_sync,
         plugins,
@@ -36,8 +33,7 @@ if TYPE_CHECKING:
     from .capture.step import CapturedStep, CaptureFallback, CaptureMode
     from .config import ShardConfig, Strategy
     from .functions.memory import MemoryReport
-    from .functions.placement import Placement, as_dtensor, placement
-    from .functions.torch_functions import exchanged_functions, restore_torch
+    from .functions.scaler import GradScaler
     from .hookspecs import hookimpl
     from .monitor import Straggler, Stragglers, check_replicas
     from .preemption import Preemption, random_states, restore_random_states, tell_failures
@@ -49,8 +45,8 @@ __all__ = [
     "CaptureMode",
     "CapturedStep",
     "FullyShardedDataParallel",
+    "GradScaler",
     "MemoryReport",
-    "Placement",
     "Preemption",
     "ShardConfig",
     "Straggler",
@@ -59,29 +55,22 @@ __all__ = [
     "UsedPlugin",
     "__version__",
     "agree_on_use",
-    "as_dtensor",
     "check_replicas",
     "clip_grad_norm_",
     "close",
     "errors",
-    "exchanged_functions",
     "flat_parameters",
     "fully_shard",
     "hookimpl",
     "interfaces",
-    "load_local_state_dict",
     "load_stream",
-    "local_parameters",
-    "local_state_dict",
     "no_all_reduce",
     "no_sync",
-    "placement",
     "plugins",
     "random_states",
     "register_forward_method",
     "report",
     "restore_random_states",
-    "restore_torch",
     "shard",
     "skip",
     "stream",
@@ -95,9 +84,8 @@ if not TYPE_CHECKING:
     _NAMES = {
         "capture.step": ("CaptureFallback", "CaptureMode", "CapturedStep"),
         "config": ("ShardConfig", "Strategy"),
-        "functions.placement": ("Placement", "as_dtensor", "placement"),
         "functions.memory": ("MemoryReport",),
-        "functions.torch_functions": ("exchanged_functions", "restore_torch"),
+        "functions.scaler": ("GradScaler",),
         "hookspecs": ("hookimpl",),
         "monitor": ("Straggler", "Stragglers", "check_replicas"),
         "preemption": ("Preemption", "random_states", "restore_random_states", "tell_failures"),

@@ -9,11 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial, wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from operator import attrgetter
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -182,6 +179,11 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Sequence[Callable[[to
     return tuple(hooks.values()) if hooks else ()
 
 
+def share_post_accumulate_grad_hooks(before: torch.Tensor, placed: torch.Tensor) -> None:
+    """Let ``placed`` have the hooks of ``before``, whose handles remove them from both."""
+    placed._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
+
+
 def rnn_weights(module: nn.RNNBase, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes by which an RNN module computes from ``tensors`` (by parameter name), and no others.
 
@@ -202,14 +204,6 @@ def rnn_references(module: nn.RNNBase, parameter: torch.Tensor) -> int:
 def drop_rnn_references(module: nn.RNNBase) -> None:
     """Let an RNN module hold no weak references: a meta parameter that has some cannot be materialised in place."""
     module._flat_weight_refs = [None] * len(module._flat_weights)
-
-
-def forward_pre_hooks(module: nn.Module) -> dict[Any, Callable[..., Any]]:
-    """Where a module looks for hooks before its forward.
-
-    A hook that is there between steps alone comes and goes with each of them: registering one takes microseconds.
-    """
-    return module._forward_pre_hooks
 
 
 def hidden_from_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -366,41 +360,12 @@ def default_store() -> Any | None:
     return distributed_c10d._get_default_store()
 
 
-#: What puts each of torch's functions back that was exchanged, by its name.
-_restores: dict[str, Callable[[], object]] = {}
-_IMPORT = "import of "
-
-
-def exchanged() -> tuple[str, ...]:
-    """Names of torch's functions that were exchanged."""
-    return tuple(name for name in _restores if not name.startswith(_IMPORT))
-
-
-def restore_exchanged() -> None:
-    while _restores:
-        _restores.popitem()[1]()
+#: Names of torch's functions that were exchanged.
+_exchanged: set[str] = set()
 
 
 def _name_of(function: Any) -> str:
     return f"{function.__module__}.{function.__qualname__}"
-
-
-def exchange_unscale(
-    function: Callable[..., dict[torch.device, torch.Tensor]],
-) -> Callable[..., dict[torch.device, torch.Tensor]]:
-    """Let ``torch.amp.GradScaler`` call ``function`` to unscale and to look for infinities; returns its own method.
-
-    Its ``unscale_`` and its ``step`` with fused optimizers have this private method in common, and nothing public.
-    """
-    before = torch.amp.GradScaler._unscale_grads_
-
-    @wraps(before)
-    def unscale(self: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        return function(self, *args, **kwargs)
-
-    _restores[_name_of(before)] = partial(setattr, torch.amp.GradScaler, "_unscale_grads_", before)
-    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
-    return before
 
 
 def exchange_split(kind: type, function: Callable[[object, Sequence[Any], int, Sequence[Any]], None]) -> None:
@@ -415,7 +380,7 @@ def exchange_split(kind: type, function: Callable[[object, Sequence[Any], int, S
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
     before: Any = _PipelineSchedule._split_inputs
-    if _name_of(before) in _restores:
+    if _name_of(before) in _exchanged:
         return
 
     def tell(schedule: Any, *divided: Sequence[Any]) -> None:
@@ -446,7 +411,7 @@ def exchange_split(kind: type, function: Callable[[object, Sequence[Any], int, S
 
 def _exchange_method(of: type, name: str, function: Callable[..., Any]) -> None:
     before = getattr(of, name)
-    _restores[_name_of(before)] = partial(setattr, of, name, before)
+    _exchanged.add(_name_of(before))
     setattr(of, name, function)
 
 
@@ -479,7 +444,6 @@ def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> C
 
     # What torch remembers of its own function.
     vars(called).pop("__dynamo_disable", None)
-    _restores[_name_of(public)] = partial(setattr, cell, "cell_contents", before)
     cell.cell_contents = called
     return before
 
@@ -493,61 +457,10 @@ def exchange_body(public: Callable[..., _T], function: Callable[..., _T]) -> Cal
     before = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__)
     before.__kwdefaults__ = theirs.__kwdefaults__
 
-    def restore() -> None:
-        theirs.__code__, theirs.__defaults__, theirs.__kwdefaults__ = (
-            before.__code__,
-            before.__defaults__,
-            before.__kwdefaults__,
-        )
-        del theirs.__signature__
-
-    _restores[_name_of(public)] = restore
     theirs.__signature__ = inspect.signature(before)
     theirs.__code__ = _calls_another.__code__
     theirs.__defaults__, theirs.__kwdefaults__ = None, {"polyshard_called": function}
     return before
-
-
-def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
-    """Call ``call`` with the module ``name``: now if it was imported, else as soon as it is."""
-    module = sys.modules.get(name)
-    if module is not None:
-        call(module)
-        return
-    finder = _Awaited(name, call)
-    sys.meta_path.insert(0, finder)
-    _restores[_IMPORT + name] = finder.leave
-
-
-class _Awaited(MetaPathFinder):
-    """Finds nothing by itself, and is gone once the module that it waits for comes."""
-
-    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
-        self._name = name
-        self._call = call
-
-    def leave(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name or self not in sys.meta_path:
-            return None
-        self.leave()
-        _restores.pop(_IMPORT + self._name, None)
-        spec = find_spec(fullname)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            executes = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                executes(module)
-                self._call(module)
-
-            loader.exec_module = exec_module
-        return spec
 
 
 def _calls_another(*args: Any, polyshard_called: Callable[..., Any], **kwargs: Any) -> Any:
@@ -561,6 +474,17 @@ def in_functional_call() -> bool:
     ``torch.func.functional_call`` and its older names have this module in common; nothing in the module tells.
     """
     return called_from("torch.nn.utils.stateless")
+
+
+def stepping_scaler() -> torch.amp.GradScaler | None:
+    """The ``torch.amp.GradScaler`` that steps the optimizer whose hook asks; None for none, or one that is disabled."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            scaler: Any = frame.f_locals.get("self")
+            return scaler if scaler is not None and scaler.is_enabled() else None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def called_from(module: str) -> bool:
@@ -585,27 +509,60 @@ def may_host(store: Any) -> bool:
     return isinstance(store, distributed.TCPStore) and distributed.get_rank() == 0 and not launched
 
 
-def mesh_over(kind: Any, group: Any, device_type: str) -> Any:
-    """A mesh of class ``kind`` and of one dimension over ``group``, a ``ProcessGroup`` that torch did not make.
+def mesh_over(
+    kind: Any, groups: Sequence[Any], device_type: str, ranks: torch.Tensor, rank: int, names: tuple[str, ...] | None
+) -> Any:
+    """A mesh of class ``kind`` of ``ranks``, a dimension for each of ``groups``: ``ProcessGroup``, not all of torch's.
 
-    The public ``DeviceMesh.from_group`` asks torch's default group for the rank, and operations find a group by its
-    name, among those that torch made. (torch 2.11 to 2.15)
+    The public ``DeviceMesh.from_group`` asks torch's default group for the rank. (torch 2.11 to 2.15)
     """
-    from torch._C import _distributed_c10d as c10d
-
-    name = group.group_name
-    c10d._register_process_group(name, group)
-    mesh: Any = kind(device_type, torch.arange(group.size()), _init_backend=False, _rank=group.rank())
-    mesh._dim_group_names = [name]
-    mesh._pg_registry[name] = group
+    mesh: Any = kind(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    mesh._dim_group_names = [group.group_name for group in groups]
+    mesh._pg_registry.update({group.group_name: group for group in groups})
     return mesh
 
 
+def remember_group(group: Any) -> None:
+    """Let torch's operations, which look a group up by its name, find ``group``, which torch did not make."""
+    from torch._C import _distributed_c10d as c10d
+
+    c10d._register_process_group(group.group_name, group)
+
+
 def forget_group(name: str) -> None:
-    """Let nobody find the group ``name`` of ``mesh_over`` any more."""
+    """Let nobody find the group ``name`` of ``remember_group`` any more."""
     from torch._C import _distributed_c10d as c10d
 
     c10d._unregister_process_group(name)  # type: ignore[arg-type, unused-ignore]
+
+
+def joined_mesh(meshes: Sequence[Any]) -> Any:
+    """The mesh with the dimensions of all ``meshes``, ``DeviceMesh`` that are slices of one; None where they are not.
+
+    No public call takes slices together, and equal meshes are what ``DTensor`` computes over. (torch 2.11 to 2.15)
+    """
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        return None
+    try:
+        return type(meshes[0])._concatenate(list(meshes))
+    except RuntimeError:
+        return None
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """``Shard(dim)`` of what dimensions of the mesh to the right have cut into ``split_factor`` parts before."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def dtensor_spec(
+    mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """What a ``DTensor`` is besides its local tensor: made once, for many of them."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
 #: The local tensor of a ``DTensor`` itself, of which ``to_local`` gives views: assigned, the ``DTensor`` has another.
@@ -639,3 +596,11 @@ def dtensor_maker() -> Callable[[torch.Tensor, Any], DTensor]:
 
     make: Any = DTensor
     return partial(make, requires_grad=False)
+
+
+def dtensor_parameter(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter over ``local``, as ``nn.Parameter`` of a ``DTensor`` is, which would compute on it to make one."""
+    made: Any = dtensor_maker()(local, spec)
+    made._is_param = True
+    made.requires_grad_(requires_grad)
+    return made  # type: ignore[no-any-return]

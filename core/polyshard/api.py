@@ -16,9 +16,9 @@ from .errors import ConfigError, StateError
 from .functions.memory import MemoryReport, memory_report
 from .functions.norms import clip_grad_norm, norm_dtype
 from .functions.torch_functions import follow
-from .functions.whole import state_dicts_of_pieces, unsharded_parameters
+from .functions.whole import unsharded_parameters
 from .interfaces import ReduceOp
-from .planning.plan import MODULE_STATE_ATTRIBUTE, modules_in
+from .planning.plan import MODULE_STATE_ATTRIBUTE
 from .registry import UsedPlugin
 from .runtime.grouped import hooks_of
 from .runtime.hooks import ForwardHooks
@@ -41,12 +41,12 @@ def shard(
     initializer: Initializer | None = None,
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
+    optimizers: Collection[torch.optim.Optimizer] = (),
 ) -> M:
     """Shard ``model`` in place, the units chosen by ``config.policy``; returns ``model``.
 
-    ``model.parameters()`` are the same objects as before, each now a tensor of this rank's elements (size 0 where the
-    rank has none), 1-D or, where ``config.layout`` cuts it by rows, ``(rows, ...)``: an optimizer may be made before or
-    after. Meta parameters are materialised unit by unit.
+    ``model.parameters()`` are ``DTensor`` from now on, of which each rank has its rows: optimizers are made after, or
+    given as ``optimizers``. Meta parameters are materialised unit by unit.
 
     Args:
         model: Any module; its forward, or any forward inside it, starts a step.
@@ -57,9 +57,11 @@ def shard(
         ignored_parameters: Parameters that stay as they are. A mapping says of each whether all ranks train one
             (``"replicated"``, as without a mapping) or each has one of its own, such as an expert (``"local"``): norms
             then count those of all ranks.
+        optimizers: Made before, of ``model.parameters()``: they hold the new parameters behind it, and of state that
+            they have each rank keeps its rows.
 
     Raises:
-        ConfigError, PluginError: the configuration cannot be resolved.
+        ConfigError, PluginError: the configuration cannot be resolved, or an optimizer cannot be taken over.
         ShardingError: the model cannot be sharded so.
         RankMismatchError: another rank failed, or does something else.
 
@@ -67,7 +69,10 @@ def shard(
     listener's ``after_shard``) leaves a model whose every use is refused with a ``StateError``.
     """
     config = config_of(config, "shard(model, config)")
-    follow(shard_module(Request(model, config, initializer, ignored_modules, ignored_parameters, composes=False)))
+    request = Request(
+        model, config, initializer, ignored_modules, ignored_parameters, composes=False, optimizers=optimizers
+    )
+    follow(shard_module(request))
     return model
 
 
@@ -78,6 +83,7 @@ def fully_shard(
     initializer: Initializer | None = None,
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
+    optimizers: Collection[torch.optim.Optimizer] = (),
 ) -> M:
     """Make one unit of what in ``module`` is not sharded yet, in place; returns ``module``.
 
@@ -97,7 +103,10 @@ def fully_shard(
             f"fully_shard makes one unit of {type(module).__name__}, so policy={config.policy!r} has no meaning. "
             "Leave policy out, or call polyshard.shard."
         )
-    follow(shard_module(Request(module, config, initializer, ignored_modules, ignored_parameters, composes=True)))
+    request = Request(
+        module, config, initializer, ignored_modules, ignored_parameters, composes=True, optimizers=optimizers
+    )
+    follow(shard_module(request))
     return module
 
 
@@ -147,7 +156,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``; returns the norm before.
 
-    ``torch.nn.utils.clip_grad_norm_``, given parameters instead of the module, does the same.
+    ``torch.nn.utils.clip_grad_norm_``, given parameters instead of the module, does the same over one mesh. This serves
+    several, gradients in host memory, and parameters outside of units.
 
     Args:
         model: The outermost sharded module.
@@ -245,10 +255,10 @@ def skip(module: nn.Module) -> None:
 
 
 def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What to give to an optimizer that treats all elements alike: one 1-D parameter a unit, this rank's whole shard.
+    """What to give to an optimizer that treats all elements alike: one 1-D ``DTensor`` a unit, over all of its shards.
 
     An optimizer then handles one tensor a unit instead of one a parameter: fewer launches, and less Python. Gradients
-    arrive in these parameters' ``.grad`` from now on, and ``.grad`` of ``model.parameters()`` stays None. Not for
+    arrive in these parameters' ``.grad`` from now on, of which ``.grad`` of ``model.parameters()`` are views. Not for
     optimizers that look at a parameter's shape, nor for settings that differ inside a unit (weight decay for some
     parameters only): give those ``model.parameters()``. The optimizer's step raises ``UnsupportedError`` where no rank
     had a gradient of some of a unit's parameters, which it would move all the same.
@@ -271,27 +281,6 @@ def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
     return flat + [parameter for parameter in model.parameters() if parameter not in managed]
 
 
-def local_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What to give to an optimizer that updates each element by itself: plain parameters of this rank's elements.
-
-    Of a model that ``polyshard_fsdp2.fully_shard`` sharded, whose ``model.parameters()`` are ``DTensor``: the same
-    memory as plain tensors, ``(rows, ...)``, for which an optimizer takes a fraction of the host time. Gradients arrive
-    in these parameters' ``.grad`` from now on, and ``.grad`` of ``model.parameters()`` stays None. Of other sharded
-    models, and outside of units, these are ``model.parameters()``, and so is the order.
-
-    Raises:
-        StateError: ``model`` is not the outermost sharded module, its parameters have no memory yet, or one has a
-            gradient already.
-    """
-    root = outermost_root(model, "local_parameters()")
-    root.adopt_changes()
-    plain: dict[nn.Parameter, nn.Parameter] = {}
-    for unit in root.units:
-        for slot, local in enumerate(unit.local_parameters()):
-            plain.update(dict.fromkeys(unit.held_for(slot), local))
-    return [plain.get(parameter, parameter) for parameter in model.parameters()]
-
-
 def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[None]:
     """A context in which every parameter is whole, in its original shape and dtype, on every rank.
 
@@ -310,43 +299,6 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextMa
     """
     root, module = root_around(model, "unsharded()")
     return unsharded_parameters(root, module, writeback=writeback)
-
-
-def local_state_dict(model: nn.Module) -> dict[str, Any]:
-    """This rank's pieces of sharded parameters, all others and buffers, under the model's names.
-
-    For the same rank of the same world, strategy and layout alone: a tensor for each sharded parameter, which shares
-    its memory and shape. ``model.state_dict()`` of a sharded model is refused outside of ``unsharded``.
-
-    Raises:
-        StateError: nothing in ``model`` is sharded.
-    """
-    _refuse_unsharded(model, "local_state_dict()")
-    with state_dicts_of_pieces():
-        state: dict[str, Any] = model.state_dict()
-    return state
-
-
-def load_local_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load what ``local_state_dict`` returned on the same rank of the same world and strategy.
-
-    ``model.load_state_dict`` takes whole parameters instead, of which each rank keeps its part.
-
-    Args:
-        model: A sharded module, or one with sharded modules inside.
-        state: Tensors by name; they are copied.
-        strict: Whether names that are missing or unknown are an error.
-
-    Returns:
-        What ``torch.nn.Module.load_state_dict`` does: the names that were missing, and those that were unknown.
-
-    Raises:
-        StateError: nothing in ``model`` is sharded.
-        RuntimeError: a tensor has another shape than this rank's piece, or the names are others.
-    """
-    _refuse_unsharded(model, "load_local_state_dict()")
-    with state_dicts_of_pieces():
-        return model.load_state_dict(state, strict=strict)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -373,9 +325,9 @@ def close(model: nn.Module) -> None:
     Every rank calls it, at the same point of the program: ending communicators may meet the other ranks. For jobs that
     make many models, or that end one before the process does; a model that is dropped without it leaves its
     communicators to the next model over the same ranks. Process groups and collectives that the user made stay open.
-    Parameters and gradients stay as they are, this rank's pieces. To be called behind the last checkpoint, and once no
-    captured step of the model is left. A save that goes on in the background is waited for. Does nothing the second
-    time.
+    Parameters and gradients stay as they are, and with them the process groups of their mesh. To be called behind the
+    last checkpoint, and once no captured step of the model is left. A save that goes on in the background is waited
+    for. Does nothing the second time.
 
     Raises:
         StateError: inside a forward, a backward or ``unsharded``, or ``model`` is not the outermost sharded module.
@@ -429,14 +381,6 @@ def _module_state(module: nn.Module, call: str) -> ModuleState:
             "Pass the module that was given to polyshard.shard or fully_shard."
         )
     return module_state
-
-
-def _refuse_unsharded(model: nn.Module, call: str) -> None:
-    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in modules_in(model)):
-        raise StateError(
-            f"{call} needs a sharded module, but nothing in this {type(model).__name__} is sharded. Call its own "
-            "state_dict() or load_state_dict()."
-        )
 
 
 def outermost_root(model: nn.Module, call: str) -> Root:
@@ -504,6 +448,7 @@ class FullyShardedDataParallel(nn.Module):
         initializer: Initializer | None = None,
         ignored_modules: Collection[nn.Module] = (),
         ignored_parameters: Collection[nn.Parameter] = (),
+        optimizers: Collection[torch.optim.Optimizer] = (),
     ) -> None:
         super().__init__()
         self.module = shard(
@@ -512,6 +457,7 @@ class FullyShardedDataParallel(nn.Module):
             initializer=initializer,
             ignored_modules=ignored_modules,
             ignored_parameters=ignored_parameters,
+            optimizers=optimizers,
         )
         # state_dict() leaves ".module" out, also inside a larger model's.
         self.register_load_state_dict_pre_hook(_under_module)  # type: ignore[no-untyped-call]
@@ -551,7 +497,7 @@ class FullyShardedDataParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state dict, under the module's own names; refused while its parameters are sharded."""
+        """The module's state dict, under the module's own names."""
         return self.module.state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

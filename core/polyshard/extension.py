@@ -9,7 +9,16 @@ a promise to plugins, whose contracts are in ``polyshard.interfaces``.
 
 from __future__ import annotations
 
-from ._torch_private import in_backward, local_tensor, uncompiled_alone
+from ._torch_private import (
+    dtensor_spec,
+    in_backward,
+    in_functional_call,
+    joined_mesh,
+    local_tensor,
+    strided_shard,
+    uncompiled_alone,
+    without_torch_function,
+)
 from .events import Events
 from .functions.norms import clip_grad_norm
 from .functions.torch_functions import follow
@@ -18,7 +27,7 @@ from .nested import iter_tensors, map_tensors
 from .planning.answers import dtypes_of
 from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors
 from .planning.groups import ThenAllReduce, UnitRanks
-from .planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
+from .planning.layout import FlatLayout, Piece, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import LeafForm, ParameterPlace, TensorPart, dtensor_leaf, is_dtensor, local_of, plain_parameter
 from .planning.plan import (
     MODULE_STATE_ATTRIBUTE,
@@ -28,17 +37,16 @@ from .planning.plan import (
     refuse_embedding,
 )
 from .planning.values import send_from_first
-from .runtime.bindings import Bindings, ShardedParameter, Shown, Swap
+from .runtime.bindings import Bindings, Shown, Swap
 from .runtime.boundary import watch_output
-from .runtime.extended import ExtendedUnit, cut
-from .runtime.gather import FlatBuffer, view_of
+from .runtime.extended import ExtendedUnit
+from .runtime.gather import FlatBuffer, piece_in, view_of
 from .runtime.gradients import Gradients
 from .runtime.guards import refuse_escape
 from .runtime.hooks import ForwardHooks, output_hook
-from .runtime.live_roots import live_roots
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder, HintedOrder
-from .runtime.parameters import GradientTarget, MasterViews, Originals, become, part_of_master
+from .runtime.parameters import GradientTarget, MasterViews, become, part_of_master
 from .runtime.placed import PlacedParameters, PlacedUnit
 from .runtime.reduce import Contribution, Copies, ReductionInput
 from .runtime.replaced import replaced_parameters

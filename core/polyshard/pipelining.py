@@ -38,7 +38,6 @@ from . import _torch_private
 from .api import outermost_root
 from .errors import ConfigError, RankMismatchError, StateError, UnsupportedError
 from .functions.norms import ModelGradients, check_norm_type
-from .functions.placement import placement
 from .planning.parts import gradient_of, is_dtensor, local_of
 from .runtime.live_roots import ParameterLocation, live_roots
 from .runtime.root import Root
@@ -125,7 +124,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
             root.same_batch = None
         root.find_infinities = partial(_infinities_of, weakref.ref(self))
         _torch_private.exchange_split(PipelineStage, _refuse_uneven)
-        reduced = {held for unit in root.units if not unit.resident for held in _held(unit)}
+        reduced = {each.original for unit in root.units for each in unit.parameters}
         # Parameters into whose ``.grad`` autograd itself accumulates.
         self._accumulating = [parameter for parameter in module.parameters() if parameter not in reduced]
         self._before: list[torch.Tensor | None] = []
@@ -318,7 +317,7 @@ class TiedParameter:
         if first[0] != second[0]:
             raise UnsupportedError(
                 f"The ranks hold other elements of {what} (rank {rank} of the pipeline): {first[0]} and {second[0]}. "
-                "Let each be a unit of its own, with one layout, over equally many ranks."
+                "Let each be a unit of its own, with one placement, over equally many ranks."
             )
         if first[1] != second[1]:
             raise RankMismatchError(
@@ -491,11 +490,6 @@ def _gathers_of(given: Gathers | str) -> Gathers:
         raise ConfigError(f"gathers={given!r} is neither 'schedule' nor 'microbatch'.") from None
 
 
-def _held(unit: Unit) -> Iterator[nn.Parameter]:
-    for slot in range(len(unit.parameters)):
-        yield from unit.held_for(slot)
-
-
 def _refuse_shared(root: Root, stage_index: int) -> None:
     other = _STAGES.get(root)
     if other is not None and other.stage_index != stage_index:
@@ -554,14 +548,11 @@ def _location(stage: PipelineStage, name: str) -> ParameterLocation:
 def _signature(found: ParameterLocation) -> tuple[Any, str]:
     """Which elements of a parameter this rank holds, and a digest of their values."""
     parameter = found.parameter.detach()
-    # A DTensor's rows are what its local tensor has.
-    placed = None if is_dtensor(parameter) else placement(found.parameter)
     local = (local_of(parameter) if is_dtensor(parameter) else parameter).cpu().contiguous()
     part = found.unit.parameters[found.slot or 0].part
     cut = None if part is None else (tuple(part.shape), tuple(part.offset), tuple(part.sizes))
-    held = None if placed is None else (placed.shape, placed.stride, placed.start, placed.stop, placed.rows)
     digest = hashlib.sha256(local.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-    return (held, cut, tuple(local.shape), str(local.dtype)), digest
+    return (cut, tuple(local.shape), str(local.dtype)), digest
 
 
 def _receiver(found: ParameterLocation) -> nn.Parameter:

@@ -52,15 +52,11 @@ def build_sharded(
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over this rank's pieces. Matrices decay, embeddings too; vectors do not."""
+    """AdamW over sharded parameters. Matrices decay, embeddings too; vectors do not."""
     wanted = settings.optimizer
-    matrices: list[torch.nn.Parameter] = []
-    vectors: list[torch.nn.Parameter] = []
-    for parameter in model.parameters():
-        # The whole parameter's shape: a piece of a matrix is a vector.
-        whole = len(polyshard.placement(parameter).shape)
-        (matrices if whole > 1 else vectors).append(parameter)
+    parameters = list(model.parameters())
+    matrices, vectors = ([each for each in parameters if (each.ndim > 1) is wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": wanted.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    # One kernel for all pieces, where there are kernels.
+    # One kernel for all, where there are kernels.
     fused = device.type == "cuda"
     return torch.optim.AdamW(groups, lr=wanted.lr, betas=(wanted.beta1, wanted.beta2), eps=wanted.eps, fused=fused)

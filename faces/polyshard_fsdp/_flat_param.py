@@ -349,6 +349,6 @@ def flat_layout(parameters: Sequence[nn.Parameter], *, shards: int, itemsize: in
     for parameter in parameters:
         shape = tuple(parameter.shape)
         offset = -(-cursor // alignment) * alignment
-        slots.append(Slot(offset, product(shape), shape, dense_stride(shape, parameter.stride())))
+        slots.append(Slot(offset, product(shape), shape, dense_stride(shape, parameter.stride()), by_rows=False))
         cursor = slots[-1].end
     return FlatLayout(tuple(slots), cursor, -(-cursor // shards), shards)

@@ -12,16 +12,10 @@ from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedE
 from polyshard.extension import (
     Bindings,
     FlatBuffer,
-    FlatLayout,
-    GradientTarget,
-    ManagedParameter,
     MasterViews,
-    Originals,
     Phase,
     Reshard,
-    ShardedParameter,
     Shown,
-    Swap,
     Unit,
     UnitRanks,
     UnitState,
@@ -34,9 +28,10 @@ from torch import nn
 
 from . import _runtime_utils
 from ._common_utils import HandleTrainingState
-from ._flat_param import FlatParameter, FlatParamHandle
+from ._flat_param import FlatParamHandle
 from ._gradients import FlatGradients
 from ._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
+from ._originals import FlatBindings, FlatOriginal, Originals, ShardedParameter
 from .api import MixedPrecision
 
 
@@ -53,8 +48,6 @@ class FlatUnit(Unit):
 
     #: Hooks, and what users read under ``no_sync``, see each gradient as autograd made it.
     writes_gradients_directly = False
-    # Gradients take one road at every world size, with the same hooks and casts on it.
-    may_be_resident = False
 
     def __init__(
         self,
@@ -130,8 +123,16 @@ class FlatUnit(Unit):
 
     def _make_bindings(self) -> Bindings:
         if self.handle.use_orig_params:
-            return super()._make_bindings()
+            return Bindings(
+                self.parameters,
+                self.leaves,
+                elsewhere=Shown.VIEWS if self.permanent else Shown.GUARDS,
+                stand_in=None if self.permanent else self._guard,
+            )
         return FlatBindings(self.parameters, self.leaves, guarded=not self.permanent)
+
+    def _guard(self, index: int, view: torch.Tensor) -> torch.Tensor:
+        return ShardedParameter.of(self.parameters[index])
 
     def _make_gradients(self) -> FlatGradients:
         return FlatGradients(self)
@@ -463,66 +464,6 @@ def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError
 
 def _parked(offload: OffloadManager, spec: UnitSpec, master: torch.Tensor) -> torch.Tensor:
     return offload.place(spec, master) if offload.capabilities.parks else master
-
-
-class FlatOriginal(MasterViews):
-    def __init__(self, flat_param: FlatParameter, layout: FlatLayout, master: torch.Tensor) -> None:
-        self._flat_param = flat_param
-        self._layout = layout
-        self._master = master
-        self.tensors = [flat_param]
-        self._trained = flat_param.requires_grad
-        self.expose()
-
-    @property
-    def gradient_targets(self) -> list[GradientTarget]:
-        return [GradientTarget(self._flat_param, 0, tuple(self._master.shape), (1,))]
-
-    @property
-    def trained(self) -> list[bool]:
-        return [self._flat_param.requires_grad] * len(self._layout.slots)
-
-    def expose(self) -> None:
-        self._flat_param.data = self._master
-
-    def adopt_changes(self) -> bool:
-        return self.retrained()
-
-    def retrained(self) -> bool:
-        before, self._trained = self._trained, self._flat_param.requires_grad
-        return before != self._trained
-
-    def refuse_changes(self, *, held: bool) -> None:
-        """Nothing: no parameter is within the user's reach."""
-
-
-class FlatBindings(Bindings):
-    """Plain tensors under the parameters' names, in ``module.__dict__``.
-
-    ``_parameters`` would make them the module's own again: in ``named_parameters``, in state dicts, in optimizers.
-    """
-
-    def __init__(
-        self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor], *, guarded: bool
-    ) -> None:
-        super().__init__(parameters, leaves, guarded=guarded)
-        # Whole views were left there when the parameters were flattened.
-        self.shown = Shown.VIEWS
-        self.show(Shown.ORIGINALS)
-
-    def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
-        swaps: dict[nn.Module, Swap] = {}
-        for parameter, leaf in zip(self._parameters, leaves, strict=True):
-            guard = ShardedParameter.of(parameter)
-            outside = guard if self.elsewhere is Shown.GUARDS else leaf.detach()
-            for module, attribute in parameter.sites:
-                swap = swaps.setdefault(module, Swap(module.__dict__, {shown: {} for shown in Shown}))
-                swap.of[Shown.VIEWS][attribute] = leaf
-                swap.of[Shown.ORIGINALS][attribute] = swap.of[Shown.GUARDS][attribute] = outside
-        return swaps
-
-    def _add_guards(self) -> None:
-        """They are there already: outside of compute, too, nothing else stands under the names."""
 
 
 class FSDPPrecision(PrecisionCaster):

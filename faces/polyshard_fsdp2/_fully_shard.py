@@ -6,21 +6,18 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
-from weakref import ref
 
 import polyshard
 import torch
 from polyshard.errors import (
-    AlreadyShardedError,
     ConfigAssertionError,
     ConfigError,
     ConfigTypeError,
     ParameterError,
 )
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, parameters_to_shard, root_of
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, parameters_to_shard, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ._meshes import DataMesh, Placed, data_mesh, places_of, placings_of
 from ._settings import config_for
@@ -32,8 +29,6 @@ from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 #: A module, or a list of modules.
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
-#: Parameters that calls put others in the place of, with the module that each call was given.
-_replaced = WeakIdKeyDictionary()
 _WHOLE = MixedPrecisionPolicy()
 _HERE = OffloadPolicy()
 
@@ -100,20 +95,18 @@ def _shard(
 ) -> None:
     # What is wrong in a setting is found before anything is asked of parameters.
     settings = partial(config_for, over, reshard_after_forward, mp_policy, offload_policy)
-    settings({}, {})
+    settings({})
     module = together(modules)
     for module_state in (state.module_state for state in states_in(module)):
         if module_state is not None and root_of(module_state).awaits_optimizer:
             root_of(module_state).settle()
     named = _unsharded_parameters(module, ignored)
-    _refuse_sharded_elsewhere(modules[0], named)
     _refuse_unplaced(named)
     placings = placings_of(named.items(), shard_placement_fn, over)
-    dims = {name: its.dim for name, its in placings.items() if its.dim}
     places = places_of(named, placings, over)
-    state = State(tuple(modules), Asked(settings(dims, named), ignored, Placed(placings, mp_policy), places))
+    placed = Placed(placings, mp_policy)
+    state = State(tuple(modules), Asked(settings(named), ignored, placed, places))
     state.cut()
-    _replaced.update(dict.fromkeys(named.values(), ref(modules[0])))
     for each in modules:
         each.__dict__[STATE_ATTRIBUTE] = state
         note_composed(each, state)
@@ -183,21 +176,6 @@ def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -
     }
     found = parameters_to_shard(module, ignored_parameters=ignored)
     return {name: parameter for parameter, name in found.items() if parameter not in inside}
-
-
-def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
-    for (name, parameter), found in zip(named.items(), live_roots.find(list(named.values())), strict=True):
-        if found is not None:
-            where = f"it is that of unit '{found.unit.name}' (rank {found.root.rank})"
-        elif parameter in _replaced and (earlier := _replaced[parameter]()) is not None:
-            # Under its other name, where a new one stands.
-            where = f"an earlier call replaced it in a {type(earlier).__name__}"
-        else:
-            continue
-        raise AlreadyShardedError(
-            f"Parameter '{name}' of this {type(module).__name__} is shared with a module that is sharded already: "
-            f"{where}. Give both modules to fully_shard as one list."
-        )
 
 
 def _refuse_unplaced(named: dict[str, nn.Parameter]) -> None:

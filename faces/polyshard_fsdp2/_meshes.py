@@ -20,15 +20,20 @@ from polyshard.errors import (
     UnsupportedError,
 )
 from polyshard.extension import (
+    ExtensionArguments,
     LeafForm,
     ManagedParameter,
     ParameterPlace,
     TensorPart,
     dtensor_leaf,
+    dtensor_spec,
     gathers_itself,
     is_dtensor,
+    joined_mesh,
     local_of,
+    strided_shard,
 )
+from polyshard.interfaces import UnitDtypes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -95,7 +100,7 @@ class DataMesh:
             elif name not in self.shard + self.replicate:
                 meshes.append(self.whole[name])
                 before.append(index)
-        return _torch_private.joined_mesh(meshes), tuple(before)
+        return _joined(meshes), tuple(before)
 
     def placed(self, dim: int, on_whole: Sequence[Placement], part: TensorPart | None) -> tuple[DeviceMesh, Any]:
         """The mesh and the placements of a parameter that is cut along ``dim``.
@@ -109,14 +114,14 @@ class DataMesh:
             if len(self.shard) == 1:
                 at = self.named.index(self.shard[0])
         else:
-            mesh = self.mesh if part is None else _torch_private.joined_mesh([self.mesh, part.mesh])
+            mesh = self.mesh if part is None else _joined([self.mesh, part.mesh])
             placements = [*[Replicate()] * self.mesh.ndim, *(() if part is None else part.placements)]
             at = self.mesh.ndim - 1
         if self.cuts:
             # The dimensions to the right cut first, so where they cut the same dimension these parts are strided.
             behind = [mesh.size(index) for index in range(at + 1, mesh.ndim) if placements[index].is_shard(dim)]
             factor = math.prod(behind)
-            placements[at] = _torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+            placements[at] = strided_shard(dim, factor) if factor > 1 else Shard(dim)
         return mesh, placements
 
 
@@ -189,7 +194,7 @@ def _named_dims(mesh: DeviceMesh | None, dims: object) -> DataMesh:
             "DTensor is their place. Make the mesh with these beside each other."
         )
     meshes = [_torch_private.flat_mesh(mesh, names) for names in (replicate, shard) if names]
-    return DataMesh(meshes[0] if len(meshes) == 1 else _torch_private.joined_mesh(meshes), mesh, shard, replicate)
+    return DataMesh(meshes[0] if len(meshes) == 1 else _joined(meshes), mesh, shard, replicate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,6 +261,8 @@ class Placed:
     """The ``MixedPrecisionPolicy`` of the call."""
     called: str = "FSDP parameters"
     """In FSDP2's own sentences, which scripts look for."""
+    answers_state_dicts: bool = True
+    keeps_whole: bool = True
 
     def spec_of(self, parameter: ManagedParameter, whole: torch.Tensor) -> Any:
         """The spec of ``parameter``, whose names are still those in the module.
@@ -266,7 +273,41 @@ class Placed:
         known = part if its.leaf is None else its.leaf
         mesh, placements = its.over.placed(its.dim, () if its.leaf is None else its.leaf.placements, part)
         shape, stride = (whole.shape, whole.stride()) if known is None else (known.shape, known.stride)
-        return _torch_private.spec_of(mesh, placements, shape, stride, whole.dtype)
+        return dtensor_spec(mesh, placements, shape, stride, whole.dtype)
+
+    def flat_spec(self, numel: int, dtype: torch.dtype) -> Any:
+        """See the engine's ``Placements``."""
+        # What is in one unit is over one mesh.
+        over = next(iter(self.placings.values())).over
+        placements: list[Placement] = [Replicate()] * over.mesh.ndim
+        if over.cuts:
+            placements[-1] = Shard(0)
+        return dtensor_spec(over.mesh, placements, (numel,), (1,), dtype)
+
+    def extension_arguments(
+        self, parameter: ManagedParameter, kept: torch.dtype, dtypes: UnitDtypes
+    ) -> ExtensionArguments:
+        """See the engine's ``Placements``."""
+        mesh = self.placings[parameter.names[0]].over.mesh
+        if mesh.ndim == 2:
+            assert mesh.mesh_dim_names is not None
+            mesh = mesh[mesh.mesh_dim_names[1]]
+        # Of torch's class, whichever the call was given: the parameters' classes are written for that. Ours has a field
+        # of torch 2.15.
+        known = torch_fsdp.MixedPrecisionPolicy.__dataclass_fields__
+        settings = {name: value for name, value in vars(self.policy).items() if name in known}
+        return ExtensionArguments(mesh, torch_fsdp.MixedPrecisionPolicy(**settings))
+
+
+def _joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Raises ConfigError: they are no slices of one mesh."""
+    made: DeviceMesh | None = joined_mesh(meshes)
+    if made is None:
+        raise ConfigError(
+            f"FSDP requires the DP and model parallel TP/EP mesh to have the same parent mesh, but got {meshes}. Make "
+            "one mesh with init_device_mesh, and give its slices."
+        )
+    return made
 
 
 def placings_of(
@@ -428,14 +469,14 @@ def _typed_leaf(
 def places_of(
     named: Mapping[str, nn.Parameter], placings: Mapping[str, Placing], over: DataMesh
 ) -> dict[nn.Parameter, ParameterPlace]:
-    """What the engine does not know of parameters by itself: other meshes than ``over``, and forms of leaves.
+    """What the engine does not know of parameters by itself: dimensions, other meshes than ``over``, forms of leaves.
 
     Raises ParameterError: one is placed in a way that no unit can hold.
     """
     found = {}
     for name, parameter in named.items():
         its = placings[name]
-        place = ParameterPlace(None if its.over.mesh == over.mesh else its.over.mesh)
+        place = ParameterPlace(None if its.over.mesh == over.mesh else its.over.mesh, dim=its.dim)
         if its.leaf is not None:
             part, others = None, its.over.others
             if others is not None:

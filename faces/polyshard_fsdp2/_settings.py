@@ -1,16 +1,14 @@
-"""What ``fully_shard`` is given, checked, as a configuration of the engine, and the layout of that."""
+"""What ``fully_shard`` is given, checked, as a configuration of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from glob import escape
-from types import MappingProxyType
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from polyshard.config import PluginChoice, ShardConfig, Strategy
 from polyshard.errors import ConfigError, ConfigTypeError, UnsupportedError
-from polyshard.interfaces import Arrangement, Layout, ParameterGeometry, UnitGeometry
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,11 +29,9 @@ def config_for(
     reshard_after_forward: bool | int | None,
     mp_policy: object,
     offload_policy: object,
-    dims: Mapping[str, int],
     named: Mapping[str, nn.Parameter],
 ) -> ShardConfig:
-    """The engine's settings. ``dims``: along which parameters are cut, by name, where not along the first.
-    ``named``: parameters and their names.
+    """The engine's settings. ``named``: parameters and their names.
 
     Raises:
         ConfigError, ConfigTypeError: an argument is of the wrong type, or a value that it cannot take.
@@ -55,44 +51,10 @@ def config_for(
         reshard_after_forward=releases,
         precision=_precision(mp_policy, named),
         offload=_offload(offload_policy),
-        layout=RowsOfEach(dims),
         device=_device(mesh),
         # Here modules are units because the program says so, and others are not.
         split_root=False,
     )
-
-
-class RowsOfEach(Layout):
-    """Each parameter in a segment of its own: rank ``k`` holds rows ``[k * each, (k + 1) * each)``, ``each`` being the
-    number of rows over that of ranks, rounded up. Some may be cut along another dimension, evenly.
-
-    So every piece is the local tensor of a ``DTensor`` with ``Shard(0)``. What has no rows that lie together is cut
-    anywhere; ``fully_shard`` refuses it.
-    """
-
-    api_version = 1
-
-    def __init__(self, dims: Mapping[str, int] = MappingProxyType({})) -> None:
-        """``dims``: the dimension along which a parameter is cut, by its name, where that is not 0."""
-        self._dims = dict(dims)
-
-    def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
-        return tuple(self._alone(unit, index, each) for index, each in enumerate(unit.parameters))
-
-    def _alone(self, unit: UnitGeometry, index: int, parameter: ParameterGeometry) -> Arrangement:
-        dim = self._dims.get(parameter.name, 0)
-        if dim:
-            return Arrangement((index,), (0,), parameter.numel // unit.shards, exact=True, dim=dim)
-        return _rows(unit, index, parameter)
-
-
-def _rows(unit: UnitGeometry, index: int, parameter: ParameterGeometry) -> Arrangement:
-    row = parameter.row_numel
-    if row is None:
-        return Arrangement((index,), (0,), unit.aligned_slice(-(-parameter.numel // unit.shards)))
-    # Of nothing, too, a slice has an element.
-    each = max(1, -(-parameter.shape[0] // unit.shards) * row)
-    return Arrangement((index,), (0,), each, frozenset({index}), exact=True)
 
 
 def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | int | None:

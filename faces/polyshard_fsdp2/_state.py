@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -32,7 +31,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ._collectives import Communication
-from ._extensions import placed_unit
 from ._meshes import Placed
 from ._torch_private import mesh_info_of
 from ._torch_state import TorchState
@@ -112,14 +110,10 @@ class State(TorchState):
                     self.asked.ignored,
                     composes=True,
                     placed=self.asked.places,
-                    make_unit=partial(placed_unit, self.asked.placed),
+                    placements=self.asked.placed,
                     stays_on_meta=True,
                 )
             )
-            if root.idle_guard is not None:
-                # What computes with DTensors between steps is right, or torch refuses it.
-                root.idle_guard.leave()
-                root.idle_guard = None
             follow(root)
             use_hints(root)
             for state in states_in(module):

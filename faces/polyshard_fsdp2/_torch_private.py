@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import OrderedDict
-from collections.abc import Sequence
 from inspect import unwrap
 from types import ModuleType
 from typing import Any
@@ -17,8 +16,6 @@ from torch.distributed._composable_state import _insert_module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 #: Before ``torch.distributed.fsdp`` had FSDP2, it was imported from here; Transformers 5.23 and Lightning 2.6 still do.
 _OLDER = "torch.distributed._composable.fsdp"
@@ -69,33 +66,10 @@ def premul_sum(factor: float) -> Any:
     return torch.distributed._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
-def spec_of(
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-) -> DTensorSpec:
-    """What a ``DTensor`` is besides its local tensor: made once, for many of them."""
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
-
-
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """``Shard(dim)`` of what dimensions of the mesh to the right have cut into ``split_factor`` parts before."""
-    return _StridedShard(dim, split_factor=split_factor)
-
-
 def flat_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The dimensions ``names`` of ``mesh`` as one, under the name that torch's FSDP2 gives it."""
     if len(names) == 1:
         return mesh[names[0]]
     flatten: Any = mesh[names]._flatten
     made: DeviceMesh = flatten("_".join(names))
-    return made
-
-
-def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh with the dimensions of all ``meshes``, which are slices of one mesh."""
-    join: Any = DeviceMesh._concatenate
-    made: DeviceMesh = join(list(meshes))
     return made

@@ -4,6 +4,7 @@
 of that. ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook`` are the ordered dicts of its hooks, where
 ours must be first. ``_dataloaders`` and ``_schedulers`` are set back where ``prepare`` fails. ``native_amp`` says
 whether ``prepare_model`` and ``autocast`` put autocast around compute; ``scaler_handler`` has the scaler's settings.
+``_clip_grad_norm_dtensor_aware`` clips by the norm of gradients over several meshes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from polyshard import GradScaler
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
@@ -29,12 +32,17 @@ def optimizers_of(accelerator: Any) -> list[Any]:
 
 
 def give_scaler(accelerator: Any) -> None:
-    """Let fp16 have a gradient scaler on every device. Theirs has none on a CPU, where it computes in fp32 instead."""
-    if accelerator.scaler is None:
-        handler = accelerator.scaler_handler
-        options = {} if handler is None else handler.to_kwargs()
-        accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, **options)
-        accelerator.native_amp = True
+    """Let fp16 have a gradient scaler over every mesh, on every device. Theirs computes in fp32 on a CPU instead."""
+    handler = accelerator.scaler_handler
+    options = {} if handler is None else handler.to_kwargs()
+    accelerator.scaler = GradScaler(accelerator.device.type, **options)
+    accelerator.native_amp = True
+
+
+def clip_by_mesh(accelerator: Any, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Theirs, for some of a model's parameters or those of several, without unscaling; the norm as a plain tensor."""
+    norm: torch.Tensor = accelerator._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type=norm_type)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @contextmanager

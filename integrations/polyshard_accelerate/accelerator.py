@@ -10,24 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
-from polyshard.api import close, no_sync, shard
+from polyshard.api import clip_grad_norm_, close, no_sync, shard
 from polyshard.checkpoint.contents import require_saveable
 from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import outermost_model
 from polyshard.state import StateForm, StateOptions, get_model_state_dict
 from polyshard_trainers.config import (
-    keeps_whole,
     on_device,
     refuse_engines,
     refuse_other_ranks,
     with_ranks,
 )
-from polyshard_trainers.models import parameters_of, plain_optimizer, warn_unsaveable
+from polyshard_trainers.models import held_by, parameters_of, plain_optimizer, warn_unsaveable
 from torch import nn
 
 from . import _private, refusals
-from .refusals import refuse_flat, refuse_unreduced, sharded_in, uncompiled
+from .refusals import refuse_unreduced, sharded_in, uncompiled
 from .saved_state import INDEX, Index, TrainingState, tidy
 
 if TYPE_CHECKING:
@@ -47,9 +46,12 @@ if TYPE_CHECKING:
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` with polyshard in the place of DDP; everything else is theirs.
 
-    ``prepare`` shards each model in place and returns it, or what ``torch.compile`` made of it. Parameters stay the
-    same objects, so optimizers may be made before or after. Every rank makes the calls that involve a sharded model.
+    ``prepare`` shards each model in place and returns it, or what ``torch.compile`` made of it. Its optimizers are
+    given to the same ``prepare``, or made after. Every rank makes the calls that involve a sharded model.
     """
+
+    #: The optimizers of the ``prepare`` that runs.
+    _beside: Sequence[torch.optim.Optimizer] = ()
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             ShardingError: a model cannot be sharded, or is wrapped by something else; it is as it was. Those before it
                 in ``args`` stay sharded, and may be given to ``prepare`` again.
-            ConfigError: an optimizer holds a parameter of no prepared model, or has taken steps with whole parameters.
+            ConfigError: an optimizer holds a parameter of no prepared model, or has state that cannot be cut.
             StateError: a model was closed.
         """
         if device_placement is not None and len(device_placement) != len(args):
@@ -151,12 +153,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         models = [each for each in args if isinstance(each, nn.Module)]
         refusals.refuse_models(models, self.process_index)
-        self._refuse_optimizers([each for each in args if isinstance(each, torch.optim.Optimizer)], models)
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        self._refuse_optimizers(optimizers, models)
         # Preparations that cannot fail half way are last.
         order = sorted(range(len(args)), key=lambda index: _preparation_rank(args[index]))
         places = None if device_placement is None else [device_placement[index] for index in order]
-        with _private.forgotten_on_failure(self):
-            prepared = super().prepare(*(args[index] for index in order), device_placement=places)
+        self._beside = [plain_optimizer(each) for each in optimizers]
+        try:
+            with _private.forgotten_on_failure(self):
+                prepared = super().prepare(*(args[index] for index in order), device_placement=places)
+        finally:
+            self._beside = []
         if len(args) == 1:
             return prepared
         found = dict(zip(order, prepared, strict=True))
@@ -178,7 +185,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if sharded_in(model) is None:
             places = self.device_placement if device_placement is None else device_placement
             placed = on_device(self._config, self.device, "Accelerate", self.process_index)
-            shard(uncompiled(model), placed if places else self._config)
+            own = set(model.parameters())
+            beside = [each for each in self._beside if not own.isdisjoint(held_by(each))]
+            shard(uncompiled(model), placed if places else self._config, optimizers=beside)
         with _private.without_autocast(self):
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared
@@ -252,19 +261,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not self.sync_gradients:
             refuse_unreduced(given, "clip_grad_norm_()")
         self._unscale(given)
-        # Looked up now: the first model to be sharded exchanges what stands behind the name.
-        norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type=norm_type)
-        return norm
+        wanted = set(given)
+        for model in self._sharded()[0]:
+            flat = set(parameters_of(model)).difference(model.parameters())
+            trained = {each for each in model.parameters() if each.requires_grad}
+            if wanted <= flat | set(model.parameters()) and (wanted >= trained or (flat and wanted >= flat)):
+                # Gradients may be in host memory, of which torch's own functions make no norm over devices.
+                return clip_grad_norm_(model, max_norm, norm_type)
+        return _private.clip_by_mesh(self, given, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each element of the gradients.
 
-        Raises StateError: gradients wait for the last backward of an accumulation, or are in a flat parameter.
+        Raises StateError: gradients wait for the last backward of an accumulation.
         """
         given = _listed(parameters)
         if not self.sync_gradients:
             refuse_unreduced(given, "clip_grad_value_()")
-        refuse_flat(given, "clip_grad_value_()")
         self._unscale(given)
         torch.nn.utils.clip_grad_value_(given, clip_value)
 
@@ -378,9 +391,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _refuse_optimizers(self, optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
         known = [*_private.models_of(self), *(model for model in models if model not in _private.models_of(self))]
-        whole = keeps_whole(self._config, self.num_processes)
-        cut = [] if whole else [model for model in models if sharded_in(model) is None]
-        refusals.refuse_optimizers([plain_optimizer(each) for each in optimizers], known, cut, self.process_index)
+        refusals.refuse_optimizers([plain_optimizer(each) for each in optimizers], known, self.process_index)
 
     def _sharded(self) -> tuple[list[nn.Module], list[Any]]:
         """The prepared models that are sharded, and the optimizers that have parameters of them."""

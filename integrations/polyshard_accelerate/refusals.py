@@ -12,7 +12,7 @@ from polyshard.config import ShardConfig
 from polyshard.errors import AlreadyShardedError, ConfigError, StateError, UnsupportedError
 from polyshard_trainers import models as trainers
 from polyshard_trainers.config import leaves_dtype, mixed_precision_of
-from polyshard_trainers.models import refuse_stepped, refuse_strangers, refuse_wrapped
+from polyshard_trainers.models import refuse_strangers, refuse_wrapped
 from torch import nn
 
 #: Set by the launcher, to "no" where the user said nothing.
@@ -93,22 +93,16 @@ def refuse_models(models: Sequence[nn.Module], rank: int) -> None:
                 )
 
 
-def refuse_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], to_be_cut: Sequence[nn.Module], rank: int
-) -> None:
-    """Raise ``ConfigError`` where an optimizer belongs to no model of ``models``, all that are prepared or about to be.
-
-    ``to_be_cut``: those of them whose parameters are about to become pieces.
-    """
+def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], rank: int) -> None:
+    """Raise ``ConfigError`` where an optimizer belongs to none of ``models``, all that are or will be prepared."""
     remedy = (
         "Make the optimizer over the parameters of the model that is given to prepare(), and after anything that "
-        "copies the model."
+        "copies the model. One that is made before its model is prepared goes to prepare() together with it."
     )
     if not models:
         remedy = "Give prepare() the model first, or together with its optimizer."
     for optimizer in optimizers:
         refuse_strangers(optimizer, models, rank, remedy)
-        refuse_stepped(optimizer, to_be_cut, rank, "Prepare a new optimizer, and load its state by load_state().")
 
 
 def asked_for(mixed_precision: str | None, config: ShardConfig, environ: Mapping[str, str]) -> str | None:
@@ -182,16 +176,6 @@ def refuse_unreduced(parameters: Iterable[torch.Tensor], call: str) -> None:
                 f"{call} came while gradients of unit '{found.unit.name}' wait for the last backward of an "
                 f"accumulation (rank {found.model.rank}): there is nothing to clip yet. Call it under "
                 "`if accelerator.sync_gradients:`."
-            )
-
-
-def refuse_flat(parameters: Iterable[torch.Tensor], call: str) -> None:
-    """Raise ``StateError`` where ``parameters`` have no gradients of their own, because flat parameters have them."""
-    for found in inspect.find(list(parameters)):
-        if found is not None and found.position is not None and found.unit.flat_parameter is not None:
-            raise StateError(
-                f"{call} got parameters of unit '{found.unit.name}', whose gradients are in its flat parameter (rank "
-                f"{found.model.rank}). Give it what polyshard.flat_parameters returned."
             )
 
 

@@ -17,7 +17,6 @@ from polyshard import checkpoint
 from polyshard.checkpoint.manifest import Manifest, Marker
 from polyshard.checkpoint.storage import MARKER
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.inspect import state_dicts_of_pieces
 from polyshard.preemption import own_state, restore_own_state
 from polyshard.state import (
     CheckpointTensor,
@@ -147,12 +146,11 @@ def whole_model_state(module: nn.Module) -> dict[str, Any]:
 
 
 def require_names(module: nn.Module) -> tuple[Mapping[str, Any], Set[str]]:
-    """``module.state_dict()`` with this rank's pieces, and the names in it that are sharded.
+    """``module.state_dict()`` and the names in it that are sharded.
 
     Raises UnsupportedError: as ``whole_model_state``.
     """
-    with state_dicts_of_pieces():
-        shown = module.state_dict()
+    shown = module.state_dict()
     cut = {name for name, value in get_model_state_dict(module).items() if isinstance(value, CheckpointTensor)}
     missing = min(cut - shown.keys(), default=None)
     if missing is not None:

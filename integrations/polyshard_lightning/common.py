@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import atexit
 import enum
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from polyshard import inspect, registry
 from polyshard.api import close, fully_shard, shard
 from polyshard.config import PluginChoice, PluginSpec, ShardConfig, did_you_mean
@@ -25,17 +22,14 @@ from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, 
 from polyshard_trainers import models as trainers
 from polyshard_trainers.config import (
     compute_dtype,
-    keeps_whole,
     leaves_dtype,
     needs_scaler,
     on_device,
     refuse_other_ranks,
 )
-from polyshard_trainers.models import refuse_stepped, refuse_strangers, refuse_wrapped
+from polyshard_trainers.models import refuse_wrapped
 from torch import nn
 from torchmetrics import Metric
-
-T = TypeVar("T")
 
 #: Attribute of a module that a strategy sharded: the configuration.
 _SETTINGS = "_polyshard_lightning_settings"
@@ -69,14 +63,13 @@ class StateDictType(enum.Enum):
 
 
 class Strategy:
-    """The base of both strategies. Stands before a base of Lightning's, which gives ranks and devices."""
+    """Shared by both strategies. Stands before Lightning's ``DDPStrategy``, which gives ranks, devices and messages."""
 
     strategy_name = "polyshard"
-    parallel_devices: list[torch.device] | None
-    cluster_environment: Any
+    root_device: torch.device
     global_rank: int
-    local_rank: int
-    node_rank: int
+    num_nodes: int
+    num_processes: int
     world_size: int
 
     #: Where ``state_dict_type`` is None.
@@ -110,14 +103,11 @@ class Strategy:
         self._config = self._precise = config or ShardConfig()
         self._saves_folders = form is StateDictType.SHARDED
         self._initializer = initializer
-        self.num_nodes = 1
-        self._process_group_backend = process_group_backend
         #: Modules that were sharded here and are in use.
         self._live: WeakSet[nn.Module] = WeakSet()
-        #: Optimizers whose parameters were looked at.
-        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
-        super().__init__()
-        # Lightning's base has set it to None.
+        timeout = timedelta(seconds=self._config.timeout_s)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)  # type: ignore[call-arg]
+        # Lightning's base has set its own.
         self._backward_sync_control = self.backward_sync_control
 
     @property
@@ -126,20 +116,37 @@ class Strategy:
         return self._precise
 
     def setup_environment(self) -> None:
+        """Form the process group, unless the program has one. Raises ConfigError: it has one of another size."""
+        forms = not dist.is_initialized()
         super().setup_environment()  # type: ignore[misc]
-        self.join()
+        if forms:
+            atexit.register(_leave, self._live)
+        elif dist.get_world_size() != self.world_size:
+            raise ConfigError(
+                f"torch.distributed has {dist.get_world_size()} ranks, and Lightning was asked for {self.num_nodes} "
+                f"nodes of {self.num_processes} devices (rank {self.global_rank}). Set devices and num_nodes to what "
+                "the launcher started."
+            )
 
-    def shard(self, module: nn.Module, *, calls_children: bool = False) -> None:
+    def shard(
+        self,
+        module: nn.Module,
+        *,
+        calls_children: bool = False,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
         """Shard ``module`` in place, unless a strategy with equal settings has.
 
         Args:
             module: Not sharded; or sharded here before; or with modules inside that the user gave to ``fully_shard``.
             calls_children: Whether the module's children are called by themselves, outside of its forward: each of them
                 then is a unit of its own.
+            optimizers: Made before: they go on with the sharded parameters.
 
         Raises:
-            ConfigError: the configuration names another device or other ranks than Lightning's, or the module was
-                sharded with other settings, or has parameters of its own while its children are called by themselves.
+            ConfigError: an optimizer holds others or cannot be taken over, the configuration names another device or
+                other ranks than Lightning's, or the module was sharded with other settings, or has parameters of its
+                own while its children are called by themselves.
             AlreadyShardedError: something else has wrapped it.
             ShardingError, PluginError, RankMismatchError: as ``polyshard.shard``.
         """
@@ -159,93 +166,12 @@ class Strategy:
             if isinstance(metric, Metric):
                 metric.to(self.root_device)
         if any(map(inspect.is_sharded, module.modules())):
-            _compose(module, config, rank, self._initializer, calls_children=calls_children)
+            _compose(module, config, rank, self._initializer, optimizers, calls_children=calls_children)
         else:
             chosen = replace(config, policy=with_children(config.policy)) if calls_children else config
-            shard(module, chosen, initializer=self._initializer)
+            shard(module, chosen, initializer=self._initializer, optimizers=optimizers)
         module.__dict__[_SETTINGS] = config
         self._live.add(module)
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank has data of its own."""
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
-    def process_group_backend(self) -> str:
-        """For Lightning's own messages; gradients and parameters go through ``ShardConfig.collectives``."""
-        return self._process_group_backend or dist.get_default_backend_for_device(self.root_device)
-
-    def set_world_ranks(self) -> None:
-        """Set this rank in the environment, and in Lightning's functions of rank 0."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
-
-    def join(self) -> None:
-        """Form the process group, unless the program has one. Raises ConfigError: it has one of another size."""
-        reset_seed()
-        self.set_world_ranks()
-        if not dist.is_initialized():
-            environment = self.cluster_environment
-            os.environ["MASTER_ADDR"] = environment.main_address
-            os.environ["MASTER_PORT"] = str(environment.main_port)
-            device = self.root_device
-            dist.init_process_group(
-                self.process_group_backend,
-                rank=self.global_rank,
-                world_size=self.world_size,
-                timeout=timedelta(seconds=self._config.timeout_s),
-                device_id=device if device.type != "cpu" else None,
-            )
-            atexit.register(_leave, self._live)
-        elif dist.get_world_size() != self.world_size:
-            raise ConfigError(
-                f"torch.distributed has {dist.get_world_size()} ranks, and Lightning was asked for {self.num_nodes} "
-                f"nodes of {self.num_processes} devices (rank {self.global_rank}). Set devices and num_nodes to what "
-                "the launcher started."
-            )
-
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
-            dist.barrier(device_ids=devices)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Rank ``src``'s ``obj``, on every rank."""
-        if not dist.is_initialized():
-            return obj
-        sent = [obj]
-        dist.broadcast_object_list(sent, src)
-        return sent[0]
-
-    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """``tensor`` reduced over ``group``, in place; anything else as it is.
-
-        ``group``: a process group; None for all ranks. ``reduce_op``: a ``ReduceOp``, or its name; ``"mean"`` and
-        ``"avg"`` for the mean, None for the sum.
-        """
-        if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
-            return tensor
-        group = dist.group.WORLD if group is None else group
-        averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        if isinstance(reduce_op, str) and not averages:
-            reduce_op = getattr(dist.ReduceOp, reduce_op.upper())
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if averages or reduce_op is None else reduce_op, group=group)
-        if averages:
-            # Not every backend has a mean, and none has one of integers.
-            tensor.copy_(tensor / dist.get_world_size(group))
-        return tensor
 
 
 @contextmanager
@@ -318,21 +244,6 @@ def is_sharded(module: nn.Module) -> bool:
     return _SETTINGS in module.__dict__
 
 
-def refuse_optimizer(
-    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], config: ShardConfig, rank: int
-) -> None:
-    """Refuse an optimizer over other parameters than those of ``modules``, or with state of whole ones that are cut.
-
-    ``modules``: sharded, or about to be, by ``config``.
-
-    Raises ConfigError: naming the parameter.
-    """
-    refuse_strangers(optimizer, modules, rank, "Make the optimizer from the parameters of the model that is set up.")
-    whole = keeps_whole(config, dist.get_world_size())
-    to_be_cut = [] if whole else [module for module in modules if not is_sharded(module)]
-    refuse_stepped(optimizer, to_be_cut, rank, "Make a new optimizer, and load a checkpoint into it.")
-
-
 def refuse_module(module: nn.Module, rank: int) -> None:
     """Raise ``AlreadyShardedError`` where something else divides the parameters of ``module``, or did."""
     refuse_wrapped(module, rank, "Give the model to Lightning as it is: the strategy shards it.")
@@ -357,12 +268,18 @@ def _refuse_own_parameters(module: nn.Module, rank: int) -> None:
     if own is not None:
         raise ParameterError(
             f"'{own}' lies directly in {type(module).__name__}, whose training_step optimizes manually and so runs "
-            f"where that is a piece of the parameter (rank {rank}). Put it into a submodule, and call that."
+            f"where that is a part of the parameter (rank {rank}). Put it into a submodule, and call that."
         )
 
 
 def _compose(
-    module: nn.Module, config: ShardConfig, rank: int, initializer: inspect.Initializer | None, *, calls_children: bool
+    module: nn.Module,
+    config: ShardConfig,
+    rank: int,
+    initializer: inspect.Initializer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    calls_children: bool,
 ) -> None:
     if config.policy != "never":
         raise ConfigError(
@@ -374,7 +291,7 @@ def _compose(
             f"{type(module).__name__} optimizes manually, and modules inside it are sharded by fully_shard already "
             f"(rank {rank}). Leave sharding to the strategy: it makes a unit of each child."
         )
-    fully_shard(module, config, initializer=initializer)
+    fully_shard(module, config, initializer=initializer, optimizers=optimizers)
 
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FunctionType
@@ -12,14 +12,14 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, DoublePrecision, MixedPrecision, Precision
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.plugins.precision import HalfPrecision
-from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies import DDPStrategy
 from polyshard import checkpoint
 from polyshard.api import no_sync
 from polyshard.errors import ConfigError, StateError, UnsupportedError
-from polyshard_trainers.models import parameters_of, warn_unsaveable
+from polyshard_trainers.models import held_by, parameters_of, refuse_strangers, warn_unsaveable
 from torch import nn
 
-from ._private import BackwardSyncControl, FabricLauncher
+from ._private import BackwardSyncControl
 from .checkpoints import (
     has_optimizers,
     is_folder,
@@ -31,7 +31,7 @@ from .checkpoints import (
     whole_model_state,
     whole_optimizer_state,
 )
-from .common import StateDictType, Strategy, init_context, is_sharded, refuse_optimizer, with_precision
+from .common import StateDictType, Strategy, init_context, is_sharded, with_precision
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 Filter = Callable[[str, Any], bool]
@@ -75,11 +75,11 @@ class _NoBackwardSync(BackwardSyncControl):  # type: ignore[misc]
         return no_sync(module.module)
 
 
-class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
+class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
     """Shards modules as ``polyshard.shard`` does: ``Fabric(strategy=PolyshardFabricStrategy(config))``.
 
-    ``fabric.setup`` shards in place: optimizers may be made before or after. A module stays sharded until the process
-    ends, or ``polyshard.close(module)``.
+    ``fabric.setup`` shards in place: optimizers are given to it, too, or made after. A module stays sharded until the
+    process ends, or ``polyshard.close(module)``.
     """
 
     default_state_dict_type = StateDictType.SHARDED
@@ -94,12 +94,6 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         if precision is not None:
             self._precise = with_precision(self._config, precision, _PRECISIONS)
         self._precision = precision
-
-    def _configure_launcher(self) -> None:
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    _set_world_ranks = Strategy.set_world_ranks
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where modules are made: in host memory, or on the meta device for ``empty_init``."""
@@ -119,36 +113,34 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any | None = None
     ) -> tuple[ShardedModule, list[torch.optim.Optimizer], Any | None]:
-        """Shard ``module`` in place; its optimizers go on with this rank's pieces.
+        """Shard ``module`` in place; its optimizers go on with the sharded parameters.
 
-        Raises ConfigError: an optimizer holds other parameters; the module is as it was.
+        Raises ConfigError: an optimizer holds other parameters, or cannot be taken over; the module is as it was.
         """
-        for optimizer in optimizers:
-            self._require_known(optimizer, module)
-        sharded = self.setup_module(module)
+        self._refuse_strangers(optimizers, module)
+        self.shard(module, optimizers=optimizers)
         for optimizer in optimizers:
             self._look_at_saving(optimizer, module)
-        return sharded, optimizers, scheduler
+        return ShardedModule(module), optimizers, scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Take an optimizer over parameters of modules that are, or will be, set up.
+        """Take an optimizer over parameters of modules that were set up.
 
         Raises ConfigError: it holds others.
         """
-        if len(self._live):
-            self._require_known(optimizer)
-            self._look_at_saving(optimizer, self._module_of(optimizer))
+        self._refuse_strangers([optimizer])
+        self._look_at_saving(optimizer, self._module_of(optimizer))
         return optimizer
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step. Raises ConfigError: the optimizer, set up before any module, holds other parameters."""
-        if optimizer not in self._known:
-            self._require_known(optimizer)
-        return ParallelStrategy.optimizer_step(self, optimizer, **kwargs)
-
-    def _require_known(self, optimizer: torch.optim.Optimizer, *further: nn.Module) -> None:
-        refuse_optimizer(optimizer, [*self._live, *further], self._precise, self.global_rank)
-        self._known.add(optimizer)
+    def _refuse_strangers(self, optimizers: Sequence[torch.optim.Optimizer], *further: nn.Module) -> None:
+        for each in optimizers:
+            refuse_strangers(
+                each,
+                [*self._live, *further],
+                self.global_rank,
+                "Make the optimizer from the parameters of a module that was set up, or give both to "
+                "fabric.setup(module, optimizer).",
+            )
 
     def _look_at_saving(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         warn_unsaveable(module, optimizer, "fabric.save()", self.global_rank, writes=self._saves_folders)
@@ -282,7 +274,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         load_whole_model_state(_inner(module), state_dict, strict=strict)
 
     def _module_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        held = set(held_by(optimizer))
         for module in self._live:
             if not held.isdisjoint(parameters_of(module)):
                 return module

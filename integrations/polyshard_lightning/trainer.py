@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchCheckpointIO
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from polyshard.api import no_sync, register_forward_method
 from polyshard.checkpoint import load
@@ -21,10 +21,9 @@ from polyshard.checkpoint.contents import require_saveable
 from polyshard.checkpoint.encoding import Encoder
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.preemption import Preemption
-from polyshard_trainers.models import plain_optimizer
+from polyshard_trainers.models import plain_optimizer, refuse_strangers
 from torch import nn
 
-from ._private import TrainerLauncher
 from .checkpoints import (
     has_optimizers,
     is_folder,
@@ -39,7 +38,7 @@ from .checkpoints import (
     whole_model_state,
     whole_optimizer_state,
 )
-from .common import StateDictType, Strategy, init_context, is_sharded, refuse_module, refuse_optimizer, with_precision
+from .common import StateDictType, Strategy, init_context, is_sharded, refuse_module, with_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -51,7 +50,7 @@ class _InFolder(dict[str, Any]):
     """Stands in a checkpoint for state that is not in it, but in the files that each rank writes and reads."""
 
 
-class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
+class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
     """Shards the ``LightningModule`` as ``polyshard.shard`` does: ``Trainer(strategy=PolyshardStrategy(config))``.
 
     The module stays sharded after ``fit``, for the next call of this Trainer or of another one with an equal strategy.
@@ -73,10 +72,6 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         if plugin is not None:
             self._precise = with_precision(self._config, plugin, _PRECISIONS)
         self._precision_plugin = plugin
-
-    def _configure_launcher(self) -> None:
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = TrainerLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, then let it make its optimizers.
@@ -116,9 +111,14 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
 
         Raises ConfigError: one holds a parameter that is not the module's.
         """
-        ParallelStrategy.setup_optimizers(self, trainer)
+        DDPStrategy.setup_optimizers(self, trainer)
         for optimizer in self.optimizers:
-            refuse_optimizer(optimizer, [self.lightning_module], self._precise, self.global_rank)
+            refuse_strangers(
+                optimizer,
+                [self.lightning_module],
+                self.global_rank,
+                "Make the optimizer in configure_optimizers, from the module's parameters.",
+            )
 
     def _require_saveable(self, callbacks: list[Callback]) -> None:
         saving = [each for each in callbacks if isinstance(each, (Checkpoint, PreemptionCallback))]
@@ -147,8 +147,6 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where tensors of ``configure_model`` are made: in host memory, or on the meta device for ``empty_init``."""
         return init_context(self.precision_plugin.tensor_init_context(), empty_init)
-
-    reduce = Strategy.all_reduce
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -197,7 +195,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
             checkpoint[_OWN] = {"random_states": random_states(self.root_device)}
         if not self._saves_folders:
             make_room(path, first=self.is_global_zero, agreed=self.broadcast)
-            ParallelStrategy.save_checkpoint(self, checkpoint, path, storage_options)
+            DDPStrategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
         if storage_options is not None or type(self._checkpoint_io) not in (type(None), TorchCheckpointIO):
             raise UnsupportedError(
@@ -239,7 +237,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
                 checkpoint["optimizer_states"] = _InFolder()
         else:
             require_file(path)
-            checkpoint = dict(ParallelStrategy.load_checkpoint(self, path, weights_only))
+            checkpoint = dict(DDPStrategy.load_checkpoint(self, path, weights_only))
         own = checkpoint.pop(_OWN, None)
         if own is not None and fits:
             restore_random_state(own["random_states"], self.root_device)
@@ -270,8 +268,8 @@ def _refuse_copies(callbacks: list[Callback]) -> None:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise UnsupportedError(
                 f"{type(callback).__name__} averages a second, whole model beside the one that is trained, whose "
-                "parameters are pieces. Leave it out, and update polyshard.optim.AveragedWeights in a callback of your "
-                "own."
+                "parameters are sharded. Leave it out, and update polyshard.optim.AveragedWeights in a callback of "
+                "your own."
             )
 
 

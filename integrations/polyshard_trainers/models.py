@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,11 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return plain
 
 
+def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of ``optimizer``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
     """All that an optimizer of ``model`` may hold: its parameters, and flat ones that stand for those of a unit."""
     yield from model.parameters()
@@ -66,8 +71,9 @@ def refuse_wrapped(model: nn.Module, rank: int, remedy: str) -> None:
                 f"'{name or '(root)'}' of {type(model).__name__} is wrapped already, by {by} (rank {rank}), and its "
                 f"parameters would be divided twice. {remedy}"
             )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+    named = [(name, each) for name, each in model.named_parameters() if isinstance(each, DTensor)]
+    for (name, _), ours in zip(named, inspect.find([each for _, each in named]), strict=True):
+        if ours is None:
             raise AlreadyShardedError(
                 f"'{name}' of {type(model).__name__} is a DTensor (rank {rank}): its parameters were divided when it "
                 f"was made or loaded, and would be divided twice. {remedy}"
@@ -117,21 +123,6 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, models: Sequence[nn.Modul
                 f"Parameter {place} of group {index} of {type(optimizer).__name__}, {tuple(parameter.shape)} on "
                 f"{parameter.device}, {whose} (rank {rank}), so its gradient would be this rank's alone.{alike} "
                 f"{remedy}"
-            )
-
-
-def refuse_stepped(optimizer: torch.optim.Optimizer, to_be_cut: Iterable[nn.Module], rank: int, remedy: str) -> None:
-    """Raise ``ConfigError``, naming the parameter, where ``optimizer`` has state of whole parameters of which each rank
-    is about to keep a piece.
-
-    ``to_be_cut``: models that are not sharded yet. The other arguments are those of ``refuse_strangers``.
-    """
-    cut = {parameter: name for model in to_be_cut for name, parameter in model.named_parameters()}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter in cut and optimizer.state.get(parameter):
-            raise ConfigError(
-                f"{type(optimizer).__name__} has taken steps: it has state of the whole '{cut[parameter]}', of which "
-                f"this rank is about to keep a piece (rank {rank}). {remedy}"
             )
 
 

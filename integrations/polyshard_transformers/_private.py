@@ -32,7 +32,6 @@ OVERRIDDEN = (
     "_save_optimizer_and_scheduler",
     "_wrap_model",
     "create_accelerator_and_postprocess",
-    "floating_point_ops",
 )
 
 

@@ -11,7 +11,7 @@ from polyshard.config import ShardConfig
 from polyshard.errors import AlreadyShardedError, ConfigError, UnsupportedError
 from polyshard.inspect import outermost_model
 from polyshard_trainers.config import leaves_dtype, mixed_precision_of
-from polyshard_trainers.models import is_sharded, refuse_stepped, refuse_strangers, refuse_wrapped
+from polyshard_trainers.models import is_sharded, refuse_strangers, refuse_wrapped
 from torch import nn
 from transformers import Adafactor
 
@@ -28,7 +28,7 @@ _REFUSED = {
     "callbacks=[polyshard_transformers.PreemptionCallback()].",
     "bf16_full_eval": _EVALUATION,
     "fp16_full_eval": _EVALUATION,
-    "use_vllm": "hands parameters to vLLM by their names, and each rank holds pieces of them. Leave it out: TRL calls "
+    "use_vllm": "hands parameters to vLLM by their names, and each rank holds a part of each. Leave it out: TRL calls "
     "the model's generate, which gathers once a call.",
     "use_transformers_continuous_batching": "generates by another method than generate, and would gather each unit for "
     "each token. Leave it out.",
@@ -76,7 +76,7 @@ def refuse_whole_optimizers(optim: Any) -> None:
     name = str(getattr(optim, "value", optim))
     if any(name.startswith(each) for each in _WHOLE):
         raise UnsupportedError(
-            f"TrainingArguments.optim={name!r} computes with whole parameters, of which each rank holds a piece. "
+            f"TrainingArguments.optim={name!r} computes with whole parameters, of which each rank holds a part. "
             "Choose one that treats elements alike ('adamw_torch_fused', 'sgd', ...), or set strategy='no_shard'."
         )
 
@@ -101,26 +101,13 @@ def refuse_model(model: nn.Module, config: ShardConfig | None, rank: int) -> Non
         )
 
 
-def refuse_unlike_reference(model: nn.Module, reference: nn.Module) -> None:
-    """Raise ``ConfigError`` where ranks might come to hold other pieces of ``reference`` than of ``model``, which
-    TRL's ``sync_ref_model`` mixes element by element.
-    """
-    trained, same = ([each.requires_grad for each in both.parameters()] for both in (model, reference))
-    if is_sharded(model) or is_sharded(reference) or trained != same:
-        raise ConfigError(
-            "sync_ref_model mixes each rank's pieces of the model with those of its reference, so both must be cut "
-            "alike. Give the trainer both before they are sharded, with the same parameters frozen, or leave "
-            "sync_ref_model out."
-        )
-
-
 def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module, rank: int, *, whole: bool) -> None:
     """Raise where ``optimizer`` was made over parameters that are not the model's, or computes with whole ones.
 
     ``whole``: each rank will hold whole parameters.
 
     Raises:
-        ConfigError: it holds others, or has state of whole parameters that are about to be cut.
+        ConfigError: it holds others.
         UnsupportedError: it is the Adafactor of Transformers.
     """
     if optimizer is None:
@@ -131,11 +118,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module, 
         optimizer,
         [model],
         rank,
-        "Make the optimizer in optimizers=(...) over the parameters of the model that the trainer is given: sharding "
-        "keeps these objects.",
+        "Make the optimizer in optimizers=(...) over the parameters of the model that the trainer is given.",
     )
-    to_be_cut = [] if whole or is_sharded(model) else [model]
-    refuse_stepped(optimizer, to_be_cut, rank, "Give the trainer a new optimizer, or a checkpoint to resume from.")
 
 
 def refuse_other_precision(model: nn.Module, mixed_precision: str) -> None:

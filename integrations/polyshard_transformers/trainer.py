@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import accelerate
 import torch
 import transformers
-from polyshard import placement
+from polyshard import GradScaler
 from polyshard.api import close, shard, unsharded
 from polyshard.checkpoint import load, save
 from polyshard.checkpoint.contents import require_saveable
@@ -44,7 +43,6 @@ from .refusals import (
     refuse_model,
     refuse_optimizer,
     refuse_other_precision,
-    refuse_unlike_reference,
     refuse_whole_optimizers,
     with_precision,
 )
@@ -85,7 +83,6 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         self.shard_config = shard
         self._save_frozen = save_frozen
         self._prepared: nn.Module | None = None
-        self._whole_numel = 0
         super().__init__(*args, **kwargs)
         if self.model is not self._prepared:
             refuse_model(self.model, shard, self.args.process_index)
@@ -114,15 +111,6 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
                 if isinstance(callback, PreemptionCallback):
                     callback.leave(error)
             raise
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As ``Trainer``: six for each number of the main input and parameter, embeddings aside, of the whole model."""
-        name = getattr(self.model, "main_input_name", "input_ids")
-        # Trainers that generate their samples pass lists of them, which have no such entry.
-        if name not in inputs:
-            return 0
-        main: torch.Tensor = inputs[name]
-        return 6 * main.numel() * self._whole_numel
 
     def end(self) -> None:
         """As ``Trainer``, which ends the process group; the model, which holds it, is closed before."""
@@ -181,18 +169,21 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         if not is_sharded(model):
             refuse_model(model, self.shard_config, self.args.process_index)
             with self._seeded_alike(model):
-                shard(model, self.accelerator.shard_config, initializer=initializer_of(model))
+                made_before = [] if self.optimizer is None else [plain_optimizer(self.optimizer)]
+                shard(
+                    model,
+                    self.accelerator.shard_config,
+                    initializer=initializer_of(model),
+                    optimizers=made_before,
+                )
         if hasattr(model, "generate") and "generate" not in model.__dict__:
             register_generate(model)
-        self._whole_numel = _numel_without_embeddings(model)
         self._prepared = model
 
     def _shard_reference(self, model: nn.Module) -> None:
         """Shard ``model`` as the one that is trained, where it is the ``ref_model`` of a trainer of TRL's."""
         if model is not getattr(self, "ref_model", None):
             return
-        if getattr(self.args, "sync_ref_model", False):
-            refuse_unlike_reference(self.model, model)
         if not is_sharded(model):
             refuse_model(model, None, self.args.process_index)
             shard(model, self.accelerator.shard_config)
@@ -280,12 +271,6 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         best = self.state.best_model_checkpoint
         if best is not None:
             load(require_state(Path(best)), self.model, frozen=self._save_frozen)
-
-
-def _numel_without_embeddings(model: nn.Module) -> int:
-    """Elements of all whole parameters but those of embeddings."""
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    return sum(math.prod(placement(each).shape) for each in model.parameters() if each not in embeddings)
 
 
 class PolyshardTrainer(PolyshardMixin, transformers.Trainer):  # type: ignore[misc]
@@ -416,7 +401,7 @@ class TrainerAccelerator(Accelerator):
         made._config = shard
         made._before = before
         if scales_loss:
-            made.scaler = torch.amp.GradScaler(made.device.type)
+            made.scaler = GradScaler(made.device.type)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -280,8 +280,8 @@ def _spans(weights: FormedWeights, rank: int, where: str) -> list[_Span]:
         if piece.start % columns or piece.stop % columns:
             raise ConfigError(
                 f"{where} needs whole rows on each rank, and rank {rank} of {weights.shards} has elements "
-                f"{piece.start} to {piece.stop} of '{weights.names[piece.weight]}', whose rows have {columns}. Set "
-                "layout='rows'."
+                f"{piece.start} to {piece.stop} of '{weights.names[piece.weight]}', whose rows have {columns}. Cut "
+                "it along its first dimension."
             )
         rows = (piece.stop - piece.start) // columns
         last = found[-1] if found else None

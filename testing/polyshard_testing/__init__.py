@@ -15,11 +15,10 @@ pytest must be installed; nothing else in polyshard imports this package.
 import pytest
 
 # Before the suites are imported: pytest then shows the values that an assertion compared, as in an author's own tests.
-_ASSERTING = ("layout", "listener", "offload", "plugin", "policy", "precision", "training")
+_ASSERTING = ("listener", "offload", "plugin", "policy", "precision", "training")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
 
 from .collectives import CollectivesSuite
-from .layout import LayoutSuite
 from .listener import ListenerSuite
 from .offload import OffloadSuite
 from .plugin import plugin_context
@@ -30,7 +29,6 @@ from .ranks import KeptProcesses, Rank, RankProcesses, run_in, run_ranks
 __all__ = [
     "CollectivesSuite",
     "KeptProcesses",
-    "LayoutSuite",
     "ListenerSuite",
     "OffloadSuite",
     "PolicySuite",

@@ -17,7 +17,6 @@ from polyshard.errors import ConfigError, WorldSizeError
 from polyshard.interfaces import Collectives, Group, PluginContext, PolicyContext
 
 from .collectives import CollectivesSuite
-from .layout import LayoutSuite
 from .listener import ListenerSuite
 from .offload import OffloadSuite
 from .plugin import PluginSuite, plugin_context
@@ -146,6 +145,5 @@ OF_GROUP: Mapping[Group, type] = {
     Group.PRECISION: PrecisionSuite,
     Group.OFFLOAD: OffloadSuite,
     Group.POLICIES: PolicySuite,
-    Group.LAYOUTS: LayoutSuite,
     Group.PLUGINS: ListenerSuite,
 }

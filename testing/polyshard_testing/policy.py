@@ -18,7 +18,7 @@ from .plugin import LocalPluginSuite, ModuleState, as_rank
 from .training import Training, seeded, tokens
 
 #: Where a plan may name another plugin.
-_GROUPS = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout": Group.LAYOUTS}
+_GROUPS = {"precision": Group.PRECISION, "offload": Group.OFFLOAD}
 
 
 class _Block(torch.nn.Module):
@@ -119,6 +119,7 @@ class PolicySuite(LocalPluginSuite):
                 assert isinstance(overrides, Mapping), f"overrides are {overrides!r}"
                 assert set(overrides) <= set(UNIT_OVERRIDES), f"{sorted(set(overrides) - set(UNIT_OVERRIDES))}"
                 assert isinstance(overrides.get("reshard_after_forward"), int | None)
+                assert isinstance(overrides.get("placement"), int | Mapping | None)
                 for setting, group in _GROUPS.items():
                     if setting in overrides:
                         registry.resolve(group, overrides[setting]).check_options()

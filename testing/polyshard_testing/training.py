@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from polyshard import GradScaler
 from polyshard.api import close, shard, unsharded
 from polyshard.config import PluginChoice, ShardConfig
 from torch import nn
@@ -152,7 +153,7 @@ class Training:
         model.train(not self.eval_mode)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
         # Powers of two, so that scaling rounds nothing that does not underflow.
-        scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**8, enabled=self.loss_scaling)
+        scaler = GradScaler(self.device.type, init_scale=2.0**8, enabled=self.loss_scaling)
         for _ in range(_STEPS):
             scaler.scale(model(batch).float().square().mean()).backward()
             scaler.step(optimizer)

@@ -45,7 +45,6 @@ def test_each_error_is_also_the_builtin_that_fsdp_users_catch() -> None:
         lambda given: polyshard.shard(given, ShardConfig(collectives="fake")),
         polyshard.report,
         polyshard.unsharded,
-        polyshard.local_state_dict,
         lambda given: next(polyshard.stream(given)),
         lambda given: polyshard.clip_grad_norm_(given, 1.0),
     ],
@@ -239,7 +238,7 @@ def test_a_parameter_that_another_module_has_sharded() -> None:
     model.tied.weight = model.last.weight
     polyshard.fully_shard(model.tied, silent()())
     before = description(model)
-    with pytest.raises(errors.AlreadyShardedError, match=r"'last\.weight'.*shared.*rank 2"):
+    with pytest.raises(errors.AlreadyShardedError, match=r"'last\.weight'.*shares.*rank 2"):
         polyshard.fully_shard(model, silent()())
     assert description(model) == before
 

@@ -35,7 +35,6 @@ _NAMES = {
     "precision": "none",
     "offload": "none",
     "policies": "never",
-    "layouts": "flat",
     "plugins": "trace",
 }
 
@@ -74,13 +73,13 @@ def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
     for modules in core:
         # Core imports no plugin and no test tool.
         assert "polyshard" in modules
-        rooms = ("polyshard_backends", "polyshard_policies", "polyshard_layouts", "polyshard_plugins", "polyshard_fsdp")
+        rooms = ("polyshard_backends", "polyshard_policies", "polyshard_plugins", "polyshard_fsdp")
         assert {name for name in modules if name.startswith(rooms)} == set()
         assert "pytest" not in modules
         assert "polyshard_testing" not in modules
     # One plugin brings its package alone.
     assert "polyshard_plugins.precision" in resolved
-    others = ("polyshard_backends", "polyshard_policies", "polyshard_layouts")
+    others = ("polyshard_backends", "polyshard_policies")
     assert not {name for name in resolved if name.startswith(others)}
     # What draws is imported when something is drawn.
     assert "polyshard_plugins.trace" in traced

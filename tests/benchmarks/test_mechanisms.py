@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from polyshard.planning import thresholds
-from polyshard.runtime.bindings import LazyParameter, ShardedParameter
+from polyshard.runtime.bindings import LazyParameter
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 @pytest.fixture(autouse=True)
@@ -71,25 +72,25 @@ def with_all() -> Seen:
 def test_nothing_switched_off_is_the_engine_with_every_mechanism() -> None:
     whole = with_all()
     assert whole.units == 14
-    assert whole.shown == [LazyParameter, ShardedParameter]
+    assert whole.shown[0] is LazyParameter
+    assert issubclass(whole.shown[1], DTensor)
     assert "forward" in whole.model.get_submodule("tail.head").__dict__
-    # Forward: all; backward: all but the embedding, which reads nothing, and the tail, which is still there.
-    assert whole.gathers == 14 + 12
-    assert whole.batches == [14, 12]
+    # A block has nine parameters, the tail two. Forward: all; backward: all but the embedding, which reads nothing, and
+    # the tail, which is still there.
+    assert whole.gathers == (1 + 12 * 9 + 2) + 12 * 9
+    assert whole.batches == [1 + 12 * 9 + 2, 12 * 9]
     # All in one bucket.
     assert whole.reductions == 1
 
 
 CHANGES: dict[str, dict[str, Any]] = {
     "without=nothing": {},
-    "split_root=false": {"units": 13, "gathers": 13 + 12},
-    "without=lending": {"shown": [ShardedParameter, ShardedParameter]},
-    "without=stand-ins": {"shown": [nn.Parameter, nn.Parameter]},
+    "split_root=false": {"units": 13, "gathers": (1 + 12 * 9 + 2) + 12 * 9},
     "without=direct-weight-gradients": {},
-    "without=embedding-not-gathered": {"gathers": 14 + 13},
-    "without=kept-at-the-turn": {"gathers": 14 + 13},
-    "without=batched-gathers": {"batches": []},
-    "without=merged-reductions": {"reductions": 14, "reduction_batches": [14]},
+    "without=embedding-not-gathered": {"gathers": (1 + 12 * 9 + 2) + 12 * 9 + 1},
+    "without=kept-at-the-turn": {"gathers": (1 + 12 * 9 + 2) + 12 * 9 + 2},
+    "without=batched-gathers": {"batches": [9] * 12 + [2] + [9] * 12},
+    "without=merged-reductions": {"reductions": 1 + 12 * 9 + 2, "reduction_batches": [1 + 12 * 9 + 2]},
     "without=buckets": {"reductions": 14, "reduction_batches": []},
     "without=held-gradients": {},
     "without=places": {},

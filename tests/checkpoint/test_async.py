@@ -54,7 +54,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"layout": "rows"}, {"strategy": "no_shard"}, {"offload": "cpu"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"strategy": "no_shard"}, {"offload": "cpu"}], ids=str)
 def test_what_was_saved_is_the_state_at_the_call(
     settings: dict[str, Any], tmp_path: Path, gate: threading.Event
 ) -> None:

@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parity import on_ranks, threaded, units_of, whole
+from parity import local, on_ranks, threaded, units_of, whole
 from polyshard import checkpoint
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
@@ -71,12 +71,7 @@ def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.001, momentum=0.9, nesterov=True)
 
 
-def rprop(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    # Its ``step_size`` has the parameter's shape and starts at a value that is not zero.
-    return torch.optim.Rprop(parameters, lr=0.01)
-
-
-OPTIMIZERS = [adam, *(pytest.param(make, marks=pytest.mark.slow) for make in (momentum, rprop))]
+OPTIMIZERS = [adam, pytest.param(momentum, marks=pytest.mark.slow)]
 
 
 def own(model: nn.Module) -> list[nn.Parameter]:
@@ -208,16 +203,6 @@ def test_flat_and_own_parameters_load_each_others_checkpoints(tmp_path: Path, wo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_a_run_without_shards_goes_on_with_flat_parameters(tmp_path: Path, world_size: int, make: Make) -> None:
-    model, optimizer = unsharded(make, 2)
-    on_ranks(1, lambda rank, world: shard(model, rank, world, strategy="no_shard"))
-    directory = checkpoint.save(tmp_path, 2, model, optimizer)
-    assert_third_step(resume(directory, make, world_size), make)
-
-
-@pytest.mark.slow
 def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
     plain, plain_optimizer = unsharded(adam, 2)
     written = {"model": dict(plain.named_parameters()), "optimizer": get_optimizer_state_dict(plain, plain_optimizer)}
@@ -274,15 +259,17 @@ def test_padding_of_the_state_is_zero_and_what_is_there_is_filled_in_place(tmp_p
         parameters = flat(model)
         optimizer = adam(parameters)
         train(model, optimizer, range(1))
-        # A block has 1 (and one of padding), 54, 3 (and one of padding), 6 and 2 elements: 68, of which a rank has 34.
-        block = next(parameter for parameter in parameters if parameter.numel() == 34)
-        before = dict(optimizer.state[block])
+        # Of rows of 1, 18, 1, 3 and 1 elements the first rank has 1, 2, 2, 1 and 1: with one of padding behind the
+        # first and the fourth 45 elements, 43 of them parameters'. The second has 0, 1, 1, 1 and 1 of these rows.
+        block = next(parameter for parameter in parameters if local(parameter).numel() == 45)
+        elements = (43, 23)[rank]
+        before = {key: local(value) for key, value in optimizer.state[block].items()}
         for value in before.values():
             value.fill_(7.0)
         checkpoint.load(directory, model, optimizer)
         assert optimizer.state[block].keys() == before.keys()
         for key, value in optimizer.state[block].items():
-            assert value.data_ptr() == before[key].data_ptr()
+            assert local(value).data_ptr() == before[key].data_ptr()
         assert before["step"] == 2.0
         told = checkpoint.optimizer_state(model, optimizer)["state"]
         parts = [
@@ -291,8 +278,8 @@ def test_padding_of_the_state_is_zero_and_what_is_there_is_filled_in_place(tmp_p
             if name.startswith("blocks.0")
             for chunk in values["exp_avg_sq"].chunks
         ]
-        assert sum(part.numel() for part in parts) == 33
-        assert before["exp_avg_sq"].count_nonzero() == 33
+        assert sum(part.numel() for part in parts) == elements
+        assert before["exp_avg_sq"].count_nonzero() == elements
         assert before["exp_avg_sq"].sum().item() == pytest.approx(sum(part.sum().item() for part in parts), rel=1e-12)
 
     on_ranks(2, on_rank)

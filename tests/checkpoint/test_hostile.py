@@ -19,6 +19,7 @@ import pytest
 import torch
 import xxhash
 from checkpoints import remark, reseal
+from parity import local
 from polyshard import checkpoint
 from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
 from torch import nn
@@ -35,11 +36,12 @@ def alone(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 5)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     return model, optimizer
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return {name: local(value).clone() for name, value in model.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
@@ -433,9 +435,9 @@ NONSENSE: dict[str, tuple[Change, str]] = {
         lambda m: m["optimizer"]["groups"][0].update(betas={"$tuple": [0.9, "a"]}),
         r"'betas' was \(0.9, 'a'\) and is",
     ),
-    "a text for steps": (set_state(step="abc"), "optimizer state 'step' of '0.weight' is 'abc'"),
-    "a list for steps": (set_state(step={"$list": [1]}), r"optimizer state 'step' of '0.weight' is \[1\]"),
-    "no number of steps": (set_state(step={"$float": "nan"}), "optimizer state 'step' of '0.weight' is nan"),
+    "a text for steps": (set_state(step="abc"), "optimizer state 'step'.* is 'abc'"),
+    "a list for steps": (set_state(step={"$list": [1]}), r"optimizer state 'step'.* is \[1\]"),
+    "no number of steps": (set_state(step={"$float": "nan"}), "optimizer state 'step'.* is nan"),
 }
 
 
@@ -449,7 +451,7 @@ def test_what_no_optimizer_has_is_refused(name: str, directory: Path) -> None:
     flat = torch.optim.AdamW(polyshard.flat_parameters(model))
     before = values(model)
     for each in (optimizer, fresh, flat):
-        with pytest.raises(ConfigError, match=words.replace("'0.weight'", ".*")):
+        with pytest.raises(ConfigError, match=words):
             checkpoint.load(directory, model, each)
     assert all(torch.equal(value, before[key]) for key, value in values(model).items())
     # Without its optimizer it loads.

@@ -70,11 +70,7 @@ def moved(optimizer: torch.optim.Optimizer) -> None:
 _SHAPES = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
 _DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 _RUNS = st.one_of(
-    st.builds(
-        dict,
-        strategy=st.sampled_from(["full_shard", "no_shard"]),
-        layout=st.sampled_from(["flat", "rows", "blocks"]),
-    ),
+    st.builds(dict, strategy=st.sampled_from(["full_shard", "no_shard"])),
     st.just({"strategy": "hybrid_shard", "shard_size": 2}),
 )
 
@@ -147,7 +143,7 @@ def test_blocks_of_large_files_are_read_by_those_that_need_them(tmp_path: Path) 
     ]
 
     def save(rank: int, world: ThreadedWorld) -> tuple[Path, dict[str, torch.Tensor]]:
-        model = sharded(rank, world, parts, 0, {"layout": "rows"})
+        model = sharded(rank, world, parts, 0, {})
         directory = checkpoint.save(tmp_path, 1, model)
         pending = checkpoint.async_save(tmp_path, 2, model)
         with torch.no_grad():

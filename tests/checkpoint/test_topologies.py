@@ -14,19 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from polyshard.checkpoint.writing import offered, share_out
 from polyshard.inspect import ShardedParameter
-from polyshard.interfaces import Layout, ParameterGeometry, PluginContext, UnitGeometry
 from polyshard.io.boxes import Box, BoxIndex, box_within
-from polyshard.planning.layout import NamedLayout
+from polyshard.planning.layout import FlatLayout, rows_layout
 from polyshard.planning.meshes import WorldMesh
 from polyshard.planning.parts import TensorPart
 from polyshard.state.sharded import MODEL, CheckpointTensor, of_parameter, of_shard
-from polyshard_fsdp2._settings import RowsOfEach
-from polyshard_layouts.layouts import Blocks, Flat, Rows
+from polyshard_fsdp._flat_param import flat_layout
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-CONTEXT = PluginContext("under test", torch.device("cpu"))
 Shapes = dict[str, tuple[int, ...]]
 Values = dict[str, torch.Tensor]
 
@@ -46,20 +43,19 @@ class Topology:
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         yield from itertools.product(*map(range, self.mesh))
 
-    def plugin(self, locals_: Values) -> Layout:
+    def laid_out(self, locals_: Values) -> FlatLayout:
+        tensors: list[Any] = list(locals_.values())
+        if self.layout == "flat":
+            # As FSDP1 has them.
+            return flat_layout(tensors, shards=self.shards, itemsize=8, aligned=True)
+        dims = [0] * len(tensors)
         if self.layout == "dims":
             # The last dimension that is divided evenly, of each.
-            even = {
-                name: max((dim for dim, size in enumerate(each.shape) if size and size % self.shards == 0), default=0)
-                for name, each in locals_.items()
-            }
-            return RowsOfEach(even)
-        made: dict[str, Layout] = {
-            "flat": Flat(CONTEXT),
-            "rows": Rows(CONTEXT),
-            "blocks": Blocks(CONTEXT, size=3, smallest=1),
-        }
-        return made[self.layout]
+            dims = [
+                max((dim for dim, size in enumerate(each.shape) if size and size % self.shards == 0), default=0)
+                for each in tensors
+            ]
+        return rows_layout(tensors, dims, shards=self.shards, itemsize=8)
 
 
 shapes = st.dictionaries(
@@ -75,7 +71,7 @@ def topologies(draw: st.DrawFn, of: Shapes) -> Topology:
         if mesh and draw(st.booleans()):
             each = st.one_of(st.just(Replicate()), *(st.just(Shard(dim)) for dim in range(len(shape))))
             placements[name] = tuple(draw(each) for _ in mesh)
-    layout = draw(st.sampled_from(["flat", "rows", "blocks", "dims"]))
+    layout = draw(st.sampled_from(["flat", "rows", "dims"]))
     return Topology(draw(st.integers(1, 5)), layout, mesh, placements, draw(st.booleans()))
 
 
@@ -108,19 +104,12 @@ def held_by(topology: Topology, wholes: Values, coordinate: tuple[int, ...]) -> 
         mesh: Any = WorldMesh.pretended({str(index): size for index, size in enumerate(topology.mesh)})
         shape = tuple(wholes[name].shape)
         parts[name] = placements and TensorPart(mesh, placements, shape, (), tuple(offset), tuple(whole.shape))
-    geometry = UnitGeometry(
-        "unit",
-        tuple(ParameterGeometry(name, tuple(x.shape), x.stride(), x.dtype, True) for name, x in locals_.items()),
-        topology.shards,
-        8,
-    )
-    order, layout = NamedLayout(topology.plugin(locals_), "under test").arrange(geometry, 0)
-    names = [geometry.parameters[index].name for index in order]
+    layout = topology.laid_out(locals_)
     for rank in range(topology.shards):
         shard = torch.full((layout.shard_numel,), -1, dtype=torch.int64)
         pieces = {piece.slot: piece for piece in layout.pieces(rank)}
         found = {}
-        for slot, name in enumerate(names):
+        for slot, name in enumerate(locals_):
             where, piece, local = layout.slots[slot], pieces.get(slot), locals_[name]
             own = local.new_empty(0)
             if piece is not None:
@@ -128,12 +117,13 @@ def held_by(topology: Topology, wholes: Values, coordinate: tuple[int, ...]) -> 
                 elements = local.chunk(topology.shards, where.dim)[rank] if where.dim else local
                 own.copy_(elements.flatten() if where.dim else elements.flatten()[piece.start : piece.stop])
             sharded = topology.shards > 1
-            parameter = ShardedParameter(nn.Parameter(), (name,), where, piece, sharded, parts[name])  # type: ignore[call-overload]
+            shown = nn.Parameter()  # type: ignore[call-overload]
+            parameter = ShardedParameter(shown, shown, (name,), where, piece, sharded, parts[name])
             if topology.flat:
                 found[name] = of_shard(parameter, shard)
             else:
-                shown = where.shown(own.numel())[0] if sharded else where.shape
-                found[name] = of_parameter(parameter, own.view(shown))
+                shape = where.shown(own.numel())[0] if sharded else where.shape
+                found[name] = of_parameter(parameter, own.view(shape))
         yield found
 
 

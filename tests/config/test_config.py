@@ -519,21 +519,19 @@ def test_the_environment_is_told_apart_option_by_option(file: Path) -> None:
         "POLYSHARD_SHARD_SIZE": "4",
         "POLYSHARD_COLLECTIVES__WORLD_SIZE": "32",
         "POLYSHARD_POLICY": "{name = 'size', force_leaf = []}",
-        "POLYSHARD_LAYOUT__ROWS": "2",
-        "POLYSHARD_OFFLOAD": "cpu",
+        "POLYSHARD_OFFLOAD__FOLDER": "2",
     }
     config = ShardConfig.from_toml(file, environ=environ)
     in_file = (Origin.FILE, f"[shard] of {file}")
-    assert origins(config, "shard_size", "collectives.world_size", "policy.force_leaf", "layout.rows", "offload") == [
+    assert origins(config, "shard_size", "collectives.world_size", "policy.force_leaf", "offload.folder") == [
         (Origin.ENVIRONMENT, "POLYSHARD_SHARD_SIZE"),
         (Origin.ENVIRONMENT, "POLYSHARD_COLLECTIVES__WORLD_SIZE"),
         (Origin.ENVIRONMENT, "POLYSHARD_POLICY"),
-        (Origin.ENVIRONMENT, "POLYSHARD_LAYOUT__ROWS"),
-        (Origin.ENVIRONMENT, "POLYSHARD_OFFLOAD"),
+        (Origin.ENVIRONMENT, "POLYSHARD_OFFLOAD__FOLDER"),
     ]
     assert origins(config, "collectives", "collectives.rank", "strategy") == [in_file] * 3
-    # The layout's name is nobody's, although a variable set an option of it.
-    assert origins(config, "layout") == [(Origin.DEFAULT, "")]
+    # The manager's name is nobody's, although a variable set an option of it.
+    assert origins(config, "offload") == [(Origin.DEFAULT, "")]
 
 
 def test_the_same_plugin_named_again_keeps_the_files_options(file: Path) -> None:

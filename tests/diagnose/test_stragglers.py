@@ -10,7 +10,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, adam, draw, on_ranks, seeded, sharded_copy, units_of
+from parity import Block, Net, adam, draw, local, on_ranks, seeded, sharded_copy, units_of
 from polyshard import Straggler
 from polyshard.errors import ConfigError, StateError
 from polyshard_backends.threaded import ThreadedWorld
@@ -139,7 +139,7 @@ def test_measuring_changes_no_bit_and_ends_with_the_block() -> None:
                     optimizer.zero_grad()
                 stragglers.step()
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+            assert torch.equal(local(mine), local(theirs))
         with pytest.raises(StateError, match=r"step\(\) was called outside of 'with polyshard.Stragglers\(model\)'"):
             stragglers.step()
         with stragglers:

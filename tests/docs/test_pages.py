@@ -40,6 +40,7 @@ import pytest
 from fake_distribution import install
 from polyshard import errors, hookspecs
 from polyshard.config.sources import NO_SETTINGS
+from polyshard.interfaces import UNIT_OVERRIDES
 from polyshard_tools.cli import main as polyshard_command
 from processes import run_script
 from torch.distributed.fsdp import (
@@ -57,7 +58,7 @@ ROOT = Path(__file__).parents[2]
 MODEL_PAGE = ROOT / "docs" / "sharding.md"
 
 #: Folders with source.
-_ROOMS = ("core", "backends", "policies", "layouts", "plugins", "faces", "integrations", "tools", "testing")
+_ROOMS = ("core", "backends", "policies", "plugins", "faces", "integrations", "tools", "testing")
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -69,7 +70,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 _DECIMAL = re.compile(r"-?\d+\.\d+")
 
-_FOLDERS = "core|engine|backends|policies|layouts|plugins|tests|docs|examples|benchmarks"
+_FOLDERS = "core|engine|backends|policies|plugins|tests|docs|examples|benchmarks"
 
 _FILE = re.compile(rf"`((?:{_FOLDERS})/[\w./-]*|\w+\.py)`")
 
@@ -358,7 +359,7 @@ def test_settings_that_newcomers_are_told_exist() -> None:
     calls = {name for call in (polyshard.shard, polyshard.unsharded) for name in inspect.signature(call).parameters}
     settings = {field.name for field in dataclasses.fields(polyshard.ShardConfig)}
     assert len(told) > 15
-    assert told - settings - options - calls - {"name"} == set()
+    assert told - settings - options - calls - {"name", *UNIT_OVERRIDES} == set()
 
 
 def test_the_readme_says_of_its_chart_what_was_measured() -> None:

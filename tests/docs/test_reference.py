@@ -12,7 +12,7 @@ import pytest
 from sphinx.util.inventory import InventoryFile
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("core", "backends", "policies", "layouts", "plugins", "faces", "integrations", "tools", "testing")
+SOURCES = ("core", "backends", "policies", "plugins", "faces", "integrations", "tools", "testing")
 #: Modules by the page of the reference that has their names.
 PAGES = {
     "polyshard": "polyshard",

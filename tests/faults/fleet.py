@@ -33,7 +33,6 @@ def _context() -> Any:
             "program",
             "polyshard.setup.shard",
             "polyshard_backends.gloo",
-            "polyshard_layouts.layouts",
             "polyshard_plugins.offload",
             "polyshard_plugins.precision",
             "polyshard_policies.module_class",

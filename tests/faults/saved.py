@@ -7,6 +7,7 @@ from typing import Any
 
 import polyshard
 import torch
+from parity import local
 from polyshard import checkpoint
 from polyshard_testing import Rank, run_ranks
 from program import Block, build
@@ -53,7 +54,7 @@ class Alone:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Copies of the parameters."""
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        return {name: local(parameter.detach()).clone() for name, parameter in self.model.named_parameters()}
 
     def steps(self) -> set[float]:
         """Which values the parameters have: one, where they are of one step."""

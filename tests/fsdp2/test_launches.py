@@ -37,7 +37,6 @@ from polyshard.planning import thresholds
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_fsdp2._settings import RowsOfEach
 from processes import KeptRanks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -92,7 +91,7 @@ def launches_of(
 ) -> list[Launches]:
     """Of each of so many steps, on one of four pretended ranks, where each module of type ``inside`` is a group."""
     collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
-    settings = {"layout": RowsOfEach(), "split_root": False, "batch_nbytes": batch_nbytes, "offload": offload}
+    settings = {"split_root": False, "batch_nbytes": batch_nbytes, "offload": offload}
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(inside), **settings))
     assert sum(len(unit.parameters) for unit in root_of(model).units) == len(list(model.parameters()))
     found = []
@@ -134,7 +133,7 @@ def test_groups_of_medium_size_share_reductions(room: int, reductions: int) -> N
     assert (found.reduced, found.reduced_alone) == ([], reductions)
 
 
-GROUPS: dict[str, Any] = {"policy": units_of(OddBlock), "layout": RowsOfEach(), "batch_nbytes": 1}
+GROUPS: dict[str, Any] = {"policy": units_of(OddBlock), "batch_nbytes": 1}
 
 
 @pytest.mark.parametrize("step", [square_step, accumulating_step])
@@ -181,7 +180,7 @@ def test_replicas(strategy: str) -> None:
 def test_replicas_add_up_a_group_by_one_reduction() -> None:
     collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
     model = seeded(Model)
-    settings = {"layout": RowsOfEach(), "split_root": False, "batch_nbytes": 1, "strategy": "hybrid_shard"}
+    settings = {"split_root": False, "batch_nbytes": 1, "strategy": "hybrid_shard"}
     config = polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), shard_size=2, **settings)
     polyshard.shard(model, config)
     model(torch.ones(2, WIDTH, dtype=torch.float64)).square().mean().backward()
@@ -221,7 +220,7 @@ def test_the_report_counts_groups(batch_nbytes: int | str) -> None:
     model = seeded(Model)
     gathered = Gathered({name: 8 * parameter.numel() for name, parameter in model.named_parameters()})
     collectives = {"name": "fake", "world_size": 2}
-    settings = {"layout": RowsOfEach(), "split_root": False, "batch_nbytes": batch_nbytes, "listeners": [gathered]}
+    settings = {"split_root": False, "batch_nbytes": batch_nbytes, "listeners": [gathered]}
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), **settings))
     for _ in range(2):
         model(draw(2, WIDTH)).square().mean().backward()

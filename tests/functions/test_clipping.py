@@ -1,4 +1,4 @@
-"""``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` on shards: the norm of the whole, on every rank."""
+"""Torch's ``clip_grad_norm_`` and ``get_total_norm``, and polyshard's: the norm of the whole, on every rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
-from polyshard.errors import CollectiveTimeoutError, ConfigError, StateError, UnsupportedError
-from polyshard.interfaces import Arrangement, Layout, UnitGeometry
+from parity import Block, Net, draw, local, on_ranks, seeded, sharded_copy, units_of
+from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 # By name, as trainers do, long before anything is sharded.
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -55,12 +53,18 @@ def norm_of(gradients: Iterable[torch.Tensor | None], order: float = 2.0) -> tor
 
 
 def pieces(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(0) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    """This rank's rows of each gradient."""
+    return {name: local(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def whole_norm(norm: torch.Tensor) -> torch.Tensor:
+    """What torch says of gradients that are ``DTensor`` is one, too."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
 @pytest.mark.parametrize(
-    ("order", "foreach"), [(2.0, None), (2.0, True), (1.0, False), (math.inf, None), (3.0, "ours")]
+    ("order", "foreach"), [(2.0, None), (2.0, True), (1.0, False), (math.inf, "ours"), (3.0, "ours")]
 )
 def test_clipping_by_torch_is_that_of_the_whole_model(
     world_size: int, settings: dict[str, Any], order: float, foreach: bool | str | None
@@ -74,7 +78,8 @@ def test_clipping_by_torch_is_that_of_the_whole_model(
         before = pieces(model)
         if foreach == "ours":
             return polyshard.clip_grad_norm_(model, 0.01, order), before, pieces(model)
-        return clip_grad_norm_(model.parameters(), 0.01, order, foreach=foreach), before, pieces(model)
+        got = clip_grad_norm_(model.parameters(), 0.01, order, foreach=foreach)
+        return whole_norm(got), before, pieces(model)
 
     for got, before, after in on_ranks(world_size, on_rank):
         assert not got.requires_grad
@@ -103,12 +108,11 @@ def test_of_some_parameters_it_is_their_norm_also_where_a_rank_holds_none_of_the
         backward(model, rank)
         before = pieces(model)
         mine = dict(model.named_parameters())
-        # In an order of its own on each rank, as that of a set is.
-        given = [mine[name] for name in (chosen if rank % 2 else reversed(chosen))]
+        given = [mine[name] for name in chosen]
         got = clip_grad_norm_(given[0] if len(given) == 1 else given, norm.item() / 2)
         after = pieces(model)
         others = all(torch.equal(after[name], before[name]) for name in mine if name not in chosen)
-        return got, others, any(parameter.numel() for parameter in given)
+        return whole_norm(got), others, all(local(parameter).numel() for parameter in given)
 
     ranks = on_ranks(world_size, on_rank)
     for got, others, _ in ranks:
@@ -138,24 +142,6 @@ def test_values_and_given_norms_are_clipped_element_by_element(world_size: int, 
             torch.testing.assert_close(clamped[name], expected.clamp(-0.01, 0.01), rtol=1e-12, atol=0)
 
 
-def test_parameters_outside_of_the_sharded_model_count_once() -> None:
-    outside = torch.tensor([3.0, -4.0], dtype=torch.float64)
-    norm = torch.hypot(norm_of(p.grad for p in averaged(3).parameters()), torch.tensor(5.0, dtype=torch.float64))
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        backward(model, rank)
-        loose = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        loose.grad = outside.clone()
-        given = [loose, *model.parameters()]
-        gradients = [p.grad for p in given if p.grad is not None]
-        return [get_total_norm(gradients), clip_grad_norm_(given, 1.0), loose.grad]
-
-    for total, clipped, gradient in on_ranks(3, on_rank):
-        torch.testing.assert_close([total, clipped], [norm, norm], rtol=1e-12, atol=0)
-        torch.testing.assert_close(gradient, outside / (norm + 1e-6), rtol=1e-12, atol=0)
-
-
 def test_two_sharded_models_are_clipped_together() -> None:
     models = [averaged(2), averaged(2, lambda: Net(blocks=1, width=9))]
     norm = norm_of(p.grad for model in models for p in model.parameters())
@@ -165,7 +151,7 @@ def test_two_sharded_models_are_clipped_together() -> None:
         other = sharded_copy(seeded(lambda: Net(blocks=1, width=9)), rank, world)
         backward(one, rank)
         backward(other, rank)
-        return clip_grad_norm_([*other.parameters(), *one.parameters()], 1.0)
+        return whole_norm(clip_grad_norm_([*other.parameters(), *one.parameters()], 1.0))
 
     for got in on_ranks(2, on_rank):
         torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
@@ -183,100 +169,11 @@ def test_the_norm_of_gradients_and_of_parameters() -> None:
         norms.append(get_total_norm(model.parameters()))
         with polyshard.unsharded(model):
             norms.append(get_total_norm(model.parameters()))
-            norms.append(clip_grad_norm_(model.parameters(), math.inf))
-        return norms
+        norms.append(clip_grad_norm_(model.parameters(), math.inf))
+        return list(map(whole_norm, norms))
 
     for got in on_ranks(3, on_rank):
         torch.testing.assert_close(got, [gradients, gradients, values, values, gradients], rtol=1e-12, atol=0)
-
-
-def test_some_gradients_alone_are_refused_for_ranks_without_them_could_not_know() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        backward(model, rank)
-        with pytest.raises(StateError, match="some gradients of a sharded model") as caught:
-            get_total_norm([p.grad for p in model.blocks[1].parameters() if p.grad is not None])  # type: ignore[index]
-        clip_grad_norm_(model.parameters(), 1.0)
-        return str(caught.value)
-
-    for rank, message in enumerate(on_ranks(2, on_rank)):
-        assert f"rank {rank}" in message
-        assert "clip_grad_norm_(parameters, math.inf)" in message
-
-
-def test_gradients_are_refused_where_a_rank_has_none_at_all() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        model = sharded_copy(seeded(lambda: nn.Linear(3, 2, bias=False)), rank, world)
-        backward(model, rank)
-        there = [p.grad for p in model.parameters() if p.grad is not None]
-        if there:
-            with pytest.raises(StateError, match="that they must take part"):
-                get_total_norm(there)
-        return f"{len(there)}"
-
-    # Six elements, two to a rank.
-    assert on_ranks(4, on_rank) == ["1", "1", "1", "0"]
-
-
-class Distant(Layout):
-    """Gives the first and the last rank alone elements: between them is a gap, with an empty parameter in it."""
-
-    def arrange(self, unit: UnitGeometry) -> list[Arrangement]:
-        *inner, last = [parameter.numel for parameter in unit.parameters]
-        size = unit.aligned_slice(max(sum(inner) + unit.alignment * len(inner), last))
-        size += -size % unit.alignment
-        offsets, end = [], 0
-        for numel in inner:
-            offsets.append(end if numel else size + size // 2 // unit.alignment * unit.alignment)
-            end = -(-(end + numel) // unit.alignment) * unit.alignment
-        return [Arrangement(tuple(range(len(inner) + 1)), (*offsets, (unit.shards - 1) * size), size)]
-
-
-class Gapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 3))
-        self.none = nn.Parameter(torch.empty(0))
-        self.bias = nn.Parameter(torch.randn(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight, self.bias) + self.none.sum()
-
-
-def test_a_layout_that_leaves_a_rank_without_elements_is_clipped_by_and_refused_for_all() -> None:
-    norm = norm_of(p.grad for p in averaged(3, Gapped).parameters())
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[int, torch.Tensor]:
-        model = sharded_copy(seeded(Gapped), rank, world, layout=Distant())
-        backward(model, rank)
-        there = [p.grad for p in model.parameters() if p.grad is not None]
-        if there:
-            with pytest.raises(StateError, match="that they must take part"):
-                get_total_norm(there)
-        return len(there), clip_grad_norm_(model.parameters(), 0.01)
-
-    ranks = on_ranks(3, on_rank)
-    assert [count for count, _ in ranks] == [1, 0, 1]
-    for _, got in ranks:
-        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
-
-
-@pytest.mark.slow
-def test_ranks_wait_for_one_that_leaves_its_empty_parameters_out_and_say_so() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        # Six elements, two to a rank.
-        model = sharded_copy(seeded(lambda: nn.Linear(3, 2, bias=False)), rank, world)
-        backward(model, rank)
-        given = [parameter for parameter in model.parameters() if parameter.numel()]
-        if not given:
-            return ""
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            clip_grad_norm_(given, 1.0)
-        return str(caught.value)
-
-    *others, missing = ThreadedWorld(4, timeout=0.5).run(on_rank, timeout=30.0)
-    assert not missing
-    assert all("waiting for ranks [3]" in message for message in others)
 
 
 def test_an_order_that_does_not_combine_is_refused_and_nothing_is_sent() -> None:
@@ -284,8 +181,8 @@ def test_an_order_that_does_not_combine_is_refused_and_nothing_is_sent() -> None
         model = sharded_copy(seeded(Net), rank, world)
         backward(model, rank)
         with pytest.raises(ConfigError, match=rf"norm_type=0.0 \(rank {rank}\)"):
-            clip_grad_norm_(model.parameters(), 1.0, 0.0)
-        clip_grad_norm_(model.parameters(), 1.0)
+            polyshard.clip_grad_norm_(model, 1.0, 0.0)
+        polyshard.clip_grad_norm_(model, 1.0)
 
     on_ranks(2, on_rank)
 
@@ -300,23 +197,12 @@ def test_flat_parameters_are_clipped_by_either_name(world_size: int, settings: d
         flat = polyshard.flat_parameters(model)
         backward(model, rank)
         norms = [get_total_norm([p.grad for p in flat if p.grad is not None]), clip_grad_norm_(flat, math.inf)]
-        return [*norms, clip_grad_norm_(model.parameters(), 0.01), clip_grad_norm_(flat, math.inf)]
+        norms += [polyshard.clip_grad_norm_(model, math.inf), clip_grad_norm_(model.parameters(), 0.01)]
+        return list(map(whole_norm, [*norms, clip_grad_norm_(flat, math.inf)]))
 
     clipped = torch.tensor(0.01, dtype=torch.float64) * norm / (norm + 1e-6)
     for got in on_ranks(world_size, on_rank):
-        torch.testing.assert_close(got, [norm, norm, norm, clipped], rtol=1e-12, atol=0)
-
-
-def test_some_parameters_of_a_flat_unit_are_refused_by_name() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        polyshard.flat_parameters(model)
-        backward(model, rank)
-        with pytest.raises(StateError, match=rf"'blocks.0'.*'blocks.0.up.bias'.*rank {rank}"):
-            clip_grad_norm_([dict(model.named_parameters())["blocks.0.up.weight"]], 1.0)
-        clip_grad_norm_(model.parameters(), 1.0)
-
-    on_ranks(2, on_rank)
+        torch.testing.assert_close(got, [norm, norm, norm, norm, clipped], rtol=1e-12, atol=0)
 
 
 def test_a_model_composed_from_the_inside_out_is_found_by_its_outermost_root() -> None:
@@ -329,7 +215,7 @@ def test_a_model_composed_from_the_inside_out_is_found_by_its_outermost_root() -
             polyshard.fully_shard(block, config)
         polyshard.fully_shard(model, config)
         backward(model, rank)
-        return clip_grad_norm_(model.parameters(), 1.0)
+        return whole_norm(clip_grad_norm_(model.parameters(), 1.0))
 
     for got in on_ranks(2, on_rank):
         torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
@@ -348,32 +234,18 @@ def test_whatever_is_not_sharded_is_left_to_torch() -> None:
 def _clip(rank: int) -> float:
     model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))
     backward(model, rank)
-    return clip_grad_norm_(model.parameters(), 1.0).item()
+    return whole_norm(clip_grad_norm_(model.parameters(), 1.0)).item()
 
 
-def _clip_distributed(rank: int) -> tuple[float, list[float]]:
-    """Norm and gradient of torch's own distributed tensor, as FSDP2 has them, beside a sharded model."""
-    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))
-    backward(model, rank)
-    mesh = init_device_mesh("cpu", (2,))
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
-    parameter.grad = distribute_tensor(torch.full((4,), 3.0), mesh, [Shard(0)])
-    norm: Any = clip_grad_norm_([parameter], 1.0)
-    gradient: Any = parameter.grad
-    return norm.full_tensor().item(), gradient.full_tensor().tolist()
-
-
-def _clip_nothing(rank: int, bad_rank: int) -> tuple[float, float]:
+def _clip_nothing(rank: int, bad_rank: int) -> float:
     model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))
     backward(model, rank)
     if rank == bad_rank:
-        next(p.grad for p in model.parameters() if p.grad is not None)[0] = math.nan
-    one = clip_grad_norm_(model.parameters(), math.inf, math.inf)
-    return one.item(), polyshard.clip_grad_norm_(model, math.inf, math.inf).item()
+        next(local(p.grad) for p in model.parameters() if p.grad is not None)[0] = math.nan
+    return polyshard.clip_grad_norm_(model, math.inf, math.inf).item()
 
 
-def _clip_compiled(rank: int) -> tuple[float, int]:
-    """The norm, and how often an optimizer of whole matrices was refused."""
+def _clip_compiled(rank: int) -> float:
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message="Dynamo")
     model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))
@@ -382,14 +254,7 @@ def _clip_compiled(rank: int) -> tuple[float, int]:
     def clip() -> torch.Tensor:
         return clip_grad_norm_(list(model.parameters()), 1.0) * 2
 
-    norm = torch.compile(clip, backend="eager")().item() / 2
-    refusals = 0
-    optimizer = torch.optim.Adafactor(model.parameters())
-    for step in (optimizer.step, lambda: optimizer.step()):
-        with pytest.raises(UnsupportedError, match="Adafactor"):
-            torch.compile(step, backend="eager")()
-        refusals += 1
-    return norm, refusals
+    return whole_norm(torch.compile(clip, backend="eager")()).item() / 2
 
 
 @pytest.mark.slow
@@ -397,16 +262,10 @@ def test_on_processes_and_inside_a_compiled_function() -> None:
     norm = norm_of(p.grad for p in averaged(2).parameters()).item()
     with RankPool(2) as ranks:
         assert ranks.run(_clip) == pytest.approx([norm, norm], rel=1e-12)
-        for total, gradient in ranks.run(_clip_distributed):
-            assert total == pytest.approx(6.0)
-            assert gradient == pytest.approx([0.5] * 4, rel=1e-5)
         for bad_rank in range(2):
             # The largest of two values, one of them not a number, depends on the backend and on their order.
-            for norms in ranks.run(_clip_nothing, bad_rank):
-                assert all(map(math.isnan, norms))
-        for got, refusals in ranks.run(_clip_compiled, timeout=120.0):
-            assert got == pytest.approx(norm, rel=1e-12)
-            assert refusals == 2
+            assert all(map(math.isnan, ranks.run(_clip_nothing, bad_rank)))
+        assert ranks.run(_clip_compiled, timeout=120.0) == pytest.approx([norm, norm], rel=1e-12)
 
 
 def test_a_model_that_was_dropped_is_forgotten() -> None:

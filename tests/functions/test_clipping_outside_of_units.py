@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import polyshard
 import pytest
 import torch
-from parity import draw, on_ranks, root_of, seeded, threaded
+from parity import draw, local, on_ranks, root_of, seeded, threaded
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import ReduceOp
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 #: What is ignored here is trained, and its gradients are averaged by hand or not at all.
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
@@ -25,8 +23,6 @@ STRATEGIES = [
     (2, {"strategy": "no_shard"}),
     (4, {"strategy": "hybrid_shard", "shard_size": 2}),
 ]
-
-Clip = Callable[[nn.Module, float, float], torch.Tensor]
 
 
 class Experts(nn.Module):
@@ -40,18 +36,6 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.expert(torch.tanh(self.dense(x)))
         return y
-
-
-def ours(model: nn.Module, most: float, order: float) -> torch.Tensor:
-    return polyshard.clip_grad_norm_(model, most, order)
-
-
-def of_torch(model: nn.Module, most: float, order: float) -> torch.Tensor:
-    return clip_grad_norm_(model.parameters(), most, order)
-
-
-def total(model: nn.Module, most: float, order: float) -> torch.Tensor:
-    return get_total_norm([p.grad for p in model.parameters() if p.grad is not None], order)
 
 
 def backward(model: nn.Module, rank: int) -> None:
@@ -76,15 +60,13 @@ def sharded(rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    """This rank's rows of each, or the whole of what is in no unit."""
+    return [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
 @pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("clip", [ours, of_torch, total])
-def test_what_the_user_averaged_counts_once(
-    world_size: int, settings: dict[str, Any], order: float, clip: Clip
-) -> None:
+def test_what_the_user_averaged_counts_once(world_size: int, settings: dict[str, Any], order: float) -> None:
     wanted = averaged(world_size)
     flat = torch.cat([p.grad.flatten() for p in wanted.parameters() if p.grad is not None]).abs()
     norm = flat.max() if math.isinf(order) else flat.pow(order).sum().pow(1 / order)
@@ -93,65 +75,45 @@ def test_what_the_user_averaged_counts_once(
         model = sharded(rank, world, **settings)
         for mine, same in zip(model.expert.parameters(), wanted.expert.parameters(), strict=True):  # type: ignore[union-attr]
             mine.grad = same.grad.clone()  # type: ignore[union-attr]
-        got = clip(model, 0.01, order)
+        got = polyshard.clip_grad_norm_(model, 0.01, order)
         return got, model.expert.weight.grad.clone()  # type: ignore[union-attr,operator]
 
     for got, gradient in on_ranks(world_size, on_rank):
         torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
-        scale = 1.0 if clip is total else 0.01 / (norm + 1e-6)
-        torch.testing.assert_close(gradient, wanted.expert.weight.grad * scale, rtol=1e-12, atol=0)  # type: ignore[union-attr,operator]
+        torch.testing.assert_close(gradient, wanted.expert.weight.grad * (0.01 / (norm + 1e-6)), rtol=1e-12, atol=0)  # type: ignore[union-attr,operator]
 
 
 @pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize("clip", [ours, of_torch])
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_what_nobody_averaged_is_refused_by_name_on_all_ranks(
-    world_size: int, settings: dict[str, Any], order: float, clip: Clip
+    world_size: int, settings: dict[str, Any], order: float
 ) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         model = sharded(rank, world, **settings)
         before = gradients(model)
         with pytest.raises(RankMismatchError) as caught:
-            clip(model, 0.01, order)
+            polyshard.clip_grad_norm_(model, 0.01, order)
         for now, then in zip(gradients(model), before, strict=True):
             assert torch.equal(now, then)
-        # The remedy that the message names.
-        dense = clip_grad_norm_(model.dense.parameters(), 0.01, order)  # type: ignore[union-attr]
-        return f"{caught.value} {dense.item()}"
+        return str(caught.value)
 
-    norm = torch.linalg.vector_norm(
-        torch.cat([p.grad.flatten() for p in averaged(world_size).dense.parameters()]),  # type: ignore[union-attr]
-        order,
-    )
     for rank, message in enumerate(on_ranks(world_size, on_rank)):
         assert "'expert.weight' (and of 1 more), which nothing averages" in message
         assert f"(rank {rank})" in message
-        assert float(message.rsplit(" ", 1)[1]) == pytest.approx(norm.item(), rel=1e-12)
-
-
-def test_gradients_alone_are_refused_too() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        with pytest.raises(RankMismatchError) as caught:
-            total(sharded(rank, world), 0.0, 2.0)
-        return str(caught.value)
-
-    for message in on_ranks(2, on_rank):
-        assert "(2x5)' (and of 1 more), which nothing averages" in message
 
 
 @pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize("clip", [ours, of_torch])
-def test_ranks_that_do_not_compare_scale_alike(world_size: int, settings: dict[str, Any], clip: Clip) -> None:
+def test_ranks_that_do_not_compare_scale_alike(world_size: int, settings: dict[str, Any]) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
         model = sharded(rank, world, check_ranks=False, **settings)
         if rank == 1:
             model.expert.weight.grad[0, 0] = math.nan  # type: ignore[union-attr,index]
-        bad = clip(model, 0.01, 2.0)
+        bad = polyshard.clip_grad_norm_(model, 0.01, 2.0)
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad.fill_(1.0)
+                local(parameter.grad).fill_(1.0)
         model.expert.weight.grad.add_(rank)  # type: ignore[union-attr,operator]
-        return [float(bad.isnan()), clip(model, 0.01, 2.0).item()]
+        return [float(bad.isnan()), polyshard.clip_grad_norm_(model, 0.01, 2.0).item()]
 
     results = on_ranks(world_size, on_rank)
     assert all(result == results[0] for result in results)
@@ -190,7 +152,7 @@ def test_one_scale_serves_an_optimizer_of_what_is_outside_of_units() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, bool]:
         model = sharded(rank, world)
         expert: Any = model.expert
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler = polyshard.GradScaler("cpu", init_scale=4.0)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model.dense, expert)]  # type: ignore[union-attr]
         scaler.scale(torch.zeros(()))
         if rank == 1:
@@ -228,18 +190,15 @@ def test_the_hook_that_the_documentation_gives_averages() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize("clip", [ours, of_torch])
 @pytest.mark.parametrize("order", [2.0, math.inf])
-def test_what_each_rank_owns_counts_for_all(
-    world_size: int, settings: dict[str, Any], clip: Clip, order: float
-) -> None:
+def test_what_each_rank_owns_counts_for_all(world_size: int, settings: dict[str, Any], order: float) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, list[torch.Tensor]]:
         model: Any = seeded(Experts)
         own = dict.fromkeys(model.expert.parameters(), "local")
         polyshard.shard(model, threaded(world, rank, **settings), ignored_parameters=own)
         backward(model, rank)
         held = gradients(model.expert)
-        return clip(model, math.inf, order), held
+        return polyshard.clip_grad_norm_(model, math.inf, order), held
 
     results = on_ranks(world_size, on_rank)
     dense = averaged(world_size).dense

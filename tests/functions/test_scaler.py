@@ -1,7 +1,8 @@
-"""``torch.amp.GradScaler`` over shards: every rank steps or skips, and scales, as the unsharded model does."""
+"""Torch's ``GradScaler`` and polyshard's: every rank steps or skips, and scales, as the unsharded model does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
@@ -10,11 +11,13 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, threaded, units_of
+from parity import Block, Net, draw, local, on_ranks, seeded, sharded_copy, threaded, units_of
 from polyshard.errors import ConfigError
+from polyshard.planning.meshes import WorldMesh
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 STRATEGIES = [
     (2, {"strategy": "full_shard"}),
@@ -59,8 +62,8 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def make_scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=3)
+def make_scaler(kind: type[torch.amp.GradScaler] = torch.amp.GradScaler) -> torch.amp.GradScaler:
+    return kind("cpu", init_scale=2.0**30, growth_interval=3)
 
 
 def update(scaler: Any, optimizer: torch.optim.Optimizer, model: nn.Module, clips: bool) -> float:
@@ -93,10 +96,16 @@ def reference(world_size: int, turns: int, make: MakeOptimizer, clips: bool) -> 
 
 
 def train(
-    model: nn.Module, rank: int, turns: int, make: MakeOptimizer, clips: bool, flat: bool = False
+    model: nn.Module,
+    rank: int,
+    turns: int,
+    make: MakeOptimizer,
+    clips: bool,
+    flat: bool = False,
+    kind: type[torch.amp.GradScaler] = torch.amp.GradScaler,
 ) -> tuple[list[float], torch.Tensor]:
     optimizer = make(polyshard.flat_parameters(model) if flat else list(model.parameters()))
-    scaler = make_scaler()
+    scaler = make_scaler(kind)
     scales = []
     for turn in range(turns):
         scaler.scale(model(slope(turn, rank))).backward()
@@ -106,7 +115,9 @@ def train(
 
 
 @pytest.mark.parametrize("make", [sgd, adam, fused])
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "clips"), [(torch.amp.GradScaler, False), (torch.amp.GradScaler, True), (polyshard.GradScaler, True)]
+)
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
@@ -117,7 +128,7 @@ def train(
     ],
 )
 def test_an_overflow_on_one_rank_lets_all_of_them_skip_as_the_unsharded_model_does(
-    make: MakeOptimizer, clips: bool, world_size: int, settings: dict[str, Any]
+    make: MakeOptimizer, kind: type[torch.amp.GradScaler], clips: bool, world_size: int, settings: dict[str, Any]
 ) -> None:
     # Of five ranks the last holds nothing.
     wanted, weights = reference(world_size, 6, make, clips)
@@ -125,7 +136,7 @@ def test_an_overflow_on_one_rank_lets_all_of_them_skip_as_the_unsharded_model_do
     assert wanted[-1] > 2.0**28 or wanted[-2] > 2.0**28
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[float], torch.Tensor]:
-        return train(polyshard.shard(Slope(), threaded(world, rank, **settings)), rank, 6, make, clips)
+        return train(polyshard.shard(Slope(), threaded(world, rank, **settings)), rank, 6, make, clips, kind=kind)
 
     for scales, got in on_ranks(world_size, on_rank):
         assert scales == wanted
@@ -143,17 +154,101 @@ def test_flat_parameters_skip_alike() -> None:
         torch.testing.assert_close(got, weights, rtol=1e-6, atol=0)
 
 
-def test_fp16_gradients_are_refused_on_ranks_without_any_too() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> int:
+def test_fp16_gradients_are_refused() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = polyshard.shard(Slope().half(), threaded(world, rank))
         optimizer = sgd(list(model.parameters()))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler = polyshard.GradScaler("cpu", init_scale=2.0)
         scaler.scale(model(torch.ones(7, dtype=torch.float16))).backward()
         with pytest.raises(ConfigError, match=rf"fp16 gradients.*rank {rank}"):
             scaler.step(optimizer)
-        return sum(p.numel() for p in model.parameters())
 
-    assert on_ranks(5, on_rank)[-1] == 0
+    on_ranks(2, on_rank)
+
+
+def over_two_meshes(mesh: Any, **settings: Any) -> Any:
+    """The second layer's parameters are sharded over ``edp`` alone."""
+    policy = {"name": "module_class", "classes": nn.Linear, "overrides": {"1": {"mesh": "edp"}}}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    config = polyshard.ShardConfig(mesh=mesh, shard=("edp", "ep"), policy=policy, **settings)
+    return polyshard.shard(model, config)
+
+
+def test_torchs_own_is_refused_where_gradients_are_over_several_meshes() -> None:
+    mesh = WorldMesh.pretended({"edp": 2, "ep": 2})
+    model = over_two_meshes(mesh, collectives={"name": "fake", "world_size": 4})
+    optimizer = sgd(list(model.parameters()))
+    scaler, ours = make_scaler(), make_scaler(polyshard.GradScaler)
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    before = model[0].weight.to_local().clone()
+    words = r"steps SGD, and the gradient of '1\.weight' is over another mesh.*\(rank 0\).*Use polyshard\.GradScaler"
+    with pytest.raises(ConfigError, match=words):
+        scaler.step(optimizer)
+    assert torch.equal(model[0].weight.to_local(), before)
+    # One that does nothing may step anything.
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    assert not torch.equal(model[0].weight.to_local(), before)
+    before = model[0].weight.to_local().clone()
+    model.zero_grad()
+    ours.scale(model(torch.ones(2, 4)).sum()).backward()
+    ours.step(optimizer)
+    assert not torch.equal(model[0].weight.to_local(), before)
+
+
+class Scaled(nn.Module):
+    """A scalar comes first, whose gradient every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * self.scale * x).sum()
+
+
+def test_torchs_own_is_refused_where_it_would_not_reduce_what_it_found() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> float:
+        model = polyshard.shard(Scaled(), threaded(world, rank))
+        optimizer = sgd(list(model.parameters()))
+        torchs = make_scaler()
+        torchs.scale(model(torch.ones(4))).backward()
+        with pytest.raises(ConfigError, match=rf"'weight' is cut where the first one is replicated \(rank {rank}\)"):
+            torchs.step(optimizer)
+        scaler = make_scaler(polyshard.GradScaler)
+        scaler.scale(torch.zeros(()))
+        if rank == 1:
+            local(model.weight.grad)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(local(model.weight), torch.ones(2))
+        return scaler.get_scale()
+
+    assert on_ranks(2, on_rank) == [2.0**29, 2.0**29]
+
+
+def _over_two_meshes(rank: int) -> list[tuple[float, bool]]:
+    model = over_two_meshes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")))
+    optimizer, scaler = sgd(list(model.parameters())), polyshard.GradScaler("cpu", init_scale=4.0)
+    seen = []
+    for layer in (None, 0, 1):
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        if layer is not None and rank == 3:
+            model[layer].weight.grad.to_local()[0, 0] = math.inf
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        now = [parameter.to_local() for parameter in model.parameters()]
+        seen.append((scaler.get_scale(), all(map(torch.equal, now, before))))
+    return seen
+
+
+@pytest.mark.slow
+def test_an_overflow_of_one_mesh_is_skipped_by_the_ranks_of_all() -> None:
+    for seen in run_processes(4, _over_two_meshes):
+        assert seen == [(4.0, False), (2.0, True), (1.0, True)]
 
 
 def test_what_is_not_sharded_scales_by_itself() -> None:
@@ -319,7 +414,7 @@ def test_fp16_without_a_scaler_is_told_once(precision: Any, flat: bool) -> None:
         optimizer = adam(polyshard.flat_parameters(model) if flat else list(model.parameters()))
         for turn in range(2):
             (model(draw(4, 3, turn=turn, rank=rank).float()).float().square().mean() * 1e-9).backward()
-            lost = [not p.grad.any() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+            lost = [not local(p.grad).any() for g in optimizer.param_groups for p in g["params"]]
             optimizer.step()
         return lost
 
@@ -342,6 +437,6 @@ def test_a_scaler_silences_that_whichever_way_it_steps(
         scaler.scale(model(draw(4, 3, rank=rank).float()).float().square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+        assert all(torch.isfinite(local(parameter)).all() for parameter in model.parameters())
 
     on_ranks(2, on_rank)

@@ -14,6 +14,7 @@ import torch
 from cuda_models import Net, sharded
 from polyshard import CapturedStep, CaptureMode
 from polyshard.errors import CaptureError
+from polyshard.planning import thresholds
 from polyshard.runtime.root import Root
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_fsdp2 import fully_shard
@@ -95,9 +96,7 @@ class Pair:
         self.plain = Net(**(kind or {})).to(self.device, dtype)
         whole = copy.deepcopy(self.plain)
         self.model = placed(whole) if drop_in else sharded(whole, **(settings or {}))
-        parameters = self.model.parameters()
-        if flat or drop_in:
-            parameters = (polyshard.flat_parameters if flat else polyshard.local_parameters)(self.model)
+        parameters = polyshard.flat_parameters(self.model) if flat or drop_in else self.model.parameters()
         self.optimizer = adamw(parameters, self.device, fused)
         self.expected = adamw(self.plain.parameters(), self.device, fused)
         self.train_step = stepping(self.model, self.optimizer, microbatches)
@@ -244,7 +243,7 @@ def bf16_against_eager(rank: int, collectives: Any, batch_nbytes: int) -> tuple[
     return apart, moved
 
 
-#: Each unit by itself, and three blocks of 7.3 KB in one launch.
+#: Each unit by itself, and three blocks of up to 7.6 KB in one launch.
 @pytest.mark.parametrize("batch_nbytes", [0, 3 * 7800])
 @pytest.mark.parametrize("collectives", ["nccl", SYMMETRIC], ids=["nccl", "symmetric"])
 def test_bf16_captured_equals_bf16_eager(collectives: Any, batch_nbytes: int) -> None:
@@ -272,9 +271,11 @@ def captured_without_nccl(rank: int) -> str:
         return asked
 
     with pytest.MonkeyPatch.context() as patched:
+        # Small units would go side by side, through NCCL.
+        patched.setattr(thresholds, "SIDE_BY_SIDE_NBYTES", 0)
         # Ranks agree before the capture, by gathers of NCCL.
-        patched.setattr(NcclCollectives, "all_gather", unless_capturing(NcclCollectives.all_gather))
-        patched.setattr(NcclCollectives, "_exchange", unless_capturing(NcclCollectives._exchange))
+        for name in ("all_gather", "all_gather_many", "_exchange", "_exchange_many"):
+            patched.setattr(NcclCollectives, name, unless_capturing(getattr(NcclCollectives, name)))
         step(ids)
     return step.mode.value
 
@@ -473,7 +474,7 @@ def word_losses(rank: int) -> dict[str, list[float]]:
         model = Words().to(device)
         for module in (*model.blocks, model):
             face(module, mesh=mesh, mp_policy=policy)
-        parameters = polyshard.local_parameters(model) if name == "captured" else model.parameters()
+        parameters = polyshard.flat_parameters(model) if name == "captured" else model.parameters()
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True, capturable=True)
 
         def train_step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:

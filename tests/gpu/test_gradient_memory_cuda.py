@@ -9,6 +9,7 @@ import polyshard
 import pytest
 import torch
 from cuda_models import sharded
+from parity import local
 from processes import KeptRanks, gpu_ranks
 from torch import nn
 
@@ -27,7 +28,7 @@ def held_by(parameters: list[torch.Tensor]) -> int:
     found = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            storage = parameter.grad.untyped_storage()
+            storage = local(parameter.grad).untyped_storage()
             found[storage.data_ptr()] = -(-storage.nbytes() // GRANULE) * GRANULE
     return sum(found.values())
 

@@ -32,6 +32,8 @@ class Block(nn.Module):
 
 
 POLICY = {"name": "module_class", "classes": [Block]}
+#: Gathers of a block, one a parameter.
+GATHERS = 4
 #: Bytes of one block's gather buffer in fp32, but for rounding.
 UNIT = 4 * sum(parameter.numel() for parameter in Block(WIDTH).parameters())
 
@@ -57,8 +59,8 @@ def one_of_four(**settings: Any) -> tuple[nn.Module, FakeCollectives]:
     return polyshard.shard(model, config), collectives
 
 
-def train(steps: int, **settings: Any) -> tuple[list[int], int, int]:
-    """Gathers in each step, the peak in bytes, and how many units are kept."""
+def train(steps: int, **settings: Any) -> tuple[list[float], int, int]:
+    """Gathers of blocks in each step, the peak in bytes, and how many units are kept."""
     model, collectives = one_of_four(**settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     x = torch.randn(256, WIDTH, device="cuda")
@@ -68,7 +70,7 @@ def train(steps: int, **settings: Any) -> tuple[list[int], int, int]:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        gathers.append(sum(call.operation == "all_gather" for call in collectives.calls))
+        gathers.append(sum(call.operation == "all_gather" for call in collectives.calls) / GATHERS)
     torch.cuda.synchronize()
     return gathers, torch.cuda.max_memory_allocated(), len(polyshard.report(model).kept)
 

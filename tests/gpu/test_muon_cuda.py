@@ -114,7 +114,7 @@ def against_torch(rank: int, shards: dict[str, Any]) -> tuple[float, float, floa
 
 @pytest.mark.parametrize(
     "shards",
-    [{}, {"layout": "rows"}, {"layout": {"name": "blocks", "size": 256}}, {"strategy": "no_shard"}, {"offload": "cpu"}],
+    [{}, {"strategy": "no_shard"}, {"offload": "cpu"}],
     ids=str,
 )
 def test_twenty_steps_in_bf16_are_those_of_torchs_muon(shards: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def against_the_formula(rank: int, shards: dict[str, Any]) -> float:
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
 
 
-@pytest.mark.parametrize("shards", [{}, {"layout": "rows"}, {"strategy": "no_shard"}], ids=str)
+@pytest.mark.parametrize("shards", [{}, {"strategy": "no_shard"}], ids=str)
 def test_twenty_steps_in_fp64_equal_the_formula(shards: dict[str, Any]) -> None:
     for apart in run(against_the_formula, shards):
         assert apart < 1e-9
@@ -141,7 +141,7 @@ def captured_and_eager(rank: int, dtype: torch.dtype, tensor_lr: bool) -> tuple[
     device = device_of(rank)
     ends, modes = [], []
     for captures in (True, False):
-        model = sharded(made(torch.float64 if dtype is torch.float64 else torch.float32, device), layout="rows")
+        model = sharded(made(torch.float64 if dtype is torch.float64 else torch.float32, device))
         lr: Any = torch.tensor(0.02, device=device) if tensor_lr else 0.02
         both = optimizers(model, Muon, capturable=True, lr=lr, dtype=dtype)
 

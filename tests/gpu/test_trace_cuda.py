@@ -14,6 +14,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from parity import local
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.trace import Lane, StepTrace, Trace, read_trace
 from processes import RankPool, device_of, gpu_ranks, settle_on_device
@@ -89,7 +90,7 @@ def train(model: nn.Module, turns: int = 4) -> list[torch.Tensor]:
         losses.append(step(model, turn))
         optimizer.step()
         optimizer.zero_grad()
-    return losses + [parameter.detach().clone() for parameter in model.parameters()]
+    return losses + [local(parameter.detach()).clone() for parameter in model.parameters()]
 
 
 def assert_operations(trace: StepTrace) -> None:

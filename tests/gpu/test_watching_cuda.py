@@ -11,6 +11,7 @@ import warnings
 import polyshard
 import pytest
 import torch
+from parity import local
 from polyshard.errors import NonFiniteError, RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.finite import Finite
@@ -42,7 +43,7 @@ def compare(rank: int, dtype: torch.dtype) -> tuple[str, int]:
         polyshard.check_replicas(model)
         sound += 1
     if rank == 1:
-        held = model[2].weight.detach().view(-1)
+        held = local(model[2].weight.detach()).view(-1)
         held.view({4: torch.int32, 2: torch.int16}[dtype.itemsize])[123] ^= 1 << 5
     try:
         polyshard.check_replicas(model)

@@ -35,8 +35,8 @@ def test_the_scripts_differ_in_three_lines() -> None:
     assert {"polyshard", "ShardConfig", "Accelerator"} <= set(words)
 
 
-def run_main(name: str, arguments: list[str], folder: Path) -> list[float]:
-    """Run the script's ``main`` here; returns its losses."""
+def run_main(name: str, arguments: list[str], folder: Path) -> None:
+    """Run the script's ``main`` here."""
     sys.path.insert(0, str(EXAMPLE))
     try:
         with warnings.catch_warnings():
@@ -44,6 +44,10 @@ def run_main(name: str, arguments: list[str], folder: Path) -> list[float]:
             importlib.import_module(name).main([*SHORT, *arguments, "--output_dir", str(folder)])
     finally:
         sys.path.remove(str(EXAMPLE))
+
+
+def losses_in(folder: Path) -> list[float]:
+    """What the main process wrote; for others once they have met it."""
     losses: list[float] = json.loads((folder / "losses.json").read_text())
     return losses
 
@@ -52,20 +56,21 @@ def train_unsharded(rank: int, arguments: list[str], folder: Path) -> list[float
     size = dist.get_world_size()
     # A group would be ended with the script, and this one is of ranks that are kept.
     dist.destroy_process_group()
-    losses = run_main(PLAIN, arguments, folder) if rank == 0 else None
+    if rank == 0:
+        run_main(PLAIN, arguments, folder)
     forget()
     join(rank, size, folder)
-    return losses
+    return losses_in(folder) if rank == 0 else None
 
 
 def train_sharded(rank: int, arguments: list[str], folder: Path) -> list[float]:
     size = dist.get_world_size()
     with launched(rank, size):
-        losses = run_main(SHARDED, arguments, folder)
+        run_main(SHARDED, arguments, folder)
     forget()
     assert not dist.is_initialized()
     join(rank, size, folder)
-    return losses
+    return losses_in(folder)
 
 
 def join(rank: int, size: int, folder: Path) -> None:

@@ -443,11 +443,10 @@ def test_optimizers_that_cannot_be_saved_are_told_of_before_training(tmp_path: P
 
 def resume_in_eight_bits(rank: int, folder: Path) -> bool:
     with warnings.catch_warnings(action="ignore"):
-        adamw = importlib.import_module("bitsandbytes.optim").AdamW8bit
+        adamw = importlib.import_module("torchao.optim").AdamW8bit
     found = []
     for resumes in (False, True):
-        config = ShardConfig(layout={"name": "blocks", "size": 4096})
-        accelerator = Accelerator(shard=config, cpu=True)
+        accelerator = Accelerator(shard=ShardConfig(), cpu=True)
         set_seed(0)
         model = nn.Linear(64, 128, bias=False)
         model, optimizer = accelerator.prepare(model, adamw(model.parameters(), lr=1e-2))
@@ -466,5 +465,5 @@ def resume_in_eight_bits(rank: int, folder: Path) -> bool:
 
 
 def test_eight_bit_states_are_saved_and_resumed(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("torchao.optim")
     assert on_ranks(2, resume_in_eight_bits, tmp_path / "state") == [True, True]

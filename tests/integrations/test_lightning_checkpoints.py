@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 
 #: Single files are tried with Fabric and with what plain Lightning goes on from, too.
 FORMS = [pytest.param("full", marks=pytest.mark.nightly), "sharded"]
-OTHER = ShardConfig(strategy="shard_grad_op", layout="rows")
+OTHER = ShardConfig(strategy="shard_grad_op")
 
 
 def strategy(form: str, config: ShardConfig = CONFIG) -> PolyshardStrategy:

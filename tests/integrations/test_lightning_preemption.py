@@ -24,6 +24,7 @@ from lightning_ranks import (
     on_ranks,
     trainer,
 )
+from parity import local
 from polyshard.errors import ConfigError
 from polyshard_lightning import PolyshardFabricStrategy, PolyshardStrategy, PreemptionCallback
 from torch.utils.data import DistributedSampler
@@ -195,7 +196,7 @@ def fabric_loop(rank: int, folder: str, *, resumes: bool, told_behind: int | Non
                 fabric.save(folder, state)
                 code = preemption.exit_code
                 break
-    return losses, [each.detach().clone() for each in model.module.parameters()], code
+    return losses, [local(each).detach().clone() for each in model.module.parameters()], code
 
 
 def preempt_fabric(rank: int, folder: str) -> list[tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_ranks import (
     reference,
     trainer,
 )
+from parity import local
 from polyshard import ShardConfig
 from polyshard_lightning import PolyshardStrategy
 from torch import nn
@@ -75,6 +77,20 @@ def test_steps_equal_those_of_the_unsharded_model(
     tmp_path: Path, config: ShardConfig, settings: dict[str, Any], as_plain: dict[str, Any]
 ) -> None:
     assert_equal(on_ranks(fit, str(tmp_path), torch.float64, config, settings), reference(STEPS, **as_plain))
+
+
+def fit_compiled(rank: int, folder: str) -> Trained:
+    with warnings.catch_warnings():
+        # Dynamo looks at them in what it traces.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        module = Regression()
+        compiled = torch.compile(module, backend="eager")
+        trainer(folder, PolyshardStrategy(CONFIG), max_epochs=1).fit(compiled, loader(STEPS, torch.float64))
+        return module.losses, whole(module)
+
+
+def test_a_compiled_module_trains_alike(tmp_path: Path) -> None:
+    assert_equal(on_ranks(fit_compiled, str(tmp_path)), reference(STEPS))
 
 
 class Flat(Regression):
@@ -131,7 +147,7 @@ class Overflowing(Regression):
         self.seen: list[list[torch.Tensor]] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.seen.append([piece.detach().clone() for piece in self.parameters()])
+        self.seen.append([local(each).detach().clone() for each in self.parameters()])
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         loss = super().training_step(batch, index)
@@ -316,7 +332,7 @@ def late(rank: int, folder: str) -> tuple[bool, float, list[float]]:
     module = Late()
     strategy = PolyshardStrategy(CONFIG, initializer=initialised)
     trainer(folder, strategy, max_epochs=1).fit(module, loader(2))
-    held = sum(parameter.numel() for parameter in module.parameters())
+    held = sum(local(parameter).numel() for parameter in module.parameters())
     return any(parameter.is_meta for parameter in module.parameters()), held, module.losses
 
 

@@ -50,8 +50,15 @@ def train_both(rank: int, folder: str, family: str, settings: dict[str, Any]) ->
     own = settings.pop("own_optimizer", False)
 
     def given(model: Any) -> dict[str, Any]:
-        optimizers = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
-        return {"model": model, **settings, **({"optimizers": optimizers} if own else {})}
+        if not own:
+            return {"model": model, **settings}
+        # It has stepped before the trainer shards the model.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for each in model.parameters():
+            each.grad = torch.full_like(each, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"model": model, **settings, "optimizers": (optimizer, None)}
 
     with launched(rank, 2):
         trainer = sharded_trainer(**given(make_model(family)), folder=folder, family=family)
@@ -90,7 +97,7 @@ def require_alike(
         pytest.param("llama", {}, marks=pytest.mark.nightly),
         ("qwen", {"gradient_accumulation_steps": 2}),
         pytest.param("mixtral", {"activation_checkpointing": True}, marks=pytest.mark.nightly),
-        pytest.param("gpt2", {"own_optimizer": True}, marks=pytest.mark.nightly),
+        ("gpt2", {"own_optimizer": True}),
         # T5 computes a mean that Trainer takes for a share of all ranks' tokens.
         ("t5", {"average_tokens_across_devices": False, "predict_with_generate": True, "generation_max_length": 7}),
         pytest.param("vit", {"max_grad_norm": 0.0}, marks=pytest.mark.nightly),
@@ -536,8 +543,8 @@ def test_a_rank_that_cannot_write_adapters_ends_all(tmp_path: Path) -> None:
     assert re.match(r"Writing PeftModelForCausalLM to .*checkpoint-1 failed on other ranks.*rank 1", told)
 
 
-def load_adapters(rank: int, folder: str) -> tuple[str, float]:
-    """What ``set_peft_model_state_dict`` is told, and by how much outputs differ once it is called as told."""
+def load_adapters(rank: int, folder: str) -> float:
+    """By how much outputs differ from those of a plain model with the same adapters."""
     quiet()
     import peft
     import polyshard
@@ -549,20 +556,13 @@ def load_adapters(rank: int, folder: str) -> tuple[str, float]:
     weights = {name: torch.randn(value.shape, generator=made) for name, value in whole.items()}
     peft.set_peft_model_state_dict(plain, weights)
     polyshard.shard(model, shard_config())
-    with pytest.raises(polyshard.errors.StateError) as told:
-        peft.set_peft_model_state_dict(model, weights)
-    with polyshard.unsharded(model, writeback=True):
-        peft.set_peft_model_state_dict(model, weights)
+    peft.set_peft_model_state_dict(model, weights)
     tokens = torch.arange(8).view(1, 8)
-    return str(told.value), (model(tokens).logits - plain(tokens).logits).abs().max().item()
+    return (model(tokens).logits - plain(tokens).logits).abs().max().item()
 
 
-def test_adapters_are_loaded_into_a_sharded_model_where_the_error_says(tmp_path: Path) -> None:
-    for told, difference in RANKS.run(2, load_adapters, str(tmp_path)):
-        assert re.search(
-            r"set_peft_model_state_dict .* inside of 'with polyshard\.unsharded\(model, writeback=True", told
-        )
-        assert difference == 0.0
+def test_adapters_are_loaded_into_a_sharded_model_as_into_a_plain_one(tmp_path: Path) -> None:
+    assert RANKS.run(2, load_adapters, str(tmp_path)) == [0.0, 0.0]
 
 
 # Trainers and models with ways of their own
@@ -875,11 +875,6 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         other = [nn.Parameter(torch.ones(3, 4))]
         stolen = torch.optim.AdamW([*make_model("llama").parameters(), *other])
         told_by("optimizer", lambda: train(make_model("llama"), optimizers=(stolen, None)))
-        early = make_model("llama")
-        stepped = torch.optim.SGD(early.parameters(), lr=0.1, momentum=0.9)
-        early(input_ids=torch.ones(1, 2, dtype=torch.int64)).logits.sum().backward()
-        stepped.step()
-        told_by("stepped", lambda: train(early, optimizers=(stepped, None)))
         told_by("fsdp2", lambda: train(fully_shard(make_model("llama"))))
         told_by("drop-in", lambda: train(polyshard_fsdp2.fully_shard(make_model("llama")), shard=None))
         told_by("device", lambda: train(make_model("llama"), shard=shard_config(device="meta")))
@@ -932,7 +927,6 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
 
 REFUSED = {
     "optimizer": r"ConfigError: Parameter 0 of group 0 of AdamW, .* not among the parameters of LlamaForCausalLM",
-    "stepped": "ConfigError: SGD has taken steps: it has state of the whole 'model.embed_tokens.weight'",
     "drop-in": "AlreadyShardedError: .* is wrapped already, by polyshard's drop-in polyshard_fsdp2",
     "device": r"ConfigError: ShardConfig\(device='meta'\) is not the device that Trainer chose, 'cpu'",
     "fsdp2": r"AlreadyShardedError: '\(root\)' of FSDPLlamaForCausalLM is wrapped already, by torch's fully_shard",

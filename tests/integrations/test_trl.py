@@ -117,7 +117,6 @@ def make_trainer(kind: str, folder: str, world_size: int, base: str, **settings:
         given |= {"ddp_backend": "gloo"}
         extra |= {"shard": shard_config(listeners=settings.pop("listeners", ()))}
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model.model.embed_tokens.requires_grad_(not settings.pop("freezes_embedding", False))
     return made(
         model=model,
         args=arguments(**{**given, **settings}),
@@ -224,8 +223,7 @@ def refuse(rank: int, folder: str, kind: str, setting: str) -> str:
         write_rows(kind, f"{folder}/refused-rows")
     torch.distributed.barrier()
     with launched(rank, 2), repeatable(0), pytest.raises(ConfigError) as caught:
-        # What is frozen is another unit, and its reference has no such.
-        make_trainer(kind, f"{folder}/refused", 2, f"{folder}/base", freezes_embedding=True, **{setting: True})
+        make_trainer(kind, f"{folder}/refused", 2, f"{folder}/base", **{setting: True})
     return str(caught.value)
 
 
@@ -235,9 +233,8 @@ def refuse(rank: int, folder: str, kind: str, setting: str) -> str:
         ("grpo", "use_vllm"),
         ("grpo", "use_transformers_continuous_batching"),
         ("sft", "activation_offloading"),
-        ("dpo", "sync_ref_model"),
     ],
 )
-def test_settings_of_trl_that_pieces_cannot_serve_are_refused(tmp_path: Path, kind: str, setting: str) -> None:
+def test_settings_of_trl_that_shards_cannot_serve_are_refused(tmp_path: Path, kind: str, setting: str) -> None:
     for told in RANKS.run(2, refuse, str(tmp_path), kind, setting):
         assert setting in told

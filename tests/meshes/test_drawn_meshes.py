@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
     ("way", "sizes", "settings"),
     [
         ("names", (2, 2), (("strategy", "shard_grad_op"),)),
-        pytest.param("flattened", (2, 2), (("layout", "rows"),), marks=pytest.mark.nightly),
+        pytest.param("flattened", (2, 2), (), marks=pytest.mark.nightly),
         pytest.param("replicas", (2, 2), (), marks=pytest.mark.nightly),
         pytest.param("copies along cp", (2, 2), (), marks=pytest.mark.nightly),
         ("fully_shard", (2, 2), ()),
@@ -63,8 +63,7 @@ def drawn(seed: int) -> Plan:
     pick = random.Random(seed)
     ranks = pick.choice([2, 4, 4, 4, 8])
     replicas, shards, parts = (2, 2, 2) if ranks == 8 else pick.choice(SIZES[ranks])
-    layout = pick.choice(["flat", "rows"])
-    settings: list[tuple[str, Any]] = [("layout", layout), ("offload", pick.choice(["none", "none", "cpu"]))]
+    settings: list[tuple[str, Any]] = [("offload", pick.choice(["none", "none", "cpu"]))]
     settings.append(("batch_nbytes", pick.choice([0, 4096, "128 MiB"])))
     hybrid = replicas > 1 or pick.random() < 0.3
     if hybrid:

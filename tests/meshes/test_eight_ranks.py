@@ -27,7 +27,6 @@ EXPERTS = ("dp_replicate", "edp", "ep")
             ("edp", "ep"),
             ("dp_replicate",),
             by_mesh=("dp_replicate", "edp"),
-            settings=(("layout", "rows"),),
             optimizer="muon",
         ),
         # Neighbours of dense units are others than those of experts, and as many.

@@ -10,7 +10,6 @@ from meshes import Plan, assert_trains
 
 EP: dict[str, Any] = {"sizes": (2, 2), "names": ("edp", "ep"), "shard": ("edp", "ep"), "experts": ("edp",)}
 ALONE: dict[str, Any] = {**EP, "sizes": (1, 4)}
-ROWS = ("layout", "rows")
 ZERO_2 = ("strategy", "shard_grad_op")
 OFFLOAD = ("offload", "cpu")
 
@@ -20,7 +19,7 @@ OFFLOAD = ("offload", "cpu")
     "plan",
     [
         # Two experts here, one there.
-        Plan(**EP, shape=Shape(experts=3, kept="dtensor"), settings=(ZERO_2, ROWS), optimizer="muon"),
+        Plan(**EP, shape=Shape(experts=3, kept="dtensor"), settings=(ZERO_2,), optimizer="muon"),
         # No rank calls the first expert, and no rank has a gradient of it.
         Plan(**EP, shape=Shape(experts=4, kept="modules", closed=(0,)), settings=(OFFLOAD,), microbatches=2),
     ],
@@ -60,4 +59,4 @@ def test_a_policy_may_give_experts_a_mesh() -> None:
     """Of replicas and shards, which are others than those of all else."""
     experts: dict[str, Any] = {"shape": Shape(experts=3, kept="dtensor"), "by_mesh": ("dp_replicate", "edp")}
     names, shard = ("dp_replicate", "edp", "ep"), ("edp", "ep")
-    assert_trains(Plan((2, 1, 2), names, shard=shard, replicate=("dp_replicate",), settings=(ROWS,), **experts))
+    assert_trains(Plan((2, 1, 2), names, shard=shard, replicate=("dp_replicate",), **experts))

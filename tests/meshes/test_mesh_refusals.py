@@ -168,7 +168,6 @@ def test_ranks_whose_plans_differ() -> None:
         experts("RankMismatchError", "blocks.0.feed.experts 3", only_on=3, mesh=("edp", "ep")),
         experts("RankMismatchError", "blocks.0.feed.experts 3", only_on=3, mesh="edp", gradient_divisor="sum"),
         Wrong("RankMismatchError", "shard 3", only_on=3, shard="edp"),
-        Wrong("RankMismatchError", "layout 3", only_on=3, layout="rows"),
     )
 
 
@@ -188,18 +187,15 @@ def test_a_parameter_of_two_meshes() -> None:
         assert "blocks.0.attention.query.weight" in text
 
 
-def parallelized_late(rank: int) -> tuple[str, str, float]:
-    """What ``parallelize_module`` of a sharded model raises; and how far a step behind it is from the whole model's."""
+def parallelized_late(rank: int) -> float:
+    """How far a step behind what torch's ``parallelize_module`` refused is from the whole model's."""
     plan = Plan((2, 2), ("dp", "cp"), Shape(), ("dp", "cp"), steps=0)
     with meshed(plan, rank) as (model, mesh):
         trainer = Polyshard(plan, model, mesh)
-        with pytest.raises(PolyshardError) as caught:
+        with pytest.raises(ValueError, match="Cannot distribute a DTensor"):
             parallelize_module(model, mesh["cp"], plan_of(model))
-        return type(caught.value).__name__, str(caught.value), _step_off(trainer)
+        return _step_off(trainer)
 
 
 def test_parallelize_module_behind_shard() -> None:
-    for _, text, off in run(4, parallelized_late):
-        assert "parallelize_module" in text
-        assert "shard" in text
-        assert off < 1e-12
+    assert max(run(4, parallelized_late)) < 1e-12

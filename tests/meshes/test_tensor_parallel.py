@@ -9,10 +9,10 @@ import pytest
 import torch
 from meshed_models import Net, Shape
 from meshes import Plan, Polyshard, assert_trains, coordinate_of, expected, meshed, run
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 TP: dict[str, Any] = {"sizes": (2, 2), "names": ("dp", "tp"), "shard": ("dp",)}
-ROWS = ("layout", "rows")
 ZERO_2 = ("strategy", "shard_grad_op")
 OFFLOAD = ("offload", "cpu")
 AUTO = (("reshard_after_forward", "auto"), ("memory_budget", "1 GiB"))
@@ -22,7 +22,7 @@ AUTO = (("reshard_after_forward", "auto"), ("memory_budget", "1 GiB"))
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(**TP, shape=Shape(tied=True, recomputed=True), settings=(ROWS, OFFLOAD, *AUTO), microbatches=2),
+        Plan(**TP, shape=Shape(tied=True, recomputed=True), settings=(OFFLOAD, *AUTO), microbatches=2),
         Plan(**TP, shape=Shape(sequence=True, tied=True), settings=(ZERO_2, OFFLOAD), optimizer="muon", microbatches=2),
     ],
     ids=str,
@@ -51,39 +51,22 @@ def test_bf16_trains_as_fp32_within_rounding() -> None:
     assert_trains(plan, tolerance=1e-2)
 
 
-Pieces = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int, torch.Tensor]]
-
-
-def gradient_pieces(rank: int, plan: Plan) -> tuple[dict[str, int], Pieces]:
-    """Of each parameter by ``placement``: whole shape, offset and sizes of the part, the range of it, the gradient."""
+def whole_gradients(rank: int, plan: Plan) -> dict[str, torch.Tensor]:
+    """Of each parameter, by torch's own gathers."""
     with meshed(plan, rank) as (model, mesh):
         trainer, place = Polyshard(plan, model, mesh), coordinate_of(mesh)
         model(plan.batch(0, plan.data_rank(place), 0)).backward()
-        pieces: Pieces = {}
-        for name, parameter in model.named_parameters():
-            placed = polyshard.placement(parameter)
-            # None where this rank holds nothing of it.
-            part, gradient = placed.part, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            assert gradient.shape == parameter.shape
-            whole, offset = (part.shape, part.offset) if part else (placed.shape, (0,) * len(placed.shape))
-            pieces[name] = (whole, offset, placed.shape, placed.start, placed.stop, gradient.flatten())
+        found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
         trainer.close()
-    return place, pieces
+    return found
 
 
 @pytest.mark.slow
-def test_placement_tells_where_each_gradient_lies() -> None:
+def test_placements_tell_where_each_gradient_lies() -> None:
     plan = Plan(**TP, shape=Shape(sequence=True), steps=0)
-    ranks = [pieces for _, pieces in run(plan.world_size, gradient_pieces, plan)]
-    for name, wanted in expected(plan).gradients.items():
-        found = torch.full_like(wanted, torch.nan)
-        for pieces in ranks:
-            whole, offset, sizes, start, stop, gradient = pieces[name]
-            assert whole == wanted.shape
-            box = found[tuple(slice(first, first + size) for first, size in zip(offset, sizes, strict=True))]
-            at = torch.unravel_index(torch.arange(start, stop), sizes)
-            box[at] = gradient
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    wanted = expected(plan).gradients
+    for found in run(plan.world_size, whole_gradients, plan):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def what_is_seen(rank: int, plan: Plan) -> dict[str, tuple[str, str]]:
@@ -101,7 +84,10 @@ def what_is_seen(rank: int, plan: Plan) -> dict[str, tuple[str, str]]:
         model(plan.batch(0, 0, 0)).backward()
         with polyshard.unsharded(model):
             shown = {name: _kind(each) for name, each in model.named_parameters()}
-        assert all(type(each.data) is torch.Tensor and each.ndim == 1 for each in model.parameters())
+        weight = model.get_parameter("blocks.0.feed.up.weight")
+        assert (weight.device_mesh, weight.shape) == (mesh, (10, 8))
+        assert weight.placements == (_StridedShard(0, split_factor=2), Shard(0))
+        assert weight.to_local().shape == ((3, 8) if mesh.get_local_rank("dp") == 0 else (2, 8))
         trainer.close()
     assert shown == before
     return {name: (before[name], kind) for name, kind in inside.items()}

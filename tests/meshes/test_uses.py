@@ -100,7 +100,7 @@ def handed_out(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
 @pytest.mark.parametrize(
     "plan",
     [
-        dataclasses.replace(TP, settings=(("layout", "rows"), ("strategy", "shard_grad_op"))),
+        dataclasses.replace(TP, settings=(("strategy", "shard_grad_op"),)),
         # Parts of two sizes, and of one.
         EP,
         pytest.param(dataclasses.replace(EP, shape=Shape(experts=4, kept="dtensor")), marks=pytest.mark.nightly),

@@ -36,9 +36,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients o
 BLOCKS = {"policy": units_of(Block)}
 SETTINGS = [
     (2, {"strategy": "full_shard"}),
-    (3, {"strategy": "shard_grad_op", "layout": "rows"}),
+    (3, {"strategy": "shard_grad_op"}),
     (2, {"strategy": "no_shard"}),
-    (4, {"strategy": "hybrid_shard", "shard_size": 2, "layout": {"name": "blocks", "size": 8, "smallest": 1}}),
+    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
     (2, {"offload": "cpu"}),
 ]
 EMA = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
@@ -105,6 +105,30 @@ def test_the_average_is_torchs_of_the_unsharded_model(kind: str, world_size: int
         torch.testing.assert_close(inside, named(averaged), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(behind, named(trained), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(later, named(after), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("world_size", "settings"), [(3, {}), (2, {"strategy": "no_shard"})])
+def test_an_average_by_copies_of_parameters_is_that_of_the_unsharded_model(
+    world_size: int, settings: dict[str, Any]
+) -> None:
+    _, averaged = reference(world_size, 4, EMA)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
+        optimizer = sgd(model.parameters())
+        train(model, rank, optimizer, range(1))
+        average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for turn in range(1, 4):
+            train(model, rank, optimizer, range(turn, turn + 1))
+            for name, parameter in model.named_parameters():
+                average[name].lerp_(parameter.detach(), 0.1)
+        assert {name: each.shape for name, each in average.items()} == {
+            name: each.shape for name, each in averaged.named_parameters()
+        }
+        return {name: each.full_tensor() for name, each in average.items()}  # type: ignore[attr-defined]
+
+    for found in on_ranks(world_size, on_rank):
+        torch.testing.assert_close(found, named(averaged), rtol=1e-12, atol=1e-12)
 
 
 def test_flat_parameters_and_those_outside_of_units_are_averaged_too() -> None:
@@ -189,7 +213,7 @@ def test_an_average_is_saved_and_loaded_by_checkpoints_at_any_number_of_ranks(tm
     on_ranks(2, saves)
 
     def resumes(rank: int, world: ThreadedWorld) -> list[Any]:
-        model = sharded_copy(seeded(Net, seed=3), rank, world, layout="rows", **BLOCKS)
+        model = sharded_copy(seeded(Net, seed=3), rank, world, **BLOCKS)
         optimizer, average = sgd(model.parameters()), AveragedWeights(model, 0.9)
         folders = {name: polyshard.checkpoint.latest(tmp_path / name) for name in ("run", "average")}
         assert folders["run"] is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from parity import (
     assert_all_close,
     draw,
     is_sharded,
+    local,
     on_ranks,
     seeded,
     sharded_copy,
@@ -26,9 +28,10 @@ from parity import (
     warns_for,
     whole,
 )
-from polyshard.errors import ParameterChangedError, StateError, UnsupportedError
+from polyshard.errors import StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 #: What is ignored here is trained, and its gradients are averaged by hand or not at all.
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
@@ -50,7 +53,6 @@ def trained(
         optimizer = flat_adam(model)
         for turn in range(turns):
             square_step(model, turn, rank)
-            assert all(parameter.grad is None for parameter in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
         return whole(model)
@@ -71,16 +73,17 @@ def test_there_is_one_parameter_a_unit_and_it_is_this_ranks_shard() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
         flat = polyshard.flat_parameters(model)
-        # The root's 15, 5, 10 and 2 elements, a block's 35, 7 and 35; all but the last of a unit padded to 16 bytes,
-        # which are two elements; cut in two.
-        assert [parameter.numel() for parameter in flat] == [(16 + 6 + 10 + 2) // 2, *[-(-(36 + 8 + 35) // 2)] * 3]
+        # Rows of the half of each, rounded up: of the root's (5, 3), (5,), (2, 5) and (2,), a block's (7, 5), (7,) and
+        # (5, 7); each but the last padded to 16 bytes, which are two elements.
+        assert [parameter.numel() for parameter in flat] == [2 * (10 + 4 + 6 + 1), *[2 * (20 + 4 + 21)] * 3]
+        assert all(parameter.placements == (Shard(0),) for parameter in flat)
         assert all(again is first for again, first in zip(polyshard.flat_parameters(model), flat, strict=True))
-        own = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-        shared = torch.cat([parameter.detach() for parameter in flat])
+        own = torch.cat([local(parameter).detach().reshape(-1) for parameter in model.parameters()])
+        shared = torch.cat([local(parameter).detach() for parameter in flat])
         # The padding between and behind parameters is zero.
         assert own.abs().sum() == shared.abs().sum()
-        flat[1].detach().zero_()
-        assert sum(parameter.abs().sum().item() == 0 for parameter in model.blocks[0].parameters()) == 3
+        local(flat[1].detach()).zero_()
+        assert sum(local(parameter).abs().sum().item() == 0 for parameter in model.blocks[0].parameters()) == 3
 
     on_ranks(2, on_rank)
 
@@ -116,7 +119,7 @@ def test_clipping_sees_the_norm_of_all_ranks() -> None:
         flat = polyshard.flat_parameters(model)
         model(draw(4, 3, rank=rank)).square().mean().backward()
         norm = polyshard.clip_grad_norm_(model, 0.01)
-        left = sum(parameter.grad.square().sum().item() for parameter in flat if parameter.grad is not None)
+        left = sum(local(parameter.grad).square().sum().item() for parameter in flat if parameter.grad is not None)
         return norm.item(), left
 
     results = on_ranks(2, on_rank)
@@ -125,15 +128,53 @@ def test_clipping_sees_the_norm_of_all_ranks() -> None:
     assert sum(left for _, left in results) ** 0.5 == pytest.approx(0.01, rel=1e-3)
 
 
-def test_a_single_rank_without_casts_trains_its_own_parameters() -> None:
+@pytest.mark.parametrize("of", ["flat", "parameters"])
+def test_torch_clips_by_either(of: str) -> None:
+    reference = seeded(Net)
+    for rank in range(2):
+        (reference(draw(4, 3, rank=rank)).square().mean() / 2).backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, list[torch.Tensor]]:
+        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
+        flat = polyshard.flat_parameters(model)
+        model(draw(4, 3, rank=rank)).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(flat if of == "flat" else model.parameters(), 0.01)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return local(norm).item(), [gradient.full_tensor() for gradient in gradients]
+
+    for norm, gradients in on_ranks(2, on_rank):
+        assert norm == pytest.approx(expected.item(), rel=1e-12)
+        torch.testing.assert_close(gradients, [parameter.grad for parameter in reference.parameters()])
+
+
+def test_gradients_of_parameters_are_views_that_cannot_be_exchanged() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
+        flat = polyshard.flat_parameters(model)
+        square_step(model, 0, rank)
+        weight = model.blocks[0].up.weight
+        local(weight.grad).zero_()
+        assert (local(flat[1].grad) == 0).sum() >= local(weight).numel()
+        with pytest.raises(StateError, match=rf"\.grad of 'blocks\.0\.up\.weight' on rank {rank} was set"):
+            weight.grad = torch.zeros_like(weight)
+        model.zero_grad()
+        assert all(parameter.grad is None for parameter in flat)
+        copied = copy.deepcopy(weight)
+        assert type(copied) is DTensor
+        assert torch.equal(local(copied), local(weight))
+
+    on_ranks(2, on_rank)
+
+
+def test_a_single_rank_trains_its_own_parameters() -> None:
     expected = train_reference(seeded(Net), square_step, 1, turns=2, optimizer=adam).parameters
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block), strategy="no_shard")
-        assert {id(each) for each in polyshard.flat_parameters(model)} == {id(each) for each in model.parameters()}
         optimizer = flat_adam(model)
         train(model, optimizer, square_step, rank, 2)
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return {name: local(parameter).detach().clone() for name, parameter in model.named_parameters()}
 
     assert_all_close(on_ranks(1, on_rank), expected)
 
@@ -146,31 +187,6 @@ def test_parameters_outside_of_units_come_last() -> None:
         flat = polyshard.flat_parameters(model)
         assert flat[-1] is aside
         assert len(flat) == 5
-
-    on_ranks(2, on_rank)
-
-
-def test_data_that_the_user_gives_a_flat_parameter_are_taken_up() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> float:
-        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
-        for parameter in polyshard.flat_parameters(model):
-            parameter.data = torch.zeros_like(parameter)
-        return model(draw(4, 3)).abs().max().item()
-
-    assert on_ranks(2, on_rank) == [0.0, 0.0]
-
-
-def test_data_of_another_dtype_are_refused() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
-        flat = polyshard.flat_parameters(model)[1]
-        before = flat.data
-        flat.data = flat.data.float()
-        with pytest.raises(ParameterChangedError, match=rf"flat parameter of unit 'blocks.0' on rank {rank} .*float32"):
-            model(draw(4, 3))
-        flat.data = before
-        model(draw(4, 3)).sum().backward()
-        assert flat.grad is not None
 
     on_ranks(2, on_rank)
 
@@ -300,11 +316,11 @@ def test_a_parameter_without_gradients_in_a_unit_that_has_some_is_refused_by_nam
         optimizer.zero_grad()
         model[1].scaled = False
         model(draw(4, 3, rank=rank)).square().mean().backward()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        before = [local(parameter).detach().clone() for parameter in model.parameters()]
         for _ in range(2):
             with pytest.raises(UnsupportedError) as caught:
                 optimizer.step()
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert all(torch.equal(local(p), q) for p, q in zip(model.parameters(), before, strict=True))
         # It goes on with a step of all.
         optimizer.zero_grad()
         model[1].scaled = True

@@ -1,4 +1,4 @@
-"""Muon over shards does what Muon does on whole matrices: every strategy, every layout, two to four ranks."""
+"""Muon over shards does what Muon does on whole matrices: every strategy, two to four ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2_models import OURS, Mlps, as_whole, parallel
 from matrices import (
     TURNS,
     Cell,
-    Divided,
     FormulaMuon,
     Zoo,
     distance,
@@ -25,22 +25,19 @@ from matrices import (
     whole_parameters,
     zoo_step,
 )
-from parity import MakeOptimizer, seeded, units_of
+from parity import MakeOptimizer, draw, seeded, units_of
 from polyshard.errors import CollectiveError
 from polyshard.optim import Muon, for_matrices
 from processes import KeptRanks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import Shard
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
-
-LAYOUTS: dict[str, Any] = {
-    "flat": "flat",
-    "rows": "rows",
-    "blocks": {"name": "blocks", "size": 4, "smallest": 1},
-    "large-blocks": {"name": "blocks", "size": 64, "smallest": 1},
-    "tiles": {"name": "blocks", "size": [2, 3], "smallest": 1},
-    "divided": Divided(),
-}
 
 #: Ranks in a group of a hybrid strategy. Of one there are no shards, of all of them no replicas.
 SHARD_SIZES = {2: 1, 3: 3, 4: 2}
@@ -48,20 +45,18 @@ SHARD_SIZES = {2: 1, 3: 3, 4: 2}
 
 def _cases() -> list[Any]:
     found = []
-    for (row, strategy), (column, layout), ranks in itertools.product(
-        enumerate(STRATEGIES), enumerate(LAYOUTS), SHARD_SIZES
-    ):
-        # Two layouts of each strategy, on different numbers of ranks; of layouts the first alone is quick.
-        usual = column - row in (0, 1) and (row + column) % 3 + 2 == ranks
-        marks = pytest.mark.nightly if not usual else pytest.mark.slow if column else ()
-        found.append(pytest.param(strategy, layout, ranks, marks=marks))
+    for (row, strategy), ranks in itertools.product(enumerate(STRATEGIES), SHARD_SIZES):
+        # Two numbers of ranks of each strategy; the first strategy alone is quick.
+        usual = (row + ranks) % 3
+        marks = pytest.mark.nightly if not usual else pytest.mark.slow if row else ()
+        found.append(pytest.param(strategy, ranks, marks=marks))
     return found
 
 
-def settings_of(strategy: str, layout: str, ranks: int) -> dict[str, Any]:
+def settings_of(strategy: str, ranks: int) -> dict[str, Any]:
     """What the strategy asks for beside its name."""
     sizes = {"shard_size": SHARD_SIZES[ranks]} if strategy.startswith("hybrid") else {}
-    return {"strategy": strategy, "layout": LAYOUTS[layout], **sizes}
+    return {"strategy": strategy, **sizes}
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +65,23 @@ def references() -> dict[int, dict[str, torch.Tensor]]:
     return {ranks: reference_zoo(ranks, exact) for ranks in SHARD_SIZES}
 
 
-@pytest.mark.parametrize(("strategy", "layout", "ranks"), _cases())
+@pytest.mark.parametrize(("strategy", "ranks"), _cases())
 def test_steps_in_fp64_equal_the_formula(
-    strategy: str, layout: str, ranks: int, references: dict[int, dict[str, torch.Tensor]]
+    strategy: str, ranks: int, references: dict[int, dict[str, torch.Tensor]]
 ) -> None:
-    trained = train_zoo(ranks, exact, **settings_of(strategy, layout, ranks))
+    trained = train_zoo(ranks, exact, **settings_of(strategy, ranks))
     moved = {name for name, value in seeded(Zoo).named_parameters() if not torch.equal(value, trained[name])}
     # torch's optimizers skip what has no gradient, decay included.
     assert trained.keys() - moved == {"frozen.weight", "frozen.bias", "unused.weight", "unused.bias"}
     assert most_apart(trained, references[ranks]) < 1e-11
+
+
+def test_matrices_that_are_cut_along_columns(references: dict[int, dict[str, torch.Tensor]]) -> None:
+    def by_columns(module: nn.Module) -> Any:
+        return isinstance(module, Cell) and {"placement": {"one.weight": 1, "up.weight": 1}}
+
+    trained = train_zoo(2, exact, policy={"name": "custom", "fn": by_columns})
+    assert most_apart(trained, references[2]) < 1e-11
 
 
 def muon(kind: type[torch.optim.Optimizer]) -> MakeOptimizer:
@@ -93,10 +96,9 @@ def muon(kind: type[torch.optim.Optimizer]) -> MakeOptimizer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "layout", "ranks"),
-    [("full_shard", "flat", 3), pytest.param("hybrid_shard", "tiles", 4, marks=pytest.mark.nightly)],
+    ("strategy", "ranks"), [("full_shard", 3), pytest.param("hybrid_shard", 4, marks=pytest.mark.nightly)]
 )
-def test_steps_in_bf16_are_those_of_torchs_muon(strategy: str, layout: str, ranks: int) -> None:
+def test_steps_in_bf16_are_those_of_torchs_muon(strategy: str, ranks: int) -> None:
     """To within what rounding to bf16 makes.
 
     Newton-Schulz amplifies the rounding of what is small in a matrix by up to 3.4 a step, so that bounds from the
@@ -105,7 +107,7 @@ def test_steps_in_bf16_are_those_of_torchs_muon(strategy: str, layout: str, rank
     # The rounding of a step is a smaller part of a longer way.
     turns = 20
     expected = reference_zoo(ranks, muon(torch.optim.Muon), turns)
-    trained = train_zoo(ranks, muon(Muon), turns, **settings_of(strategy, layout, ranks))
+    trained = train_zoo(ranks, muon(Muon), turns, **settings_of(strategy, ranks))
     rounding = distance(reference_zoo(ranks, muon(FormulaMuon), turns), expected)
     assert 0 < rounding < 0.05 * distance(dict(seeded(Zoo).named_parameters()), expected)
     assert distance(trained, expected) < 1.5 * rounding
@@ -149,8 +151,8 @@ def train(rank: int, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"layout": {"name": "blocks", "size": 4, "smallest": 1}, "strategy": "shard_grad_op"},
-        {"strategy": "hybrid_shard", "shard_size": 1, "layout": "rows"},
+        {"strategy": "shard_grad_op"},
+        {"strategy": "hybrid_shard", "shard_size": 1},
         {"offload": "cpu"},
     ],
     ids=str,
@@ -159,6 +161,48 @@ def test_steps_over_processes_equal_the_formula(settings: dict[str, Any]) -> Non
     expected = reference_zoo(2, exact)
     for trained in RANKS.run(2, train, settings):
         assert most_apart(trained, expected) < 1e-11
+
+
+def beside_the_formula(rank: int, mesh: tuple[int, ...], columns: bool) -> None:
+    """``fully_shard``'s ways to cut, and the momentum as torch gathers and loads it."""
+    place = {"shard_placement_fn": lambda each: Shard(1) if each.ndim > 1 else None} if columns else {}
+    sharded, other = (parallel(OURS, *mesh, seed=seed, **place) for seed in (0, 1))
+    torch.manual_seed(0)
+    plain = Mlps().double()
+    settings: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
+    muon = Muon(for_matrices(sharded).matrices, dtype=torch.float64, **settings)
+    formula = FormulaMuon(for_matrices(plain).matrices, **settings)
+    pairs: list[tuple[nn.Module, torch.optim.Optimizer]] = [(sharded, muon), (plain, formula)]
+    for turn in range(3):
+        for model, optimizer in pairs:
+            model(draw(4, 12, turn=turn)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(as_whole(sharded.get_parameter(name)), parameter, rtol=0, atol=1e-11)
+    again = Muon(for_matrices(other).matrices, dtype=torch.float64, **settings)
+    set_optimizer_state_dict(other, again, get_optimizer_state_dict(sharded, muon))
+    whole = StateDictOptions(full_state_dict=True)
+    for model, optimizer in ((sharded, muon), (other, again)):
+        state = get_optimizer_state_dict(model, optimizer, options=whole)["state"]
+        for name, parameter in plain.named_parameters():
+            if parameter in formula.state:
+                mean = formula.state[parameter]["mean"]
+                torch.testing.assert_close(state[name]["momentum_buffer"], mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "columns"),
+    [
+        (3, (3,), False),
+        (4, (4,), True),
+        (4, (0, 2, 2), True),
+    ],
+    ids=["uneven rows", "columns", "columns of parts"],
+)
+def test_momentum_is_a_dtensor_for_torchs_state_dicts(ranks: int, mesh: tuple[int, ...], columns: bool) -> None:
+    RANKS.run(ranks, beside_the_formula, mesh, columns)
 
 
 class Failing(Muon):

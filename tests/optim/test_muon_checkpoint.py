@@ -11,23 +11,22 @@ import polyshard
 import pytest
 import torch
 from checkpoints import tensors_in
-from matrices import Both, Cell, Divided, Zoo, exact, most_apart, whole_parameters
+from matrices import Both, Cell, Zoo, exact, most_apart, whole_parameters
 from parity import draw, on_ranks, seeded, sharded_copy, threaded, units_of
 from polyshard import checkpoint
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.optim import Muon, WholeTensorOptimizer, for_matrices
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 
 Values = dict[str, torch.Tensor]
-TILES = {"name": "blocks", "size": [2, 3], "smallest": 1}
 #: Ranks, and what they are sharded with.
 SHARDINGS: dict[str, tuple[int, dict[str, Any]]] = {
-    "flat-2": (2, {}),
-    "rows-3": (3, {"layout": "rows"}),
-    "tiles-4": (4, {"layout": TILES, "strategy": "hybrid_shard", "shard_size": 2}),
-    "blocks-4": (4, {"layout": {"name": "blocks", "size": 4, "smallest": 1}, "strategy": "shard_grad_op"}),
-    "divided-2": (2, {"layout": Divided(), "strategy": "full_shard"}),
+    "full-2": (2, {}),
+    "full-3": (3, {}),
+    "hybrid-4": (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+    "grad-op-4": (4, {"strategy": "shard_grad_op"}),
     "whole-2": (2, {"strategy": "no_shard"}),
     "replicas-3": (3, {"strategy": "hybrid_shard_zero2", "shard_size": 1}),
 }
@@ -68,7 +67,7 @@ def trained(sharding: str, folder: Path, saves: int | None = None, resumes: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saves", "loads"), [*itertools.pairwise([*SHARDINGS, "flat-2"])])
+@pytest.mark.parametrize(("saves", "loads"), [*itertools.pairwise([*SHARDINGS, "full-2"])])
 def test_resuming_elsewhere_gives_the_run_that_never_stopped(saves: str, loads: str, tmp_path: Path) -> None:
     went_on = trained(saves, tmp_path, saves=2)
     resumed = trained(loads, tmp_path, resumes=True)
@@ -111,7 +110,7 @@ def test_momentum_is_saved_whole_under_ordinary_names(tmp_path: Path) -> None:
     muon.step()
 
     def on_rank(rank: int, world: ThreadedWorld) -> Path:
-        model = sharded_copy(start, rank, world, policy=units_of(Cell), layout="rows")
+        model = sharded_copy(start, rank, world, policy=units_of(Cell))
         sharded = Muon(for_matrices(model).matrices, dtype=torch.float64)
         model(draw(4, 3)).square().mean().backward()
         sharded.step()
@@ -138,6 +137,27 @@ class Counting(WholeTensorOptimizer):
     def update(self, group: Any, shape: tuple[int, ...], parameters: Any, results: Any) -> None:
         for parameter, result in zip(parameters, results, strict=True):
             parameter.add_(result, alpha=-group["lr"])
+
+
+def test_torchs_state_dicts_are_refused_a_state_that_replicas_share() -> None:
+    """Each would give the momentum of some matrices for that of all, and one that has none would step by itself."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(lambda: nn.Linear(3, 4, bias=False)), rank, world, strategy="no_shard")
+        muon = Muon(model.parameters(), dtype=torch.float64)
+        for turn in range(2):
+            model(draw(4, 3, turn=turn)).square().mean().backward()
+            muon.step()
+            muon.zero_grad()
+            for call in (get_optimizer_state_dict, get_state_dict):
+                with pytest.raises(UnsupportedError, match=r"Muon for the same on all replicas.*polyshard\.checkpoint"):
+                    call(model, muon)
+        # Nothing is left of torch's own step of lr 0.
+        assert muon.param_groups[0]["lr"] == 1e-3
+        assert next(model.parameters()).grad is None
+        assert bool(muon.state_dict()["state"]) == (rank == 0)
+
+    on_ranks(2, on_rank)
 
 
 @pytest.mark.slow

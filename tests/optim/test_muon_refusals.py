@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from matrices import Cell, Zoo, exact, most_apart, reference_zoo, whole_parameters, zoo_step
-from parity import Net, draw, on_ranks, seeded, sharded_copy, square_step, train, units_of
+from parity import Net, draw, local, on_ranks, seeded, sharded_copy, square_step, train, units_of
 from polyshard.errors import (
     ConfigError,
     ConfigTypeError,
@@ -180,10 +180,10 @@ def test_collectives_that_cannot_exchange() -> None:
     model = polyshard.shard(seeded(Zoo), polyshard.ShardConfig(collectives=collectives, **BLOCKS))
     muon = Muon(for_matrices(model).matrices)
     zoo_step(model, 0, 1)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before = [local(parameter).detach().clone() for parameter in model.parameters()]
     with pytest.raises(UnsupportedError, match=r"Muon brings .* all_to_all, which .*:NoExchange .* \(rank 1\)"):
         muon.step()
-    assert all(torch.equal(parameter, was) for parameter, was in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(local(parameter), was) for parameter, was in zip(model.parameters(), before, strict=True))
     assert not muon.state
     # Whole on every rank, they need none.
     other = polyshard.shard(

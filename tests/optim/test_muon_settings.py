@@ -77,7 +77,7 @@ def accumulating_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tens
 
 
 def test_microbatches_under_no_sync() -> None:
-    trained = train_zoo(3, exact, step=accumulating_step, layout="rows")
+    trained = train_zoo(3, exact, step=accumulating_step)
     assert most_apart(trained, reference_zoo(3, exact, step=accumulating_step)) < 1e-11
 
 
@@ -120,7 +120,7 @@ def scheduled(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("optimizer", [in_groups, without_decay, with_a_tensor, clipping, scheduled])
 def test_settings(optimizer: MakeOptimizer) -> None:
-    assert most_apart(train_zoo(3, optimizer, layout="rows"), reference_zoo(3, optimizer)) < 1e-11
+    assert most_apart(train_zoo(3, optimizer), reference_zoo(3, optimizer)) < 1e-11
 
 
 def closed(model: nn.Module, optimizer: torch.optim.Optimizer, turn: int, rank: int) -> float:
@@ -161,7 +161,7 @@ def test_bf16_gradients_reach_fp32_masters() -> None:
     start = seeded(Zoo).float()
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(start, rank, world, precision="bf16", layout="rows", **BLOCKS)
+        mine = sharded_copy(start, rank, world, precision="bf16", **BLOCKS)
         optimizer = muon(mine)
         train(mine, optimizer, zoo_step, rank, 5)
         return whole_parameters(mine)
@@ -247,7 +247,7 @@ def test_one_optimizer_of_several_models_in_another_order_on_each_rank() -> None
     starts = [seeded(Zoo, seed) for seed in range(3)]
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[dict[str, torch.Tensor]]:
-        settings: list[dict[str, Any]] = [{"layout": "rows"}, {"strategy": "no_shard"}]
+        settings: list[dict[str, Any]] = [{}, {"strategy": "no_shard"}]
         models = [sharded_copy(start, rank, world, **BLOCKS, **each) for start, each in zip(starts, settings)]  # noqa: B905
         with world.lock:
             models.append(copy.deepcopy(starts[2]))
@@ -277,8 +277,8 @@ class Slight(nn.Module):
         return self.single(self.last(x)) + self.none.sum() + (self.none @ x.T).sum()
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("flat", 1), ("rows", 2), ("flat", 4)])
-def test_matrices_of_one_element_and_of_none(layout: str, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_matrices_of_one_element_and_of_none(ranks: int) -> None:
     start = seeded(Slight)
 
     def train(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
@@ -292,7 +292,7 @@ def test_matrices_of_one_element_and_of_none(layout: str, ranks: int) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*NO_SHARD.*")
-            model = sharded_copy(start, rank, world, layout=layout)
+            model = sharded_copy(start, rank, world)
         return train(model, rank)
 
     results = on_ranks(ranks, on_rank)
@@ -300,38 +300,6 @@ def test_matrices_of_one_element_and_of_none(layout: str, ranks: int) -> None:
     for trained in results:
         assert trained.pop("none").shape == (0, 4)
         assert most_apart(trained, {name: expected[name] for name in trained}) < 1e-12
-
-
-@pytest.mark.slow
-def test_parameters_that_are_sharded_between_steps() -> None:
-    start, other = seeded(Zoo), seeded(Zoo, 1)
-
-    def stepped(model: nn.Module, muon: torch.optim.Optimizer, turns: range) -> None:
-        for turn in turns:
-            zoo_step(model, turn, 0)
-            muon.step()
-            model.zero_grad()
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        with world.lock:
-            model = copy.deepcopy(start)
-        muon = Muon(for_matrices(model).matrices, lr=0.02, momentum=0.0, dtype=torch.float64)
-        split = for_matrices(model)
-        stepped(model, muon, range(3))
-        # What it knows of whole parameters means nothing to pieces.
-        muon.state.clear()
-        polyshard.shard(model, threaded(world, rank, **BLOCKS))
-        assert [len(each) for each in for_matrices(model)] == [len(each) for each in split]
-        stepped(model, muon, range(3, 6))
-        # Another model changes nothing, whichever rank sees it first.
-        sharded_copy(other, rank, world)
-        stepped(model, muon, range(6, 9))
-        return whole_parameters(model)
-
-    ranks = on_ranks(3, on_rank)
-    stepped(start, FormulaMuon(for_matrices(start).matrices, lr=0.02, momentum=0.0), range(9))
-    for trained in ranks:
-        assert most_apart(trained, whole_parameters(start)) < 1e-11
 
 
 @pytest.mark.slow
@@ -363,14 +331,13 @@ class Stacks(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("layout", ["flat", "rows"])
-def test_a_stack_is_trained_as_its_matrices_are(layout: str) -> None:
-    """Four ranks cut two stacks of three within matrices and between them."""
+def test_a_stack_is_trained_as_its_matrices_are() -> None:
+    """Of three each, over four ranks."""
     start, alone = seeded(lambda: Stacks(True)), seeded(lambda: Stacks(False))
     settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05, "adjust_lr_fn": "match_rms_adamw"}
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model = sharded_copy(start, rank, world, layout=layout)
+        model = sharded_copy(start, rank, world)
         assert not for_matrices(model).matrices
         muon = Muon(for_matrices(model, stacks=[model]).matrices, dtype=torch.float64, **settings)
         for turn in range(4):

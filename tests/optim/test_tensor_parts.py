@@ -13,7 +13,7 @@ from meshed_models import GroupedExperts, Net, Shape
 from meshes import POOLS, Ended, Plan, Polyshard, coordinate_of, make, meshed, run, together
 from polyshard.errors import RankMismatchError, UnsupportedError
 from polyshard.inspect import is_sharded
-from polyshard.optim import AveragedWeights, Muon, WholeTensorOptimizer, decay_groups, for_matrices
+from polyshard.optim import AveragedWeights, Muon, WholeTensorOptimizer, for_matrices
 from polyshard.optim.across import Across
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 TURNS = 3
-ROWS = ("layout", "rows")
 TP: dict[str, Any] = {"names": ("dp", "tp"), "shard": ("dp",)}
 EP: dict[str, Any] = {"names": ("edp", "ep"), "shard": ("edp", "ep"), "experts": ("edp",)}
 EP_TP: dict[str, Any] = {**EP, "names": ("edp", "ep", "tp")}
@@ -155,9 +154,7 @@ def test_muon_of_matrices_that_tensor_parallelism_cuts(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(
-            Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor"), settings=(ROWS,)), marks=pytest.mark.nightly
-        ),
+        pytest.param(Plan((2, 2), **EP, shape=Shape(experts=3, kept="dtensor")), marks=pytest.mark.nightly),
         # The last rank has none of three experts.
         pytest.param(Plan((1, 4), **EP, shape=Shape(experts=3, kept="dtensor")), marks=pytest.mark.nightly),
         Plan((1, 2, 2), **EP_TP, shape=Shape(experts=3, kept="dtensor")),
@@ -193,10 +190,9 @@ def test_averages(plan: Plan) -> None:
 
 
 def named_groups(model: nn.Module) -> list[list[str]]:
-    """The names that each function of ``polyshard.optim`` puts together."""
+    """The names of matrices and of others."""
     names = {each: name for name, each in model.named_parameters()}
-    groups = [group["params"] for group in decay_groups(model, 0.1)]
-    return [[names[each] for each in group] for group in (*groups, *for_matrices(model, stacks=experts_of(model)))]
+    return [[names[each] for each in group] for group in for_matrices(model, stacks=experts_of(model))]
 
 
 def groups_on_rank(rank: int, plan: Plan) -> list[list[list[str]]]:
@@ -227,7 +223,7 @@ def seen(rank: int, plan: Plan) -> tuple[list[tuple[int, ...]], int]:
     exchanged = Across.exchange
     with meshed(plan, rank) as (model, mesh), mock.patch.object(Across, "exchange", exchange):
         trainer = Polyshard(plan, model, mesh)
-        optimizer = WholeNorm([each for each in model.parameters() if len(polyshard.placement(each).shape) == 2])
+        optimizer = WholeNorm([each for each in model.parameters() if each.ndim == 2])
         stepped([optimizer], model(plan.batch(0, plan.data_rank(coordinate_of(mesh)), 0)))
         trainer.close()
     return optimizer.seen, sum(sent)

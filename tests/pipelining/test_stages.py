@@ -208,15 +208,16 @@ def counts(rank: int, gathers: str, accumulates: bool) -> list[tuple[int, int]]:
 
 
 def test_a_step_reduces_each_unit_once_and_gathers_it_once_a_schedule_or_once_a_microbatch() -> None:
-    # Either stage is two blocks beside an embedding or a head.
-    assert RANKS.run(1, counts, "schedule", False) == [[(3, 3), (3, 3)]]
+    # Either stage is two blocks of three parameters beside an embedding or a head. Each is gathered by itself, and the
+    # sums of a unit travel together.
+    assert RANKS.run(1, counts, "schedule", False) == [[(7, 3), (7, 3)]]
     # Each of two schedules gathers, the second one reduces.
-    assert RANKS.run(1, counts, "schedule", True) == [[(6, 3), (6, 3)]]
+    assert RANKS.run(1, counts, "schedule", True) == [[(14, 3), (14, 3)]]
     (found,) = RANKS.run(1, counts, "microbatch", False)
     for gathers, reductions in found:
         assert reductions == 3
         # For each forward, and for each backward that did not follow at once; the embedding for forwards alone.
-        assert 4 * 3 < gathers <= 4 * (3 + 3)
+        assert 4 * 7 < gathers <= 4 * (7 + 7)
 
 
 def norms(rank: int, plan: Plan) -> list[float]:
@@ -242,7 +243,7 @@ def test_norms_of_every_order_are_over_all_stages() -> None:
 def scaled(rank: int, plan: Plan, broken: float) -> tuple[float, dict[str, torch.Tensor]]:
     """The scale and parameters behind three steps; in the second, one gradient of one stage is ``broken`` on rank 3."""
     trainer = Trainer(plan)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = polyshard.GradScaler("cpu", init_scale=1024.0)
     # Ranks without a loss have a scale, too.
     scaler.scale(torch.zeros(()))
     trainer.schedule._loss_fn = lambda output, target: scaler.scale(loss_of(output, target))

@@ -263,7 +263,7 @@ def test_wrong_meshes_and_divisors_of_modules_are_refused(settings: dict[str, An
         plan_modules(model, {model[1]: settings})
 
 
-def test_units_over_two_meshes_in_report_and_placement() -> None:
+def test_units_over_two_meshes_in_report_and_dtensors() -> None:
     mesh: Any = WorldMesh.pretended({"dp_replicate": 2, "edp": 2, "ep": 2})
     config = ShardConfig(
         collectives={"name": "fake", "world_size": 8},
@@ -277,6 +277,7 @@ def test_units_over_two_meshes_in_report_and_placement() -> None:
     report = polyshard.report(model)
     assert (report.world_size, report.units) == (8, 3)
     assert report.over == {"edp, ep and dp_replicate": ("(root)",), "edp and dp_replicate": ("1.0", "1.1")}
-    # A quarter of 6 elements, rounded up; half of 14, as they are aligned.
-    assert report.master_nbytes == 4 * (2 + 7 + 7)
-    assert polyshard.placement(model[0].weight).ranks == "edp, ep and dp_replicate"
+    # A row of each weight, and an element of each bias, at multiples of 16 bytes: 0 and 4; 0, 4, 8 and 12.
+    assert report.master_nbytes == 4 * (5 + 13 + 13)
+    assert model[0].weight.device_mesh.shape == (2, 4)
+    assert model[1][0][0].weight.device_mesh.shape == (2, 2)

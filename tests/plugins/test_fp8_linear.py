@@ -11,7 +11,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import draw, on_ranks, root_of, sharded_copy, units_of, whole
+from parity import draw, local, on_ranks, root_of, sharded_copy, units_of, whole
 from polyshard.errors import ConfigError, StateError, UnsupportedError
 from polyshard.interfaces import PluginContext, PrecisionCaster
 from polyshard_backends.fake import FakeCollectives
@@ -21,8 +21,6 @@ from polyshard_testing import PrecisionSuite
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-ROWS = "rows"
 
 
 def caster(**options: Any) -> Fp8Linear:
@@ -164,7 +162,7 @@ def test_training_follows_the_formula(ranks: int, options: dict[str, Any], setti
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[float], dict[str, torch.Tensor]]:
         precision = caster(compute="fp32", **options)
-        mine = sharded_copy(model, rank, world, precision=precision, policy=units_of(Feed), layout=ROWS, **settings)
+        mine = sharded_copy(model, rank, world, precision=precision, policy=units_of(Feed), **settings)
         return trained(mine, rank), whole(mine)
 
     wanted, start = dict(reference.named_parameters()), dict(model.named_parameters())
@@ -182,7 +180,7 @@ def labels(model: nn.Module) -> list[str]:
 
 def pretended(model: nn.Module, precision: object, ranks: int = 4, **settings: Any) -> FakeCollectives:
     collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, ranks)
-    settings = {"policy": units_of(Feed), "layout": ROWS, **settings}
+    settings = {"policy": units_of(Feed), **settings}
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, precision=precision, **settings))
     return collectives
 
@@ -223,16 +221,6 @@ def test_other_layers_compute_in_the_compute_dtype() -> None:
     assert labels(model)[:2] == ["(root)", "(root)[float32, formed]"]
 
 
-def test_a_layout_that_cuts_rows_is_refused_and_the_model_stays_whole() -> None:
-    model = model_of()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ConfigError, match=r"whole rows on each rank.*'blocks\.0\.up\.weight'.*Set layout='rows'"):
-        pretended(model, caster(), ranks=5, layout="flat")
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    pretended(model, caster(), ranks=5)
-    assert model(torch.ones(2, 32)).isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -263,15 +251,13 @@ def test_rows_of_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
         model.up.bias.zero_()
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        mine = sharded_copy(model, rank, world, precision=caster(compute="fp32"), layout=ROWS)
+        mine = sharded_copy(model, rank, world, precision=caster(compute="fp32"))
         seen: list[torch.Tensor] = []
         mine.up.register_forward_hook(lambda _, __, output: seen.append(output.detach().clone()))  # type: ignore[union-attr]
         mine(draw(4, 32).float())
         for value in (math.inf, math.nan):
             with torch.no_grad():
-                own = mine.down.weight  # type: ignore[union-attr]
-                if own.numel():
-                    own[-1, 0] = value
+                local(mine.down.weight)[-1, 0] = value  # type: ignore[union-attr, arg-type]
             seen.append(mine(draw(4, 32).float()).detach())
         return seen
 
@@ -288,7 +274,7 @@ def test_evaluation_computes_as_training_does_and_unsharded_in_full_precision() 
     expected = model(x)
 
     def on_rank(rank: int, world: ThreadedWorld) -> Iterator[torch.Tensor]:
-        mine = sharded_copy(model, rank, world, precision=caster(compute="fp32"), policy=units_of(Feed), layout=ROWS)
+        mine = sharded_copy(model, rank, world, precision=caster(compute="fp32"), policy=units_of(Feed))
         trains = mine(x).detach()
         with torch.no_grad():
             evaluates = mine.eval()(x)

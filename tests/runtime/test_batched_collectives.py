@@ -31,13 +31,18 @@ from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 
 BLOCKS = {"policy": units_of(Block)}
-#: 5 * 7 + 7 + 7 * 5 float64 elements; shards are padded, so that a buffer takes a little more.
-BLOCK_NBYTES = 77 * 8
+#: A gather each for up.weight, up.bias and down.weight; the root has those of its first and last layer.
+OF_A_BLOCK, OF_THE_ROOT = 3, 4
 
 
-def pairs(blocks: int = 2) -> int:
-    """Bytes that let this many blocks travel together, and no more, whatever the padding."""
-    return (blocks + 1) * BLOCK_NBYTES - 1
+def block_nbytes(ranks: int = 2) -> int:
+    """Of a block's gathered parameters in float64, whose rows are padded to a multiple of ``ranks``."""
+    return 8 * sum(-(-rows // ranks) * ranks * numel for rows, numel in ((7, 5), (7, 1), (5, 7)))
+
+
+def pairs(blocks: int, ranks: int = 2) -> int:
+    """Bytes that let this many blocks travel together, and no more."""
+    return (blocks + 1) * block_nbytes(ranks) - 1
 
 
 def fake() -> FakeCollectives:
@@ -45,7 +50,7 @@ def fake() -> FakeCollectives:
 
 
 def batches_of_a_step(blocks: int, **settings: Any) -> tuple[list[int], list[int], int]:
-    """How many gathers each batch of the second forward and of its backward had, and all gathers of that step."""
+    """How many blocks each batch of the second forward and of its backward had, and all gathers of that step."""
     model, collectives = seeded(lambda: Net(blocks)), fake()
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **BLOCKS, **settings))
     square_step(model, 0, 0)
@@ -56,14 +61,17 @@ def batches_of_a_step(blocks: int, **settings: Any) -> tuple[list[int], list[int
     collectives.batches.clear()
     loss.backward()
     gathers = sum(call.operation == "all_gather" for call in collectives.calls)
-    return forward, list(collectives.batches), gathers
+    # The root's own, which is not prefetched.
+    assert forward.pop(0) == OF_THE_ROOT
+    return [each // OF_A_BLOCK for each in forward], [each // OF_A_BLOCK for each in collectives.batches], gathers
 
 
 def test_twenty_four_small_blocks_are_gathered_by_six_communications() -> None:
-    # 24 blocks in forward and in backward, the root once. The root's own gather is not prefetched.
-    assert batches_of_a_step(24, batch_nbytes=pairs(4)) == ([4] * 6, [4] * 6, 49)
+    # 24 blocks in forward and in backward, the root once.
+    gathers = 48 * OF_A_BLOCK + OF_THE_ROOT
+    assert batches_of_a_step(24, batch_nbytes=pairs(4, 4)) == ([4] * 6, [4] * 6, gathers)
     # There are at most 16 in one.
-    assert batches_of_a_step(24, batch_nbytes="16 MiB") == ([16, 8], [16, 8], 49)
+    assert batches_of_a_step(24, batch_nbytes="16 MiB") == ([16, 8], [16, 8], gathers)
 
 
 @pytest.mark.slow
@@ -84,7 +92,7 @@ def test_blocks_of_two_groups_in_turns_are_gathered_by_one_communication_a_group
     collectives = fake()
     other = collectives.partition([[0, 1, 2, 3]])
     model = polyshard.shard(
-        seeded(lambda: Net(8)), polyshard.ShardConfig(collectives=collectives, batch_nbytes=pairs(4), **BLOCKS)
+        seeded(lambda: Net(8)), polyshard.ShardConfig(collectives=collectives, batch_nbytes=pairs(4, 4), **BLOCKS)
     )
     for unit in root_of(model).units[2::2]:
         unit.use_ranks(UnitRanks.over(unit.ranks.world, other, None))
@@ -93,7 +101,8 @@ def test_blocks_of_two_groups_in_turns_are_gathered_by_one_communication_a_group
         each.batches.clear()
     square_step(model, 1, 0)
     # Two batches of four, in forward and in backward: two blocks of each group in each.
-    assert list(collectives.batches) == list(other.batches) == [2] * 4
+    assert list(other.batches) == [2 * OF_A_BLOCK] * 4
+    assert list(collectives.batches) == [OF_THE_ROOT, *other.batches]
 
 
 def test_each_group_hears_of_its_own_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,16 +137,23 @@ def test_each_group_hears_of_its_own_gathers(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("batch_nbytes", "batches"),
-    [(0, []), (BLOCK_NBYTES, []), (pairs(2), [2, 2, 2]), (pairs(3), [3, 3]), (pairs(4), [4, 3]), ("16 MiB", [7])],
+    [
+        (0, [1] * 7),
+        (block_nbytes(4), [1] * 7),
+        (pairs(2, 4), [2, 2, 2, 1]),
+        (pairs(3, 4), [3, 3, 1]),
+        (pairs(4, 4), [4, 3]),
+        ("16 MiB", [7]),
+    ],
 )
 def test_a_batch_holds_as_many_units_as_fit(batch_nbytes: int | str, batches: list[int]) -> None:
-    # What is left over, one block of seven, travels by itself, which is no batch.
-    assert batches_of_a_step(7, batch_nbytes=batch_nbytes) == (batches, batches, 15)
+    gathers = 14 * OF_A_BLOCK + OF_THE_ROOT
+    assert batches_of_a_step(7, batch_nbytes=batch_nbytes) == (batches, batches, gathers)
 
 
 def test_nothing_is_batched_that_is_not_prefetched() -> None:
     settings = {"batch_nbytes": "16 MiB", "forward_prefetch": 0, "backward_prefetch": 0}
-    assert batches_of_a_step(7, **settings) == ([], [], 15)
+    assert batches_of_a_step(7, **settings) == ([1] * 7, [1] * 7, 14 * OF_A_BLOCK + OF_THE_ROOT)
 
 
 @pytest.mark.slow
@@ -392,7 +408,7 @@ def test_units_of_a_batch_are_cast_on_their_way() -> None:
     wanted = {name: value.detach().bfloat16() for name, value in plain.named_parameters()}
 
     def on_rank(rank: int, world: ThreadedWorld) -> int:
-        mine = sharded_copy(plain, rank, world, **BLOCKS, batch_nbytes=BLOCK_NBYTES, precision="bf16")
+        mine = sharded_copy(plain, rank, world, **BLOCKS, batch_nbytes=block_nbytes(), precision="bf16")
         seen: list[str] = []
 
         def check(name: str, block: nn.Module) -> None:
@@ -416,7 +432,7 @@ class SlowLink(FakeCollectives):
 
     now = free = 0.0
     #: What one takes, where a block computes for 1.
-    each = 0.5
+    each = 1 / 8
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         super().all_gather(out, shard).wait()
@@ -446,13 +462,14 @@ def test_compute_waits_for_the_first_batch_of_a_pass_and_for_none_behind_it(toge
     for block in model.get_submodule("blocks").children():
         block.register_forward_hook(compute)
         block.register_full_backward_hook(compute)
-    polyshard.shard(model, polyshard.ShardConfig(collectives=link, batch_nbytes=pairs(together), **BLOCKS))
+    polyshard.shard(model, polyshard.ShardConfig(collectives=link, batch_nbytes=pairs(together, 4), **BLOCKS))
     for turn in range(3):
         begin = link.now = link.free
         loss = model(draw(4, 3)).square().mean()
         between = link.now
         loss.backward()
-        # In forward, the root's gather is waited for as well. The others take half as long as their blocks compute.
+        # In forward, the root's gathers are waited for as well. The others take less than their blocks compute.
         if turn:
-            assert between - begin == 24 + link.each + together * link.each
-            assert link.now - between == 24 + together * link.each
+            batch = together * OF_A_BLOCK * link.each
+            assert between - begin == 24 + OF_THE_ROOT * link.each + batch
+            assert link.now - between == 24 + batch

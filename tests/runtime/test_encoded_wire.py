@@ -7,7 +7,7 @@ import copy
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
+from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of, whole_of
 from polyshard.errors import RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
@@ -53,8 +53,8 @@ def test_an_encoded_wire_is_decoded_into_what_computes() -> None:
     assert reference.grad is not None
     for output, _ in ranks:
         torch.testing.assert_close(output, wanted.detach(), rtol=1e-5, atol=1e-6)
-    gradient = torch.cat([each for _, each in ranks])
-    torch.testing.assert_close(gradient, reference.grad.flatten(), rtol=1e-5, atol=1e-6)
+    gradient = whole_of(weight, [each for _, each in ranks])
+    torch.testing.assert_close(gradient, reference.grad, rtol=1e-5, atol=1e-6)
     # Once when the model is sharded, and once a step, on every rank.
     assert [caster.prepared for caster in casters] == [[("",), ("",), ("",)]] * 4
 
@@ -104,10 +104,9 @@ def test_an_encoded_wire_moves_a_quarter_of_the_bytes() -> None:
         )
         model(torch.randn(2, 64)).sum().backward()
         moved[name] = [call.numel * call.dtype.itemsize for call in collectives.calls if call.operation == "all_gather"]
-    # 4160 parameters a unit over 4 ranks: 1040 elements a rank, in fp32, or in int8 behind 16 bytes.
-    assert set(moved["fp32"]) == {4 * 1040 * 4}
-    assert set(moved["int8"]) == {4 * (1040 + 16)}
-    assert len(moved["fp32"]) == len(moved["int8"]) == 4
+    # A unit's 64 * 64 and 64 parameters over 4 ranks: 1024 and 16 elements a rank, in fp32, or in int8 behind 16 bytes.
+    assert moved["fp32"] == [4 * 1024 * 4, 4 * 16 * 4] * 4
+    assert moved["int8"] == [4 * (1024 + 16 + 16)] * 4
 
 
 def test_ranks_that_part_in_the_first_step_are_told_what_would_travel() -> None:

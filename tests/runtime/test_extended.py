@@ -17,14 +17,13 @@ from polyshard.errors import (
     ParameterChangedError,
     ParameterError,
     RankMismatchError,
-    UnshardedUseError,
     UnsupportedError,
 )
 from polyshard.optim import AveragedWeights
-from polyshard.state import StateOptions, get_model_state_dict
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_tools.forecast import ShapedBatches, plan
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def seeded(make: Callable[[], nn.Module] = Net) -> Any:
@@ -73,7 +72,7 @@ def reference(model: Net, world_size: int, steps: int = 3) -> list[list[float]]:
 PAIRS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (2, {"strategy": "shard_grad_op", "policy": "never"}),
-    (3, {"layout": "rows"}),
+    (3, {}),
     # The last rank has no rows.
     (5, {}),
     (4, {"strategy": "hybrid_shard", "shard_size": 2, "sync_module_states": True}),
@@ -87,23 +86,23 @@ def test_trains_as_the_unsharded_model(number: int, settings: dict[str, Any]) ->
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[float], list[tuple[int, ...]]]:
         mine = sharded_copy(model, rank, world, **{"policy": units_of(Layer), **settings})
-        rows = mine.layer.weight, mine.down.weight
+        placed = mine.layer.weight, mine.down.weight
+        assert all(isinstance(each, nn.Parameter) and isinstance(each, DTensor) for each in placed)
+        assert [each.requires_grad for each in placed] == [False, True]
+        rows = [each.detach().to_local() for each in placed]
         assert [type(each) for each in rows] == [Pair, Rounded]
-        assert all(isinstance(each, nn.Parameter) for each in rows)
-        assert [each.requires_grad for each in rows] == [False, True]
         found = trained(mine, rank)
         if settings.get("strategy") == "hybrid_shard":
             polyshard.check_replicas(mine)
             if rank == 1:
-                mine.layer.weight.high[0, 0] += 1
+                rows[0].high[0, 0] += 1
             with pytest.raises(RankMismatchError, match=r"'layer\.weight'"):
                 polyshard.check_replicas(mine)
         mine(inputs(0, rank)).sum().backward()
-        # What the optimizer holds gets a plain gradient of its rows, where there are rows.
-        gradient = mine.down.weight.grad
+        # What the optimizer holds gets a plain gradient of its rows.
+        gradient = mine.down.weight.grad.to_local()
         assert mine.layer.weight.grad is None
-        if mine.down.weight.numel():
-            assert (type(gradient), gradient.shape) == (torch.Tensor, mine.down.weight.shape)
+        assert (type(gradient), gradient.shape) == (torch.Tensor, rows[1].shape)
         return found, [tuple(each.shape) for each in rows]
 
     with warns_for(number, settings):
@@ -166,8 +165,8 @@ def test_vectors_are_cut_between_elements() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
         model = sharded_copy(Scaled(), rank, world)
         model(torch.full((5,), rank + 1.0, dtype=torch.float64)).sum().backward()
-        assert model.scale.shape == ((2,), (2,), (1,))[rank]
-        gradient: list[float] = model.scale.grad.tolist()
+        assert model.scale.to_local().shape == ((2,), (2,), (1,))[rank]
+        gradient: list[float] = model.scale.grad.to_local().tolist()
         return gradient
 
     with patch.object(Rounded, "fsdp_pre_all_gather", ask), patch.object(Rounded, "fsdp_post_all_gather", tell):
@@ -261,23 +260,27 @@ def test_what_cannot_be_is_refused_before_anything_changes(case: str) -> None:
 
 
 def test_changes_by_the_program() -> None:
-    """Another whole tensor of the class is taken over; what else takes a parameter's place is refused by name."""
-    other, source = Rounded(torch.full((OUT, OUT), 0.25, dtype=torch.float64)), seeded()
+    """A DTensor of the class that lies as it did is taken over; what else takes a parameter's place is refused."""
+    source = seeded()
 
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = sharded_copy(source, rank, world, policy=units_of(nn.Linear))
         x = inputs(0, 0)
         own = model.down.weight
         model(x)
-        model.down.weight = nn.Parameter(copy.deepcopy(other))
+        other = Rounded(torch.full_like(own.detach().to_local().whole, 0.25))
+        shape, stride = own.shape, own.stride()
+        model.down.weight = nn.Parameter(
+            DTensor.from_local(other, own.device_mesh, own.placements, run_check=False, shape=shape, stride=stride)
+        )
         seen: list[torch.Tensor] = []
         model.down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         out = model(x)
-        assert model.down.weight is own
-        bias = get_model_state_dict(model, StateOptions(form="full"))["down.bias"]
-        torch.testing.assert_close(out, seen[0] @ other.whole.T + bias, rtol=1e-12, atol=0.0)
-        model.down.weight = nn.Parameter(torch.ones(OUT, OUT, dtype=torch.float64))
-        with pytest.raises(ParameterChangedError, match=r"'down.weight' on rank \d was replaced by a Parameter"):
+        bias = model.down.bias.full_tensor()
+        torch.testing.assert_close(out, 0.25 * seen[0].sum(1, keepdim=True) + bias, rtol=1e-12, atol=0.0)
+        own = model.down.weight
+        model.down.weight = nn.Parameter(Rounded(torch.ones(OUT, OUT, dtype=torch.float64)))
+        with pytest.raises(ParameterChangedError, match=r"'down.weight' was replaced by a plain tensor \(rank \d\)"):
             model(x)
         model.down.weight = own
         torch.testing.assert_close(model(x), out, rtol=0.0, atol=0.0)
@@ -289,7 +292,7 @@ def test_changes_by_the_program() -> None:
         model(x).sum().backward()
         assert own.grad is None
         model.layer.forward = lambda x: x @ model.down.weight.T
-        with pytest.raises(UnshardedUseError, match=r"'down\.weight' was used by"):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             model(x)
 
     on_ranks(2, on_rank)
@@ -307,10 +310,10 @@ def test_what_needs_a_flat_buffer_names_the_parameter() -> None:
             with pytest.raises(UnsupportedError, match=r"'down\.weight' gathers itself"):
                 call()
         mine(inputs(0, rank)).sum().backward()
-        with pytest.raises(ConfigError, match=r"AdamW holds 'down.weight', which a Rounded of this rank's rows took"):
+        with pytest.raises(ConfigError, match=r"AdamW holds 'up.weight', which a DTensor of this rank's part took"):
             before.step()
         assert polyshard.report(mine).master_nbytes > 0
-        assert "down.weight" in polyshard.local_state_dict(mine)
+        assert type(mine.state_dict()["down.weight"]) is DTensor
 
     on_ranks(2, on_rank)
 
@@ -320,7 +323,8 @@ def test_plans_count_what_rows_are_made_of() -> None:
         model = Net()
     config = polyshard.ShardConfig(policy=units_of(Layer))
     (group,) = plan(config, model, 2, batch=ShapedBatches.parse(f"float64[2,{IN}]")).groups
-    # On rank 0: half of what is plain around the layer, its own rows of int8 and fp16, and what is trained.
-    plain, pair, rounded, bias = 25 * 8, 4 * IN * 3, 4 * OUT * 8, 4 * 8
+    # On rank 0: half of what is plain around the layer, each parameter but the last padded to 16 bytes; its own rows of
+    # int8 and fp16, and what is trained.
+    plain, pair, rounded, bias = (3 * IN + 4 + 4) * 8, 4 * IN * 3, 4 * OUT * 8, 4 * 8
     assert group.parameters_nbytes == plain + pair + rounded + bias
     assert group.gradients_nbytes == plain + rounded + bias

@@ -17,6 +17,7 @@ from parity import (
     adam,
     assert_parity,
     draw,
+    local,
     on_ranks,
     root_of,
     seeded,
@@ -37,6 +38,10 @@ from torch import nn
 BLOCKS = {"policy": units_of(Block)}
 HUGE = 1 << 50
 EVERYTHING = ("(root)", "blocks.0", "blocks.1", "blocks.2")
+#: Gathers of a block and of the root, one a parameter.
+BLOCK, ROOT = 3, 4
+#: Those of a step: of blocks that are released twice, of what is kept once.
+RELEASED, KEPT = 6 * BLOCK + ROOT, 3 * BLOCK + ROOT
 
 
 class Measured(MemoryMeter):
@@ -80,7 +85,7 @@ def kept(model: nn.Module) -> tuple[str, ...]:
 def gathers_by_step(
     model: nn.Module, collectives: FakeCollectives, steps: int, optimizer: torch.optim.Optimizer
 ) -> list[int]:
-    """How many units were gathered in each of ``steps`` training steps."""
+    """How many parameters were gathered in each of ``steps`` training steps."""
     counts = []
     for turn in range(steps):
         collectives.calls.clear()
@@ -118,7 +123,7 @@ def test_a_kept_unit_is_gathered_once_a_step_instead_of_twice(
     config = polyshard.ShardConfig(collectives=collectives, **BLOCKS)
     with_room(lambda model: room(sizes(model)))(model, config)
     # Three blocks twice and the root once, until the second backward has ended.
-    assert gathers_by_step(model, collectives, 4, adam(model)) == [7, 7, 7 - fewer, 7 - fewer]
+    assert gathers_by_step(model, collectives, 4, adam(model)) == [RELEASED] * 2 + [RELEASED - fewer * BLOCK] * 2
     assert kept(model) == names
     model(draw(4, 3)).square().mean()
     assert root_of(model).gathered == names
@@ -129,7 +134,7 @@ def test_the_unit_where_forward_turns_is_kept_beside_those_that_fit() -> None:
     config = polyshard.ShardConfig(collectives=collectives, **BLOCKS)
     with_room(lambda model: sizes(model)[1] + sizes(model)[2])(model, config)
     # Its backward follows its forward at once, as the second forward knows; the two before it fit.
-    assert gathers_by_step(model, collectives, 4, adam(model)) == [8, 7, 5, 5]
+    assert gathers_by_step(model, collectives, 4, adam(model)) == [8 * BLOCK, 7 * BLOCK, 5 * BLOCK, 5 * BLOCK]
     assert kept(model) == ("1", "2", "3")
 
 
@@ -226,7 +231,7 @@ def test_nothing_is_decided_before_the_optimizer_has_stepped(
     optimizer.step()
     assert root.budget_pending
     optimizer.zero_grad(set_to_none=to_none)
-    assert gathers_by_step(model, collectives, 2, optimizer) == [7, 4]
+    assert gathers_by_step(model, collectives, 2, optimizer) == [RELEASED, KEPT]
     assert not root.budget_pending
 
 
@@ -243,7 +248,7 @@ def test_only_backwards_that_reduce_count() -> None:
             model(x)
             model.blocks[0].up.weight.add_(0.1)
         assert root_of(model).budget_pending
-    assert gathers_by_step(model, collectives, 3, optimizer) == [7, 7, 4]
+    assert gathers_by_step(model, collectives, 3, optimizer) == [RELEASED, RELEASED, KEPT]
 
 
 @pytest.mark.slow
@@ -265,7 +270,7 @@ def test_ranks_that_hold_no_element_follow_the_others() -> None:
         for turn in range(3):
             model(draw(4, 1, turn=turn, rank=rank)).square().mean().backward()
             optimizer.step()
-        return [sum(parameter.numel() for parameter in model.parameters()), len(kept(model))]
+        return [sum(local(parameter).numel() for parameter in model.parameters()), len(kept(model))]
 
     assert on_ranks(3, on_rank) == [[3, 3], [0, 3], [0, 3]]
 
@@ -301,7 +306,7 @@ def test_units_that_the_policy_decided_are_left_as_they_are() -> None:
     polyshard.shard(model, with_budget(collectives, policy=policy))
     assert kept(model) == ("(root)", "blocks.1")
     # The root and block 1 once; then blocks 0 and 2 as well.
-    assert gathers_by_step(model, collectives, 3, adam(model)) == [8, 8, 6]
+    assert gathers_by_step(model, collectives, 3, adam(model)) == [7 * BLOCK + ROOT] * 2 + [5 * BLOCK + ROOT]
     assert kept(model) == ("(root)", "blocks.0", "blocks.1", "blocks.2")
 
 
@@ -335,7 +340,7 @@ def test_composed_modules_follow_the_outermost_calls_budget() -> None:
     for block in model.blocks:
         polyshard.fully_shard(block, polyshard.ShardConfig(collectives=collectives))
     polyshard.fully_shard(model, with_budget(collectives))
-    assert gathers_by_step(model, collectives, 3, adam(model)) == [7, 7, 4]
+    assert gathers_by_step(model, collectives, 3, adam(model)) == [RELEASED, RELEASED, KEPT]
 
 
 def test_a_device_without_statistics_needs_a_budget() -> None:

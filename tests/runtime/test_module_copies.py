@@ -1,4 +1,4 @@
-"""Copies of modules that hold pieces: refused, not made of pieces."""
+"""Copies of modules: of those inside of a unit with ``DTensor`` parameters, of whole ones plain, of sharded none."""
 
 from __future__ import annotations
 
@@ -16,48 +16,54 @@ from polyshard import ShardConfig
 from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
-def saved(module: nn.Module) -> None:
-    torch.save(module, io.BytesIO())
+def saved(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
-def sharded(**settings: Any) -> nn.Module:
-    collectives = {"name": "fake", "world_size": 2}
-    return polyshard.shard(seeded(Net), ShardConfig(collectives=collectives, policy=units_of(Block), **settings))
-
-
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-@pytest.mark.parametrize(
-    ("done", "how"), [(copy.deepcopy, "deep-copied"), (pickle.dumps, "pickled"), (saved, "pickled")]
-)
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_module_inside_of_a_unit(done: Callable[[nn.Module], object], how: str, steps: int, layout: str) -> None:
-    model = sharded(layout=layout)
-    for turn in range(steps):
-        square_step(model, turn, 0)
-    with pytest.raises(StateError, match=rf"a piece of 'last\.weight' cannot be {how} \(rank 0\)"):
-        done(model.last)
-    with pytest.raises(StateError, match=r"'blocks\.1\.up\.weight'"):
-        done(model.blocks[1].up)
-    with pytest.raises(StateError, match=r"A sharded module cannot be"):
-        done(model.blocks)
-    square_step(model, steps, 0)
+def pickled(module: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(module))
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_what_is_whole_is_copied(strategy: str) -> None:
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickled, saved])
+def test_a_module_inside_of_a_unit(copies: Callable[[nn.Module], Any], strategy: str) -> None:
+    source = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(source, rank, world, policy=units_of(Block), strategy=strategy)
+        for turn in range(2):
+            for name in ("last", "blocks.1.up"):
+                mine, copied = model.get_submodule(name), copies(model.get_submodule(name))
+                for key, parameter in mine.named_parameters():
+                    there: Any = copied.get_parameter(key)
+                    assert isinstance(there, DTensor)
+                    assert isinstance(there, nn.Parameter)
+                    assert torch.equal(there.full_tensor(), parameter.full_tensor())
+                    assert there.placements == parameter.placements
+                    assert torch.equal(there.to_local(), parameter.to_local())
+                    assert there.to_local().data_ptr() != parameter.to_local().data_ptr()
+            with pytest.raises(StateError, match=rf"A sharded module cannot be .*rank {rank}"):
+                copies(model.blocks)
+            square_step(model, turn, rank)
+            # Torch copies no DTensor with a gradient.
+            model.zero_grad()
+
+    on_ranks(2, on_rank)
+
+
+def test_what_is_whole_is_copied_as_a_plain_module() -> None:
     x = draw(2, 3)
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block), layout="rows", strategy=strategy)
+        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
         with polyshard.unsharded(model):
-            copies = [copy.deepcopy(model.first), pickle.loads(pickle.dumps(model.first))]
-        if strategy == "no_shard":
-            copies.append(copy.deepcopy(model.first))
-        else:
-            with pytest.raises(StateError, match=r"first\.weight"):
-                copy.deepcopy(model.first)
+            copies = [copy.deepcopy(model.first), pickled(model.first)]
         # A copy belongs to no sharded model.
         copies += [copy.deepcopy(each) for each in copies]
         return [each(x) for each in copies]
@@ -73,4 +79,5 @@ def test_a_module_without_parameters_and_a_parameter_are_copied_as_before() -> N
         nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), ShardConfig(collectives={"name": "fake", "world_size": 2})
     )
     assert copy.deepcopy(model[1]).p == 0.5
-    assert torch.equal(copy.deepcopy(model[0].weight), model[0].weight)
+    weight: Any = model[0].weight
+    assert torch.equal(copy.deepcopy(weight).to_local(), weight.to_local())

@@ -18,6 +18,7 @@ from parity import (
     assert_parity,
     draw,
     is_sharded,
+    local,
     mean_square,
     on_ranks,
     root_of,
@@ -488,7 +489,7 @@ def test_one_tensor_given_several_times_stays_one_when_it_is_cast(precision: Any
         mine = sharded_copy(model, rank, world, policy=units_of(nn.MultiheadAttention), precision=precision)
         loss = mine(draw(2, 4, 3).float()).square().mean()
         loss.backward()
-        return [parameter.grad for parameter in mine.parameters() if parameter.grad is not None]
+        return [local(parameter.grad) for parameter in mine.parameters() if parameter.grad is not None]
 
     for gradients in on_ranks(2, on_rank):
         assert any(gradient.abs().max() > 0 for gradient in gradients if gradient.numel())

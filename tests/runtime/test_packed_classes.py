@@ -16,6 +16,7 @@ from polyshard.state import StateForm, StateOptions, get_model_state_dict, set_m
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 WHOLE = StateOptions(form=StateForm.FULL)
@@ -141,8 +142,9 @@ def test_losses_are_the_unsharded_models_over_bytes_that_stay_as_they_are(ranks:
         assert report.beside_nbytes == 4 * 257 * 8
         # AdamW's two states are of what is trained.
         assert report.optimizer_nbytes(2) == 2 * (report.master_nbytes - report.packed_nbytes)
-        assert all(type(each.weight) is Coded for each in coded_in(model))
+        assert all(isinstance(each.weight, DTensor) and each.weight.quant_state for each in coded_in(model))
         with polyshard.unsharded(model):
+            assert all(type(each.weight) is Coded and each.weight.quant_state for each in coded_in(model))
             assert all(map(torch.equal, bytes_of(model), packed))
         return [loss for (loss,) in losses]
 
@@ -258,6 +260,8 @@ def test_whole_ones_may_be_replaced_by_others_of_their_class() -> None:
             assert torch.equal(model(x), plain(x))
             with polyshard.unsharded(model, writeback=True):
                 first.weight = Coded(255 - first.weight.data, state)
+            # State dicts of its module read it there.
+            assert first.weight.quant_state is state
         assert torch.equal(model(draw(4, 6)), plain(draw(4, 6)))
 
     on_ranks(2, on_rank)

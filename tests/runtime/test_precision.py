@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, root_of, seeded, sharded_copy, units_of, whole_of
+from parity import Block, Net, draw, local, on_ranks, root_of, seeded, sharded_copy, units_of, whole_of
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
@@ -68,8 +68,7 @@ def on_each_rank(
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         mine = sharded_copy(model, rank, world, **settings)
         step(mine, rank)
-        none = next(p.grad for p in mine.parameters() if p.grad is not None).new_zeros(0)
-        return {name: none if p.grad is None else p.grad for name, p in mine.named_parameters()}
+        return {name: local(cast("torch.Tensor", p.grad)) for name, p in mine.named_parameters()}
 
     ranks = on_ranks(world_size, on_rank)
     return {name: whole_of(p, [rank[name] for rank in ranks]) for name, p in model.named_parameters()}

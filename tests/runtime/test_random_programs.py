@@ -21,10 +21,13 @@ import polyshard
 import pytest
 import torch
 from matrices import exact
-from parity import draw, one_core, seeded, threaded, units_of
+from parity import draw, local, one_core, seeded, threaded, units_of
 from polyshard import checkpoint
 from polyshard.errors import CollectiveTimeoutError, PolyshardError, RankMismatchError
-from polyshard_backends.threaded import ThreadedWorld
+from polyshard.interfaces import PluginContext
+from polyshard.planning.device_mesh import mesh_over
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_fsdp2 import CPUOffloadPolicy, fully_shard
 from random_programs import (
     ONE_FORWARD,
     Event,
@@ -39,6 +42,7 @@ from random_programs import (
     draw_program,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 QUICK = 20
 QUICK_CHUNK = 10
@@ -66,7 +70,7 @@ class Seen:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """First and one past the last element of each parameter that the rank holds; none of an unsharded model."""
+    """Which of how many parts of each parameter the rank holds, in rows; none of an unsharded model."""
 
 
 class Run:
@@ -92,8 +96,7 @@ class Run:
         else:
             with self._world.lock:
                 model = copy.deepcopy(self._start)
-            policy = units_of(Raising) if self.program.policy == "blocks" else self.program.policy
-            polyshard.shard(model, threaded(self._world, self.rank, policy=policy, **settings))
+            self._shard(model, **settings)
         kind = self.program.optimizer
         if kind == "muon":
             made: Any = exact(model)
@@ -102,6 +105,30 @@ class Run:
             parameters = polyshard.flat_parameters(model) if self.sharded else list(model.parameters())
             return model, [MAKERS[kind.removeprefix("flat ")](parameters)]
         return model, [MAKERS[kind](model.parameters())]
+
+    def _shard(self, model: nn.Module, *, front: str, **settings: Any) -> None:
+        assert self._world is not None
+        if front == "shard":
+            policy: Any = units_of(Raising) if self.program.policy == "blocks" else self.program.policy
+            polyshard.shard(model, threaded(self._world, self.rank, policy=policy, **settings))
+            return
+        context = PluginContext("threaded", torch.device("cpu"))
+        mesh = mesh_over(ThreadedCollectives(context, self._world, self.rank), "cpu")
+        given: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": settings["reshard_after_forward"],
+            "offload_policy": CPUOffloadPolicy(pin_memory=False) if settings["offload"] == "cpu" else None,
+        }
+        inner: Any = {"blocks": Raising, "always": nn.Linear, "never": ()}[self.program.policy]
+        held = [parameter for module in model.modules() for parameter in module._parameters.values()]
+        # What modules share is the outermost one's.
+        alone = {id(each) for each in held if sum(other is each for other in held) == 1}
+        chosen = [
+            each for each in model.modules() if isinstance(each, inner) and alone.issuperset(map(id, each.parameters()))
+        ]
+        for module in reversed(chosen):
+            fully_shard(module, **given)
+        fully_shard(model, **given)
 
     def begin(self, index: int, step: Step) -> None:
         """Events, forwards and backwards of one step."""
@@ -187,7 +214,7 @@ class Run:
             with pytest.raises(PlannedError):
                 model(x, plain, self.rank, raises=True)
         elif event is Event.LOCAL and self.sharded:
-            polyshard.load_local_state_dict(model, polyshard.local_state_dict(model))
+            model.load_state_dict(model.state_dict())
         elif event is Event.SAVE:
             self._move(index)
 
@@ -217,23 +244,23 @@ class Run:
             given = [p for each in self.optimizer for group in each.param_groups for p in group["params"]]
             norm = torch.nn.utils.clip_grad_norm_(given, 0.3)
         # Of no gradient at all, torch says so in float32.
-        self.seen.values.append(norm.double())
+        self.seen.values.append(local(norm).double())
 
     def end(self, step: Step) -> Seen:
         """The optimizer's step; what was seen of all."""
-        flat = self.sharded and self.program.optimizer.startswith("flat")
         for name, parameter in self.model.named_parameters():
-            if not flat:
-                self.seen.gradients[name] = None if parameter.grad is None else parameter.grad.detach().clone()
+            gradient = parameter.grad
+            self.seen.gradients[name] = None if gradient is None else local(gradient.detach()).clone()
         for optimizer in self.optimizer:
             optimizer.step()
             if step.set_to_none is not None:
                 optimizer.zero_grad(set_to_none=step.set_to_none)
         for name, parameter in self.model.named_parameters():
-            self.seen.parameters[name] = parameter.detach().clone()
-            if self.sharded:
-                place = polyshard.placement(parameter)
-                self.seen.places[name] = (place.start, place.stop)
+            self.seen.parameters[name] = local(parameter.detach()).clone()
+            if isinstance(parameter, DTensor):
+                mesh, placed = parameter.device_mesh, parameter.placements[-1]
+                of = mesh.ndim - 1
+                self.seen.places[name] = (mesh.get_local_rank(of), mesh.size(of)) if placed.is_shard() else (0, 1)
         return self.seen
 
     def whole(self) -> dict[str, torch.Tensor]:
@@ -305,15 +332,18 @@ def compare(program: Program, got: Seen, wanted: Seen, where: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol / 10, msg=lambda text: f"{where}, {what}: {text}")
 
     close(got.values, wanted.values, "what was computed")
-    for name, (start, stop) in got.places.items():
-        if start == stop or name not in got.gradients:
-            continue
+    for name, place in got.places.items():
         mine, theirs = got.gradients[name], wanted.gradients[name]
         assert (mine is None) is (theirs is None), f"{where}: gradient of {name} is {mine}, not {theirs}"
         if mine is not None and theirs is not None:
-            close(mine.reshape(-1), theirs.reshape(-1)[start:stop], f"gradient of {name}")
-    for name, (start, stop) in got.places.items():
-        close(got.parameters[name].reshape(-1), wanted.parameters[name].reshape(-1)[start:stop], f"parameter {name}")
+            close(mine, rows_of(theirs, *place), f"gradient of {name}")
+        close(got.parameters[name], rows_of(wanted.parameters[name], *place), f"parameter {name}")
+
+
+def rows_of(whole: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+    """The rows that ``Shard(0)`` gives the rank ``part`` of ``parts``."""
+    chunks = whole.chunk(parts)
+    return chunks[part] if part < len(chunks) else whole[:0]
 
 
 def check(program: Program, folder: Path) -> None:

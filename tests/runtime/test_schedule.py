@@ -19,6 +19,8 @@ from torch import nn
 
 BLOCKS = {"policy": units_of(Block)}
 EACH_LINEAR = {"policy": units_of(Block, nn.Linear)}
+#: Gathers of a block and of the root, one a parameter.
+BLOCK, ROOT = 3, 4
 
 
 def fake() -> FakeCollectives:
@@ -26,7 +28,7 @@ def fake() -> FakeCollectives:
 
 
 def gathers_in_a_step(policy: Any, **settings: Any) -> tuple[int, tuple[str, ...]]:
-    """How many units were gathered in one step, and which were whole between its forward and its backward."""
+    """How many parameters were gathered in one step, and which were whole between its forward and its backward."""
     model, collectives = seeded(Net), fake()
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=policy, **settings))
     loss = model(draw(4, 3)).square().mean()
@@ -39,12 +41,12 @@ def gathers_in_a_step(policy: Any, **settings: Any) -> tuple[int, tuple[str, ...
 def test_each_strategy_gathers_as_often_as_it_says() -> None:
     # Three blocks and the root; the outermost module is kept for its backward, which follows at once.
     blocks = BLOCKS["policy"]
-    everything = ("(root)", "blocks.0", "blocks.1", "blocks.2")
-    assert gathers_in_a_step(blocks, strategy="full_shard") == (7, ("(root)",))
-    assert gathers_in_a_step(blocks, strategy="full_shard", reshard_after_forward=True) == (8, ())
-    assert gathers_in_a_step(blocks, strategy="full_shard", reshard_after_forward=False) == (4, everything)
-    assert gathers_in_a_step(blocks, strategy="shard_grad_op") == (4, everything)
-    assert gathers_in_a_step(blocks, strategy="shard_grad_op", reshard_after_forward=True) == (8, ())
+    everything, once = ("(root)", "blocks.0", "blocks.1", "blocks.2"), 3 * BLOCK + ROOT
+    assert gathers_in_a_step(blocks, strategy="full_shard") == (6 * BLOCK + ROOT, ("(root)",))
+    assert gathers_in_a_step(blocks, strategy="full_shard", reshard_after_forward=True) == (2 * once, ())
+    assert gathers_in_a_step(blocks, strategy="full_shard", reshard_after_forward=False) == (once, everything)
+    assert gathers_in_a_step(blocks, strategy="shard_grad_op") == (once, everything)
+    assert gathers_in_a_step(blocks, strategy="shard_grad_op", reshard_after_forward=True) == (2 * once, ())
     assert gathers_in_a_step(blocks, strategy="no_shard") == (0, ())
 
 
@@ -67,7 +69,7 @@ def test_a_policy_decides_for_each_unit_whether_it_is_released() -> None:
     assert root_of(model).gathered == ("(root)", "blocks.1")
     loss.backward()
     assert root_of(model).gathered == ()
-    assert sum(call.operation == "all_gather" for call in collectives.calls) == 6
+    assert sum(call.operation == "all_gather" for call in collectives.calls) == 5 * BLOCK + ROOT
     assert_parity(seeded(Uneven), world_size=3, turns=5, optimizer=adam, settings={"policy": keeps_wide_blocks})
 
 
@@ -111,7 +113,7 @@ def test_units_are_fetched_as_far_ahead_as_asked(ahead: int) -> None:
 
 
 def gathers_a_step(model: nn.Module, x: torch.Tensor, **settings: Any) -> list[int]:
-    """How many units are gathered in each of three steps, over four pretended ranks."""
+    """How many parameters are gathered in each of three steps, over four pretended ranks."""
     collectives = fake()
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(nn.Linear), **settings))
     counts = []
@@ -143,10 +145,10 @@ class Scaled(nn.Module):
     ("make", "settings", "counts"),
     [
         # The backward of the last layer follows its forward at once, which the first step finds out.
-        (linears, {}, [10, 9, 9]),
-        (linears, {"reshard_after_forward": True}, [10, 10, 10]),
+        (linears, {}, [20, 18, 18]),
+        (linears, {"reshard_after_forward": True}, [20, 20, 20]),
         # Here that of the outermost module does.
-        (Scaled, {}, [11, 11, 11]),
+        (Scaled, {}, [21, 21, 21]),
     ],
     ids=["last", "released", "outermost"],
 )
@@ -300,7 +302,7 @@ def test_orders_that_alternate_lose_no_prefetch(other: tuple[int, ...], batch: i
             assert fetched == [True] * len(model.route)
             # Each block for its forward and for its backward, the root once: nothing that is not used.
             gathers = sum(call.operation == "all_gather" for call in collectives.calls)
-            assert gathers == 2 * len(model.route) + 1
+            assert gathers == 2 * len(model.route) * BLOCK + ROOT
     assert_parity(seeded(lambda: Wanders(blocks=4)), world_size=2, step=alternating(other), turns=4, settings=BLOCKS)
 
 

@@ -199,12 +199,13 @@ def test_large_gradients_give_their_memory_back_before_they_are_reduced(
     train(device, model, [(index, "main", "side") for index in range(9)])
 
 
-#: By themselves, by launches of two, and merged.
-@pytest.mark.parametrize(("limit", "launches"), [(0, []), (128, [2, 2, 2, 2]), (1024, [])])
+#: By themselves, by launches of two, each with two segments, and merged.
+@pytest.mark.parametrize(("limit", "launches"), [(0, 9 * [2]), (256, [4, 4, 4, 4, 2]), (1024, [])])
 def test_weight_gradients_of_two_streams_go_into_one_input(
     device: PretendedDevice, monkeypatch: pytest.MonkeyPatch, limit: int, launches: list[int]
 ) -> None:
     monkeypatch.setattr(thresholds, "DIRECT_NUMEL", 1)
+    monkeypatch.setattr(thresholds, "SIDE_BY_SIDE_NBYTES", 0)
     model, collectives = sharded(device, [TwoLinears(device) for _ in range(9)], batch_nbytes=limit)
     train(device, model, on("main", *range(9)))
     assert list(collectives.reduction_batches) == 3 * launches

@@ -17,6 +17,7 @@ from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     checkpoint,
@@ -215,7 +216,10 @@ def test_replicas_of_which_some_compute_no_gradient_in_place_add_up_in_one_order
     assert_parity(seeded(Skipping), uneven, world_size=4, settings=settings)
 
 
-def test_gradients_are_produced_in_the_reductions_input() -> None:
+def test_gradients_are_produced_in_the_reductions_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As of larger units, which nothing brings together.
+    monkeypatch.setattr(thresholds, "SIDE_BY_SIDE_NBYTES", 0)
+
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[int | None], list[int]]:
         collectives = Reduced(PluginContext("threaded", torch.device("cpu")), world, rank)
         collectives.addresses = []
@@ -309,7 +313,10 @@ def compiled_steps(blocks: int) -> tuple[int, int, int, int]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 # The compiler does that itself with any autograd function that it meets.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_blocks_share_their_graphs_and_write_weight_gradients_in_place() -> None:
+def test_compiled_blocks_share_their_graphs_and_write_weight_gradients_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thresholds, "SIDE_BY_SIDE_NBYTES", 0)
     # More blocks than the compiler makes versions of one function before it gives up on it.
     # One graph for all of them, and one more for other sizes.
     assert compiled_steps(10) == (2, 3 * 10 * 2, 3 * 10 * 2, 0)
@@ -337,14 +344,10 @@ def test_a_backward_that_fails_after_a_gradient_was_written_is_forgotten() -> No
         for each in (0, 1):
             step(model, 1, each)
             step(plain, 1, each)
-        # The first weight of the unit lies on the first rank, the last on the second.
-        name = ("block.up.weight", "block.down.weight")[rank]
-        whole = dict(plain.named_parameters())[name].grad
-        part = dict(model.named_parameters())[name].grad
-        assert whole is not None
-        assert part is not None
-        own = whole.reshape(-1)[: part.numel()] if rank == 0 else whole.reshape(-1)[-part.numel() :]
-        return float((ours - expected).abs().max()), float((own - part).abs().max())
+        wanted, found = (each.get_parameter("block.up.weight").grad for each in (plain, model))
+        assert wanted is not None
+        assert isinstance(found, DTensor)
+        return float((ours - expected).abs().max()), float((found.full_tensor() - wanted).abs().max())
 
     for of_input, of_weight in on_ranks(2, on_rank):
         assert of_input < 1e-6

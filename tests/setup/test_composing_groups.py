@@ -7,6 +7,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from parity import local
 from torch import nn
 
 
@@ -15,7 +16,7 @@ def fake(world_size: int, **settings: Any) -> polyshard.ShardConfig:
 
 
 def local_elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(local(parameter).numel() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(
@@ -33,14 +34,14 @@ def test_an_inner_module_over_other_ranks_trains(inner: polyshard.ShardConfig, o
     polyshard.fully_shard(model, outer)
     assert local_elements(model[0]) == kept
     assert local_elements(model[1]) != kept
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before = [local(parameter.detach()).clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(torch.ones(2, 8)).square().mean().backward()
         assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    assert all(not torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+    assert all(not torch.equal(local(now), then) for now, then in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])

@@ -12,7 +12,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, adam, assert_parity, on_ranks, seeded, square_step, threaded, units_of
+from parity import Block, Net, adam, assert_parity, local, on_ranks, seeded, square_step, threaded, units_of
 from polyshard import ShardConfig, checkpoint, errors, hookimpl
 from polyshard.interfaces import (
     InputCast,
@@ -167,7 +167,9 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {
         **description(model),
         "strides": {name: (tensor.shape, tensor.stride(), tensor.data_ptr()) for name, tensor in tensors.items()},
-        "values": {name: tensor.detach().flatten().tolist() for name, tensor in tensors.items() if not tensor.is_meta},
+        "values": {
+            name: local(tensor.detach()).flatten().tolist() for name, tensor in tensors.items() if not tensor.is_meta
+        },
     }
 
 

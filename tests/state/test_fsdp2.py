@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parity import units_of
-from plain_states import Odd, Part, State, adamw, differing, odd, sorted_groups, train
+from plain_states import Odd, Part, State, adamw, differing, odd, plain_state, sorted_groups, train
 from polyshard import checkpoint
 from polyshard import state as states
 from polyshard.errors import RankMismatchError
@@ -30,17 +31,6 @@ from torch.distributed.tensor import DTensor
 
 pytestmark = pytest.mark.slow
 RANKS = KeptRanks()
-LAYOUTS = pytest.mark.parametrize(
-    "layout",
-    [
-        "rows",
-        *(
-            pytest.param(each, marks=pytest.mark.nightly)
-            for each in ("flat", {"name": "blocks", "size": 4, "smallest": 1})
-        ),
-    ],
-    ids=str,
-)
 FULL = states.StateOptions(form="full")
 
 
@@ -72,9 +62,9 @@ def fsdp2_writes(rank: int, folder: str, flatten: bool) -> State:
     return told(model, optimizer, full_state_dict=True, cpu_offload=True)
 
 
-def native_carries(rank: int, folder: str, layout: Any) -> State:
+def native_carries(rank: int, folder: str) -> State:
     """Reads what FSDP2 wrote, and writes it twice: as polyshard's checkpoint, and by torch."""
-    model, optimizer = native(1, layout=layout)
+    model, optimizer = native(1)
     checkpoint.load_dcp(Path(folder, "fsdp2"), model, optimizer)
     own = Path(folder, f"own-{rank}")
     assert not own.exists()
@@ -100,18 +90,16 @@ def read_plainly(directory: Path) -> State:
     return told(model, optimizer)
 
 
-@LAYOUTS
-def test_from_fsdp2_at_two_ranks_by_three_of_ours_to_one_process(layout: Any, tmp_path: Path) -> None:
-    folder, flatten = str(tmp_path), layout == "rows"
-    reference = RANKS.run(2, fsdp2_writes, str(tmp_path / "fsdp2"), flatten)[0]
-    for found in RANKS.run(3, native_carries, folder, layout):
+def test_from_fsdp2_at_two_ranks_by_three_of_ours_to_one_process(tmp_path: Path) -> None:
+    reference = RANKS.run(2, fsdp2_writes, str(tmp_path / "fsdp2"), True)[0]
+    for found in RANKS.run(3, native_carries, str(tmp_path)):
         assert not differing(sorted_groups(reference), sorted_groups(found))
     for directory in (tmp_path / "run" / "step-00000001", tmp_path / "stock"):
         assert not differing(sorted_groups(reference), sorted_groups(read_plainly(directory)))
 
 
-def native_writes(rank: int, folder: str, layout: Any) -> State:
-    model, optimizer = native(0, layout=layout)
+def native_writes(rank: int, folder: str) -> State:
+    model, optimizer = native(0)
     train(model, optimizer, 2)
     checkpoint.save(Path(folder), 1, model, optimizer)
     one, other = states.get_state_dict(model, optimizer, FULL)
@@ -132,16 +120,15 @@ def fsdp2_reads(rank: int, folder: str) -> State:
     return told(model, optimizer, full_state_dict=True, cpu_offload=True)
 
 
-@LAYOUTS
-def test_from_three_of_ours_to_fsdp2_at_two_ranks(layout: Any, tmp_path: Path) -> None:
-    reference = RANKS.run(3, native_writes, str(tmp_path), layout)[0]
+def test_from_three_of_ours_to_fsdp2_at_two_ranks(tmp_path: Path) -> None:
+    reference = RANKS.run(3, native_writes, str(tmp_path))[0]
     assert not differing(sorted_groups(reference), sorted_groups(RANKS.run(2, fsdp2_reads, str(tmp_path))[0]))
 
 
-def dtensors_of_fsdp2(rank: int, layout: Any) -> list[State]:
+def dtensors_of_fsdp2(rank: int) -> list[State]:
     theirs, their_optimizer = fsdp2(0)
     train(theirs, their_optimizer, 2)
-    model, optimizer = native(1, layout=layout)
+    model, optimizer = native(1)
     given = told(theirs, their_optimizer)
     assert isinstance(given["model"]["parts.0.gate"], DTensor)
     states.set_state_dict(model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"])
@@ -150,9 +137,8 @@ def dtensors_of_fsdp2(rank: int, layout: Any) -> list[State]:
     return [told(theirs, their_optimizer, full_state_dict=True), {"model": one, "optimizer": other}]
 
 
-@LAYOUTS
-def test_dtensors_of_fsdp2_are_taken_without_a_file(layout: Any) -> None:
-    for theirs, ours in RANKS.run(3, dtensors_of_fsdp2, layout):
+def test_dtensors_of_fsdp2_are_taken_without_a_file() -> None:
+    for theirs, ours in RANKS.run(3, dtensors_of_fsdp2):
         assert not differing(sorted_groups(theirs), sorted_groups(ours))
 
 
@@ -171,58 +157,69 @@ def test_ranks_that_give_different_kinds_of_tensors_are_told() -> None:
     RANKS.run(3, dtensors_on_one_rank)
 
 
-class Even(nn.Sequential):
-    """Of matrices that three ranks hold as ``Shard(0)`` would give them, one of four rows, and one beside a bias."""
-
-    def __init__(self) -> None:
-        lines = [nn.Linear(4, 6, bias=False), nn.Linear(6, 9, bias=False), nn.Linear(9, 4, bias=False)]
-        super().__init__(*lines, nn.Linear(4, 5))
-
-
 def as_dtensors(rank: int) -> list[State]:
-    torch.manual_seed(0)
-    model = Even()
-    config = polyshard.ShardConfig(collectives="gloo", policy=units_of(nn.Linear), layout="rows")
-    polyshard.shard(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 4)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    one, other = states.get_state_dict(model, optimizer, states.StateOptions(form="dtensor"))
-    kinds = [isinstance(one[f"{index}.weight"], DTensor) for index in range(4)]
-    assert kinds == [True, True, True, False]
-    # The last rank has no row of the third, and no state of it.
-    assert ("2.weight" in other["state"]) == (rank < 2)
-    moments = [other["state"].get(f"{index}.weight", {}).get("exp_avg") for index in range(4)]
-    assert [isinstance(moment, DTensor) for moment in moments] == [True, True, False, False]
-    assert one["0.weight"].to_local().data_ptr() == model[0].weight.data_ptr()
-    whole, whole_optimizer = states.get_state_dict(model, optimizer, FULL)
-    for index in range(2):
-        assert torch.equal(one[f"{index}.weight"].full_tensor(), whole[f"{index}.weight"])
-        inside = states.get_model_state_dict(model[index], states.StateOptions(form="dtensor"))
-        assert torch.equal(inside["weight"].full_tensor(), whole[f"{index}.weight"])
-        moment = other["state"][f"{index}.weight"]["exp_avg"]
-        assert torch.equal(moment.full_tensor(), whole_optimizer["state"][f"{index}.weight"]["exp_avg"])
+    model, optimizer = native(0)
+    train(model, optimizer, 2)
+    dtensors = states.StateOptions(form="dtensor")
+    one, other = states.get_state_dict(model, optimizer, dtensors)
+    # As torch gives them, of this rank's memory.
+    theirs = told(model, optimizer)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert one[name].to_local().data_ptr() == parameter.to_local().data_ptr()
+        assert one[name].placements == parameter.placements
+        for key, value in theirs["optimizer"]["state"].get(name, {}).items():
+            assert other["state"][name][key] is value
+    inside = states.get_model_state_dict(model.parts[1], dtensors)
+    assert inside["gate"].to_local().data_ptr() == model.parts[1].gate.to_local().data_ptr()
+    whole = states.get_state_dict(model, optimizer, FULL)
+    kept = {name: value.clone() for name, value in one.items()}
     with torch.no_grad():
-        kept = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        shown = {name: value.clone() if isinstance(value, DTensor) else value for name, value in one.items()}
-        for parameter in (model[0].weight, model[1].weight, model[2].weight):
+        for parameter in model.parameters():
             parameter.zero_()
-    states.set_model_state_dict(model, shown)
-    assert all(torch.equal(parameter, kept[name]) for name, parameter in model.named_parameters())
+    states.set_model_state_dict(model, kept)
+    assert not differing(whole[0], states.get_model_state_dict(model, FULL))
     polyshard.close(model)
-    return [whole]
+    return [dict(zip(("model", "optimizer"), whole, strict=True)), told(model, optimizer, full_state_dict=True)]
 
 
-def test_dtensors_where_the_layout_allows_them() -> None:
-    torch.manual_seed(0)
-    reference = Even()
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
-    reference(torch.ones(2, 4)).square().sum().backward()
-    optimizer.step()
-    for (whole,) in RANKS.run(3, as_dtensors):
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(whole[name], parameter.detach())
+def test_dtensors_are_the_parameters_own_and_those_of_torchs_functions() -> None:
+    reference = plain_state()
+    for ours, theirs in RANKS.run(3, as_dtensors):
+        assert not differing(sorted_groups(ours), sorted_groups(theirs))
+        for name, value in ours["model"].items():
+            torch.testing.assert_close(value, reference["model"][name])
+
+
+def made(kind: str, seed: int) -> tuple[Odd, torch.optim.Optimizer]:
+    return fsdp2(seed) if kind == "fsdp2" else native(seed, **({"strategy": kind} if kind != "native" else {}))
+
+
+def stock_writes(rank: int, folder: str, kind: str) -> State:
+    model, optimizer = made(kind, 0)
+    train(model, optimizer, 2)
+    dcp.save(told(model, optimizer), checkpoint_id=folder)
+    return told(model, optimizer, full_state_dict=True)
+
+
+def stock_reads(rank: int, folder: str, kind: str) -> State:
+    model, optimizer = made(kind, 1)
+    state = told(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    # The next step is of the same numbers.
+    found = copy.deepcopy(told(model, optimizer, full_state_dict=True))
+    train(model, optimizer, 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("native", "native"), ("native", "fsdp2"), ("fsdp2", "native"), ("no_shard", "native")]
+)
+def test_torchs_functions_and_files_serve_both_at_another_number_of_ranks(one: str, other: str, tmp_path: Path) -> None:
+    reference = RANKS.run(3, stock_writes, str(tmp_path), one)[0]
+    for found in RANKS.run(2, stock_reads, str(tmp_path), other):
+        assert not differing(sorted_groups(reference), sorted_groups(found))
 
 
 def saved_by_torch_while_training(rank: int, folder: str) -> State:
@@ -253,9 +250,9 @@ def test_torchs_own_async_save_holds_the_state_at_the_call(tmp_path: Path) -> No
 
 def loaded_by_torch(rank: int, folder: str) -> list[State]:
     model, optimizer = native(1)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = states.get_model_state_dict(model, FULL)
     states.init_optimizer_state(model, optimizer)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert not differing(before, states.get_model_state_dict(model, FULL))
     one, other = states.get_state_dict(model, optimizer)
     state = {"model": one, "optimizer": other}
     dcp.load(state, checkpoint_id=folder)

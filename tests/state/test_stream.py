@@ -32,15 +32,15 @@ from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
 BLOCKS = {"policy": units_of(Block)}
-#: Each layout with another strategy, and with each number of ranks.
+#: Each strategy, and each number of ranks.
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
-    (3, {"layout": "flat", "strategy": "full_shard"}),
-    (2, {"layout": "rows", "strategy": "shard_grad_op"}),
-    (4, {"layout": {"name": "blocks", "size": 4, "smallest": 1}, "strategy": "hybrid_shard", "shard_size": 2}),
-    (4, {"layout": "rows", "strategy": "full_shard", "offload": "cpu"}),
+    (3, {"strategy": "full_shard"}),
+    (2, {"strategy": "shard_grad_op"}),
+    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+    (4, {"strategy": "full_shard", "offload": "cpu"}),
     # What travels in a step is narrower than the weights.
-    (2, {"layout": "rows", "strategy": "full_shard", "precision": "bf16"}),
-    (3, {"layout": "flat", "strategy": "shard_grad_op", "precision": "int8"}),
+    (2, {"strategy": "full_shard", "precision": "bf16"}),
+    (3, {"strategy": "shard_grad_op", "precision": "int8"}),
     (2, {"strategy": "no_shard"}),
     (1, {"strategy": "no_shard"}),
 ]
@@ -133,17 +133,20 @@ class Spy(FakeCollectives):
         return [call.numel for call in self.calls if call.operation == "all_gather"]
 
 
-def test_a_unit_is_one_gather_and_a_bucket_one_launch() -> None:
+def test_a_unit_and_a_bucket_are_one_launch() -> None:
     collectives = Spy(PluginContext("fake", torch.device("cpu")), 0, 4)
     model = polyshard.shard(seeded(lambda: Net(blocks=6)), polyshard.ShardConfig(collectives=collectives, **BLOCKS))
-    units, sizes = 7, []
+    # Each parameter is a gather: the outermost module has four, and each block three.
+    parameters, sizes = 4 + 6 * 3, []
     collectives.calls.clear()
+    collectives.batches.clear()
     for names, _ in polyshard.stream(model):
         # The next one is on its way.
         sizes.append(len(collectives.gathers))
         assert names
-    assert sizes == [2, 3, 4, 5, 6, 7, 7]
-    assert len(collectives.gathers) == units
+    assert sizes == [7, 10, 13, 16, 19, 22, 22]
+    assert list(collectives.batches) == [4, 3, 3, 3, 3, 3, 3]
+    assert len(collectives.gathers) == parameters
     assert {call.dtype for call in collectives.calls} == {torch.float64}
 
     collectives.calls.clear()
@@ -151,8 +154,8 @@ def test_a_unit_is_one_gather_and_a_bucket_one_launch() -> None:
     # A block has 77 elements of 4 bytes: three are at most 1,000 bytes together. The outermost module's own has 32.
     parts = [len(names) for names, _ in polyshard.stream(model, dtype=torch.float32, bucket_nbytes=1000)]
     assert parts == [4 + 2 * 3, 3 * 3, 1 * 3]
-    assert list(collectives.batches) == [3, 3]
-    assert len(collectives.gathers) == units
+    assert list(collectives.batches) == [4 + 2 * 3, 3 * 3, 3]
+    assert len(collectives.gathers) == parameters
     assert {call.dtype for call in collectives.calls} == {torch.float32}
 
     collectives.calls.clear()
@@ -160,7 +163,7 @@ def test_a_unit_is_one_gather_and_a_bucket_one_launch() -> None:
         names for names, _ in polyshard.stream(model, names=lambda n: n[7:] if n.startswith("blocks.4") else None)
     ]
     assert wanted == [["4.up.weight", "4.down.weight", "4.up.bias"]]
-    assert len(collectives.gathers) == 1
+    assert len(collectives.gathers) == 3
 
     collectives.calls.clear()
     for _ in polyshard.stream(model, dtype=torch.bfloat16):
@@ -268,7 +271,7 @@ def test_writes_to_what_is_handed_out_reach_no_weights(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "receivers"), [([1, 2], {1, 2}), ("hosts", {0}), ((3,), {3})])
-@pytest.mark.parametrize("settings", [SETTINGS[2][1], SETTINGS[3][1], {"layout": "flat"}, {"strategy": "no_shard"}])
+@pytest.mark.parametrize("settings", [SETTINGS[2][1], SETTINGS[3][1], {}, {"strategy": "no_shard"}])
 def test_some_ranks_get_weights_and_others_only_take_part(
     settings: dict[str, Any], ranks: Any, receivers: set[int]
 ) -> None:
@@ -283,7 +286,8 @@ def test_some_ranks_get_weights_and_others_only_take_part(
         return parts, found
 
     for rank, (parts, got) in enumerate(on_ranks(4, on_rank)):
-        assert parts == 6
+        # The outermost unit, its frozen parameter, its scalar, three blocks, buffers.
+        assert parts == 7
         assert_equal(got, expected(plain) if rank in receivers else {})
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
-from polyshard_layouts.layouts import Blocks, Flat, Rows
+from polyshard.interfaces import PluginContext
 from polyshard_plugins.finite import Finite
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
@@ -19,13 +16,12 @@ from polyshard_plugins.trace import Trace
 from polyshard_policies.combined import Or
 from polyshard_policies.functions import Custom, Lambda, Size
 from polyshard_policies.module_class import Always, ModuleClass, Never, NoSplitModules, Transformer
-from polyshard_testing import LayoutSuite, ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
-from reference_models import Halves
+from polyshard_testing import ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
 from torch import nn
 
 
 def keeps_linears_gathered(module: nn.Module) -> bool | dict[str, Any]:
-    return {"reshard_after_forward": False} if isinstance(module, nn.Linear) else False
+    return {"reshard_after_forward": False, "placement": 1} if isinstance(module, nn.Linear) else False
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -83,67 +79,3 @@ class TestTrace(ListenerSuite):
 
     def make(self) -> object:
         return Trace(plugin_context(), folder=self.traces, steps="every", picture="none")
-
-
-CONTEXT = PluginContext("under test", torch.device("cpu"))
-
-
-class TestFlat(LayoutSuite):
-    def make(self) -> Layout:
-        return Flat(CONTEXT)
-
-
-class TestRows(LayoutSuite):
-    def make(self) -> Layout:
-        return Rows(CONTEXT)
-
-
-class TestBlocks(LayoutSuite):
-    def make(self) -> Layout:
-        return Blocks(CONTEXT)
-
-
-@pytest.mark.nightly
-class TestSmallBlocks(LayoutSuite):
-    def make(self) -> Layout:
-        return Blocks(CONTEXT, size=48, smallest=0)
-
-
-@pytest.mark.nightly
-class TestTiles(LayoutSuite):
-    def make(self) -> Layout:
-        return Blocks(CONTEXT, size=[32, 32])
-
-
-@pytest.mark.nightly
-class TestSeveralBuffers(LayoutSuite):
-    # It is given as an object.
-    test_factory_takes_a_context_and_options_by_name = None
-
-    def make(self) -> Layout:
-        return Halves()
-
-
-def test_shapes_and_numbers_of_ranks_can_be_added() -> None:
-    asked: list[tuple[int, int]] = []
-
-    class Noting(Flat):
-        def __init__(self) -> None:
-            super().__init__(CONTEXT)
-
-        def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
-            asked.append((unit.shards, len(unit.parameters)))
-            return super().arrange(unit)
-
-    class Suite(LayoutSuite):
-        shards = (17,)
-
-        def make(self) -> Layout:
-            return Noting()
-
-        def units(self) -> Iterator[UnitGeometry]:
-            yield from super().units()
-            yield dataclasses.replace(next(super().units()), shards=99)
-
-    Suite().test_every_parameter_lies_in_one_buffer_once()
-    assert {shards for shards, _ in asked} == {17, 99}

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import polyshard
 import pytest
@@ -43,7 +44,8 @@ def gradients(rank: Rank) -> tuple[int, list[float], list[float]]:
     assert model.weight.grad is not None
     with polyshard.unsharded(model):
         assert model.weight.detach().flatten().tolist() == whole
-    return rank.world_size, whole, model.weight.grad.tolist()
+    gradient: Any = model.weight.grad
+    return rank.world_size, whole, gradient.to_local().flatten().tolist()
 
 
 def check_gradients(answers: list[tuple[int, list[float], list[float]]]) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import polyshard
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -65,15 +63,11 @@ def loader_of(
 
 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole gradients of a sharded model, zeros where there are none, by way of a plain all-gather of the pieces."""
+    """Whole gradients of a sharded model in fp64, zeros where there are none."""
     found = {}
     for name, parameter in model.named_parameters():
-        place = polyshard.placement(parameter)
-        own = torch.zeros(math.prod(place.shape), dtype=torch.float64)
-        if parameter.grad is not None and parameter.numel():
-            own[place.start : place.stop] = parameter.grad.double().flatten()
-        dist.all_reduce(own)
-        found[name] = own.view(place.shape)
+        whole: Any = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad
+        found[name] = (whole.full_tensor() if parameter.grad is not None else whole).double()
     return found
 
 

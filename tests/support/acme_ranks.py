@@ -66,13 +66,11 @@ def train(file: str, rank: int) -> dict[str, Any]:
         model(batch(step, rank)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    pieces = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     with polyshard.unsharded(model):
         parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     plugins = sorted(str(plugin) for plugin in polyshard.plugins(model) if plugin.distribution != "polyshard")
     return {
         "parameters": parameters,
-        "pieces": pieces,
         "kept": polyshard.report(model).kept,
         "plugins": plugins,
         "lines": logged.lines,

@@ -10,7 +10,6 @@ from typing import Any, cast
 import polyshard
 import torch
 from parity import MakeOptimizer, Step, draw, is_sharded, on_ranks, seeded, sharded_copy, train_reference, units_of
-from polyshard.interfaces import Arrangement, Layout, UnitGeometry
 from polyshard.optim import Muon, for_matrices
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -157,25 +156,6 @@ def exact(model: nn.Module, *, dtype: torch.dtype = torch.float64, **settings: A
         return FormulaMuon(matrices, **options)
 
     return together(model, muon)
-
-
-class Divided(Layout):
-    """Units of more than one parameter lie in two buffers: every other parameter in the second, backwards."""
-
-    api_version = 1
-
-    def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
-        count = len(unit.parameters)
-        members = (range(0, count, 2), range(count - 1 - count % 2, 0, -2))
-        return [_one_after_another(unit, tuple(each)) for each in members if each]
-
-
-def _one_after_another(unit: UnitGeometry, order: tuple[int, ...]) -> Arrangement:
-    offsets, end = [], 0
-    for index in order:
-        offsets.append(-(-end // unit.alignment) * unit.alignment)
-        end = offsets[-1] + unit.parameters[index].numel
-    return Arrangement(order, tuple(offsets), unit.aligned_slice(-(-end // unit.shards)))
 
 
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ from polyshard.errors import StateError
 from polyshard.runtime.root import Root
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -323,7 +324,9 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_of(original: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The whole tensor like ``original`` from the ranks' parts: shards in rank order, 1-D or rows, or whole on each."""
+    """The whole tensor like ``original`` from the ranks' parts: shards in rank order, 1-D or of any dimension, or whole
+    on each."""
+    parts = [local(part) for part in parts]
     if all(part.shape == original.shape for part in parts):
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], rtol=0, atol=0)
@@ -335,7 +338,9 @@ def whole_of(original: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Ten
     for index, part in enumerate(parts[size:]):
         # Replicas hold the same, group after group.
         torch.testing.assert_close(part, parts[index % size], rtol=0, atol=0)
-    flat = torch.cat(list(parts[:size]))
+    pairs = enumerate(zip(parts[0].shape, original.shape, strict=False))
+    cut = [dim for dim, (own, all_of) in pairs if parts[0].ndim == original.ndim and own != all_of]
+    flat = torch.cat(list(parts[:size]), *cut)
     if flat.ndim > 1:
         assert flat.shape == original.shape, f"shards hold {flat.shape} of {original.shape}"
         return flat
@@ -382,8 +387,14 @@ def assert_parity(
     assert_same(train_sharded(model, step, world_size, turns, optimizer, settings, wrap), reference, tolerance)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of ``tensor``, in the same memory; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad.detach().clone()
+    gradient = parameter.grad
+    return torch.zeros_like(local(parameter.detach())) if gradient is None else local(gradient.detach()).clone()
 
 
 def _close_by_name(

@@ -120,7 +120,7 @@ class Program:
     number: int
     world_size: int
     settings: dict[str, Any]
-    """Of a configuration, but for the policy."""
+    """Of a configuration, but for the policy; ``front`` is who shards: ``polyshard.shard``, or FSDP2's drop-in."""
     policy: str
     optimizer: str
     frozen: bool
@@ -290,7 +290,7 @@ def _settings(drawn: random.Random, world_size: int) -> dict[str, Any]:
         strategies += ["hybrid_shard", "hybrid_shard_zero2"]
     settings: dict[str, Any] = {
         "strategy": drawn.choice(strategies),
-        "layout": drawn.choice(("flat", "flat", "rows", {"name": "blocks", "size": 4, "smallest": 1})),
+        "front": drawn.choice(("shard", "shard", "drop-in")),
         "offload": drawn.choice(
             ("none", "none", "none", "cpu", {"name": "partial", "device_bytes": drawn.choice((256, 1024, 4096))})
         ),
@@ -300,6 +300,9 @@ def _settings(drawn: random.Random, world_size: int) -> dict[str, Any]:
         "split_root": drawn.random() < 0.5,
         "reshard_after_forward": drawn.choice((None, None, True, False)),
     }
+    if settings["front"] == "drop-in":
+        settings["offload"] = drawn.choice(("none", "none", "cpu"))
+        return {key: settings[key] for key in ("front", "offload", "reshard_after_forward")}
     if settings["strategy"].startswith("hybrid"):
         settings["shard_size"] = drawn.choice((1, 2) if world_size == 2 else (2, 4))
     if settings["reshard_after_forward"] is True and settings.get("shard_size", world_size) == 4:

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from parity import Block, draw, root_of, seeded, sharded_copy, units_of
-from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_layouts.layouts import Rows
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-#: Every layout that polyshard comes with, with blocks that cut small parameters too.
-LAYOUTS = {
-    "flat": "flat",
-    "rows": "rows",
-    "blocks": {"name": "blocks", "size": 16, "smallest": 0},
-    "tiles": {"name": "blocks", "size": [2, 2], "smallest": 0},
-}
-
-
-class Halves(Layout):
-    """Every second parameter in a buffer of its own, from last to first, by rows."""
-
-    api_version = 1
-
-    def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
-        every = range(len(unit.parameters))
-        found: list[Arrangement] = []
-        for members in (every[::-2], every[-2::-2]):
-            if members:
-                chosen = dataclasses.replace(unit, parameters=tuple(unit.parameters[index] for index in members))
-                for each in Rows(PluginContext("rows", torch.device("cpu"))).arrange(chosen):
-                    found.append(
-                        dataclasses.replace(
-                            each,
-                            order=tuple(members[index] for index in each.order),
-                            by_rows=frozenset(members[index] for index in each.by_rows),
-                        )
-                    )
-        return found
 
 
 class Frozen(nn.Linear):

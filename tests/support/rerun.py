@@ -82,10 +82,10 @@ def alone(**settings: Any) -> nn.Module:
 
 
 class Pretended(FakeCollectives):
-    """A rank of 4, which says that a graph could hold its operations."""
+    """A rank of 4, which says that a graph could hold its operations. Of each parameter it has a row."""
 
-    def __init__(self, rank: int = 2) -> None:
-        super().__init__(PluginContext("pretended", torch.device("cpu")), rank, 4)
+    def __init__(self) -> None:
+        super().__init__(PluginContext("pretended", torch.device("cpu")), 0, 4)
 
     @property
     def capabilities(self) -> CollectivesCapabilities:

@@ -10,7 +10,7 @@ from typing import Any
 
 import polyshard
 import torch
-from parity import seed_all
+from parity import local, seed_all
 from polyshard import ShardConfig
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_huggingface.files import OpenFiles
@@ -89,7 +89,7 @@ def whole(model: nn.Module) -> Values:
 
 
 def same(values: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    return all(torch.equal(values[name], value) for name, value in expected.items())
+    return all(torch.equal(local(values[name]), local(value)) for name, value in expected.items())
 
 
 class Counted(OpenFiles):

@@ -10,7 +10,7 @@ from typing import Any
 import polyshard
 import polyshard.checkpoint
 import torch
-from parity import seed_all, units_of
+from parity import local, seed_all, units_of
 from polyshard.state import StateOptions, get_model_state_dict, set_model_state_dict
 from torch import nn
 
@@ -92,8 +92,8 @@ def trains_and_is_saved(
     wanted = [losses[rank] for losses in steps(alone, list(range(number)), device)]
     config = polyshard.ShardConfig(policy=units_of(unit), device=device)
     model = polyshard.shard(make(device.type), config)
-    kinds = {type(each).__name__ for each in model.parameters()}
-    assert kinds == {"Parameter", "WeightWithDynamicFloat8CastTensor" if kind == "float8" else "NF4Tensor"}
+    kinds = {type(local(each.detach())).__name__ for each in model.parameters()}
+    assert kinds == {"Tensor", "WeightWithDynamicFloat8CastTensor" if kind == "float8" else "NF4Tensor"}
     found = [losses[0] for losses in steps(model, [rank], device)]
     names = list(get_model_state_dict(model))
     state = get_model_state_dict(model, FULL)

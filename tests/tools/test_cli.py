@@ -107,8 +107,6 @@ def test_config_shows_settings_and_where_plugins_come_from(
     [
         ('[shard]\nstrateg = "no_shard"\n', "unknown setting 'strateg'. Did you mean 'strategy'?"),
         ('[shard]\ncollectives = "fakee"\n', "no installed plugin of polyshard.collectives is named 'fakee'"),
-        ('[shard]\nlayout = "row"\n', "Did you mean 'rows'?"),
-        ('[shard]\nlayout = { name = "blocks", size = 0 }\n', "size of the layout 'blocks' must be"),
         (
             '[shard]\ncollectives = { name = "fake", world_size = 0 }\n',
             "give a world_size of at least 1",
@@ -223,7 +221,7 @@ def test_help_names_what_there_is() -> None:
         ("polyshard pl", "plugins plan"),
         ("polyshard explain run.toml --wor", "--world-size "),
         ("polyshard plan run.toml --schedule ", "gpipe 1f1b interleaved_1f1b"),
-        ("polyshard new lay", "layout "),
+        ("polyshard new pol", "policy "),
         ("polyshard config run", "run.toml "),
     ],
 )

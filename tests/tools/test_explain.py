@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -74,22 +73,22 @@ def test_units_have_the_numbers_that_alignment_gives() -> None:
     assert (told.model, told.world_size, told.shards, told.replicas) == ("Net", 4, 4, 1)
     assert [unit.name for unit in told.units] == ["(root)", *(f"blocks.{index}" for index in range(4))]
     root, block = told.units[:2]
-    # 21 elements over four ranks: six each.
+    # 7 rows of 3 over four ranks: two rows each.
     assert (root.elements, root.padding, root.shard_elements) == (21, 3, 6)
-    # Parameters begin at multiples of 16 bytes: 0, 12, 16, 20, and end at 23.
+    # A rank has a row of each: 3 elements and three times 1, which begin at multiples of 16 bytes and end at 13.
     assert [(each.name, each.shape, each.offset) for each in block.parameters] == [
         ("blocks.0.linear.weight", (3, 3), 0),
-        ("blocks.0.linear.bias", (3,), 12),
-        ("blocks.0.norm.weight", (3,), 16),
-        ("blocks.0.norm.bias", (3,), 20),
+        ("blocks.0.linear.bias", (3,), 4 * 4),
+        ("blocks.0.norm.weight", (3,), 4 * 8),
+        ("blocks.0.norm.bias", (3,), 4 * 12),
     ]
-    assert (block.elements, block.padding, block.shard_elements) == (18, 6, 6)
-    assert (told.elements, told.padding) == (21 + 4 * 18, 3 + 4 * 6)
-    assert block.gather_nbytes == 6 * 4
+    assert (block.elements, block.padding, block.shard_elements) == (18, 4 * 13 - 18, 13)
+    assert (told.elements, told.padding) == (21 + 4 * 18, 3 + 4 * 34)
+    assert block.gather_nbytes == 13 * 4
 
 
 def test_what_is_told_is_what_sharding_does() -> None:
-    settings: dict[str, Any] = {"precision": "bf16", "layout": {"name": "rows"}}
+    settings: dict[str, Any] = {"precision": "bf16"}
     told = explain(of_blocks(**settings), on_meta(), 4, device="cpu")
     model = polyshard.shard(Net(), of_blocks(collectives={"name": "fake", "world_size": 4}, **settings))
     report = polyshard.report(model)
@@ -98,9 +97,7 @@ def test_what_is_told_is_what_sharding_does() -> None:
     assert held * 4 == report.master_nbytes
     for unit in told.units:
         for parameter in unit.parameters:
-            place = polyshard.placement(model.get_parameter(parameter.name))
-            assert place.shape == parameter.shape
-            assert place.unit == unit.name
+            assert model.get_parameter(parameter.name).shape == parameter.shape
 
 
 def test_dtypes_are_those_of_each_use() -> None:
@@ -146,20 +143,19 @@ def test_parameters_of_one_module_that_differ_are_units_of_their_own() -> None:
 def test_overrides_and_the_plugins_that_they_name_are_shown() -> None:
     def choose(module: nn.Module) -> bool | dict[str, Any]:
         if isinstance(module, Block):
-            return {"precision": "bf16", "layout": {"name": "blocks", "size": 2}, "reshard_after_forward": False}
+            return {"precision": "bf16", "placement": 1, "reshard_after_forward": False}
         return False
 
-    told = explain(ShardConfig(policy=choose), on_meta(2), 2)
+    told = explain(ShardConfig(policy=choose), on_meta(2), 3)
     root, first, _ = told.units
-    assert (root.compute, root.layout, root.overrides) == (torch.float32, "flat", {})
-    assert (first.compute, first.layout) == (torch.bfloat16, "blocks")
-    assert first.overrides["reshard_after_forward"] is False
+    assert (root.compute, root.overrides) == (torch.float32, {})
+    assert first.compute is torch.bfloat16
+    assert (first.overrides["reshard_after_forward"], first.overrides["placement"]) == (False, 1)
+    assert [each.dim for each in first.parameters] == [1, 0, 0, 0]
     assert f"{__name__}:" in first.reason
     assert [(each.serves, each.name) for each in told.plugins if ":" in each.serves] == [
         ("blocks.0: precision", "bf16"),
-        ("blocks.0: layout", "blocks"),
         ("blocks.1: precision", "bf16"),
-        ("blocks.1: layout", "blocks"),
     ]
 
 
@@ -178,8 +174,8 @@ def test_ranks_are_shared_out_as_the_strategy_says(
     told = explain(of_blocks(**settings), on_meta(), world_size)
     assert (told.strategy, told.shards, told.replicas) == expected
     block = told.units[1]
-    # A block's 18 elements end at 23.
-    assert block.shard_elements == math.ceil(23 / told.shards)
+    # Whole, a block's 18 elements end at 23. Of its parameters of 3 rows each of many ranks has one row, or none.
+    assert block.shard_elements == (23 if told.shards == 1 else 13)
     assert block.gather_nbytes == (0 if told.shards == 1 else 4 * block.shard_elements)
 
 
@@ -449,10 +445,10 @@ def test_equal_units_are_one_line_unless_all_are_asked_for(
     assert captured.err == "built\n"
     root, blocks = rows_after(captured.out, "unit")
     assert root[:3] == ["(root)", "Net", "3"]
-    # 4 * 8 + 8 + 8 * 4 + 4 elements, of which each rank has an eighth, rounded up.
-    assert blocks[:5] == ["blocks.0 to blocks.79 (80 units)", "Block", "4", "76", "4"]
+    # 4 * 8 + 8 + 8 * 4 + 4 elements. A rank has a row of each: 4, 1, 8 and 1, at multiples of 8 elements in bf16.
+    assert blocks[:5] == ["blocks.0 to blocks.79 (80 units)", "Block", "4", "76", f"{8 * 25 - 76}"]
     dtypes = ["float32", "bfloat16", "bfloat16", "float32", "float32"]
-    assert blocks[5:] == ["10", *dtypes, "flat", "class Block is in layers"]
+    assert blocks[5:] == ["25", *dtypes, "class Block is in layers"]
     assert "81 units of 6,170 elements; " in captured.out
     assert main([*command, "--model-args", '{"depth": 80}', "--all"]) == 0
     assert len(rows_after(capsys.readouterr().out, "unit")) == 81
@@ -514,7 +510,7 @@ def test_json_holds_every_unit(command: list[str], capsys: pytest.CaptureFixture
         "name": "blocks.0.up.weight",
         "shape": [8, 4],
         "offset": 0,
-        "by_rows": False,
+        "dim": 0,
     }
     assert told["elements"] == 4 * 10 + 3 * 76 + 50
     (policy,) = [plugin for plugin in told["plugins"] if plugin["serves"] == "policy"]

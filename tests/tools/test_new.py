@@ -21,7 +21,6 @@ KINDS = {
     "precision": (Group.PRECISION, interfaces.PrecisionCaster),
     "offload": (Group.OFFLOAD, interfaces.OffloadManager),
     "policy": (Group.POLICIES, interfaces.WrapPolicy),
-    "layout": (Group.LAYOUTS, interfaces.Layout),
     "listener": (Group.PLUGINS, interfaces.Listener),
 }
 
@@ -151,13 +150,13 @@ def test_inside_of_a_package_it_gets_one_more(
 
 
 def test_a_package_of_other_origin_keeps_everything_else(foreign: Path) -> None:
-    for kind, name in (("offload", "shaft"), ("layout", "seams")):
+    for kind, name in (("offload", "shaft"), ("policy", "seams")):
         assert main(["new", kind, name, "--into", "tools"]) == 0
     text = (foreign / "pyproject.toml").read_text()
     added = [line for line in text.splitlines() if line not in FOREIGN.splitlines()]
     assert added == [
         'shaft = "quarry_tools.shaft:Shaft"',
-        '[project.entry-points."polyshard.layouts"]',
+        '[project.entry-points."polyshard.policies"]',
         'seams = "quarry_tools.seams:Seams"',
     ]
     assert [line for line in text.splitlines() if line and line not in added] == [
@@ -194,7 +193,6 @@ def test_line_ends_stay_as_they_are(foreign: Path) -> None:
         ("listener", "lambda", "its module lambda"),
         ("listener", "none", "its class None"),
         ("policy", "wrap_policy", "its class WrapPolicy"),
-        ("layout", "sequence", "its class Sequence"),
     ],
 )
 def test_names_that_do_not_do_are_refused(
@@ -219,7 +217,7 @@ def test_names_that_do_not_do_are_refused(
 def test_folders_that_do_not_do_are_refused(
     folder: str, words: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert words in refusal(capsys, "layout", "seams", f"--into={folder}")
+    assert words in refusal(capsys, "policy", "seams", f"--into={folder}")
     assert list(here.iterdir()) == []
 
 
@@ -228,20 +226,20 @@ def test_a_folder_that_is_no_package_is_left_alone(here: Path, capsys: pytest.Ca
     (here / "slate" / "notes.txt").write_text("Keep.")
     (here / "chalk").write_text("A file.")
     before = tree(here)
-    assert "slate is there already, and is no package" in refusal(capsys, "layout", "seams", "--into", "slate")
-    assert "chalk is there already, and is no package" in refusal(capsys, "layout", "seams", "--into", "chalk")
+    assert "slate is there already, and is no package" in refusal(capsys, "policy", "seams", "--into", "slate")
+    assert "chalk is there already, and is no package" in refusal(capsys, "policy", "seams", "--into", "chalk")
     assert tree(here) == before
 
 
 def test_a_plugin_that_is_there_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "layout", "seams", "--into", "slate"]) == 0
+    assert main(["new", "policy", "seams", "--into", "slate"]) == 0
     capsys.readouterr()
     before = tree(here)
-    assert "slate/src/slate/seams.py is there already" in refusal(capsys, "layout", "seams", "--into", "slate")
     assert "slate/src/slate/seams.py is there already" in refusal(capsys, "policy", "seams", "--into", "slate")
+    assert "slate/src/slate/seams.py is there already" in refusal(capsys, "offload", "seams", "--into", "slate")
     (here / "slate" / "src" / "slate" / "seams.py").unlink()
     (here / "slate" / "tests" / "test_seams.py").unlink()
-    assert "has a plugin 'seams' of polyshard.layouts already" in refusal(capsys, "layout", "seams", "--into", "slate")
+    assert "has a plugin 'seams' of polyshard.policies already" in refusal(capsys, "policy", "seams", "--into", "slate")
     assert before.keys() - tree(here).keys() == {"slate/src/slate/seams.py", "slate/tests/test_seams.py"}
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import peak_of_live_bytes
+from parity import local, peak_of_live_bytes
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import Stream
@@ -138,8 +138,10 @@ def test_all_shards_together_are_the_parameters_and_the_padding(width: int, dept
     numel = (2 + 4 * depth) * width * width
     assert found.parameters == numel
     assert found.peak[Kind.PARAMETERS] * world_size == 4 * (numel + found.padding)
-    # Slices are equal, and begin and end at multiples of 16 bytes or so, as parameters do.
-    assert 0 <= found.padding < 32 * (world_size + 1) * found.units
+    # A rank has room for the rows of each matrix over the ranks, rounded up; all but a unit's last end at 16 bytes.
+    pairs = [((width, width), (width, width)), *[((2 * width, width), (width, 2 * width))] * depth]
+    sizes = [[-(-rows // world_size) * columns for rows, columns in pair] for pair in pairs]
+    assert found.padding == sum(-(-first // 4) * 4 + last for first, last in sizes) * world_size - numel
 
 
 def test_a_unit_kept_after_forward_is_gathered_once() -> None:
@@ -248,7 +250,7 @@ def test_the_peak_is_that_of_a_run_on_the_cpu(recomputes: bool, tmp_path: Path) 
 
     step()
     step()
-    standing = 12 * sum(p.numel() for p in model.parameters()) + x.nbytes
+    standing = 12 * sum(local(p).numel() for p in model.parameters()) + x.nbytes
     measured = standing + peak_of_live_bytes(step, tmp_path)
     found = planned(
         4,

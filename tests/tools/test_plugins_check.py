@@ -171,12 +171,12 @@ def test_wrong_options_are_refused_before_anything_runs(
     [
         (("nonee",), "no installed plugin of any group is named 'nonee'. Did you mean 'none'?"),
         (("none",), "2 groups have a plugin named 'none': say --group precision or --group offload."),
-        (("flat", "--group", "offload"), "no installed plugin of polyshard.offload is named 'flat'"),
-        (("flat", "--group", "layout"), "no plugin group is named 'layout'. Did you mean 'layouts'?"),
-        (("flat", "--suite", "{shads = [3]}"), "has no attribute 'shads'. Did you mean 'shards'?"),
-        (("flat", "--model", "torch.nn:Linear"), "--model is for policies"),
-        (("flat", "--timeout", "0"), "--timeout 0 is no time for a suite; give a positive number of seconds"),
-        (("acme-none:flat",), "no installed plugin of any group is named 'acme-none:flat'"),
+        (("bf16", "--group", "offload"), "no installed plugin of polyshard.offload is named 'bf16'"),
+        (("bf16", "--group", "policy"), "no plugin group is named 'policy'. Did you mean 'policies'?"),
+        (("fake", "--suite", "{world_size = [3]}"), "has no attribute 'world_size'. Did you mean 'world_sizes'?"),
+        (("bf16", "--model", "torch.nn:Linear"), "--model is for policies"),
+        (("bf16", "--timeout", "0"), "--timeout 0 is no time for a suite; give a positive number of seconds"),
+        (("acme-none:bf16",), "no installed plugin of any group is named 'acme-none:bf16'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_what_can(
@@ -222,14 +222,14 @@ def test_a_missing_pytest_is_named_with_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert check("flat") == 2
+    assert check("bf16") == 2
     assert "pytest, which is not installed here: pip install pytest" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
 def test_listing_and_help_do_not_load_pytest() -> None:
     program = (
-        "import sys; from polyshard_tools.cli import main; main(['plugins', 'list', 'layouts']); "
+        "import sys; from polyshard_tools.cli import main; main(['plugins', 'list', 'policies']); "
         "assert 'pytest' not in sys.modules and 'polyshard_testing' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
@@ -296,7 +296,6 @@ BUILT_IN: dict[str, dict[str, Any]] = {
         "transformer": 'layers = "torch.nn:Sequential"',
         "or": 'policies = ["never", "size"]',
     },
-    "layouts": {"flat": "", "rows": "", "blocks": ""},
     "plugins": {"trace": 'folder = "traces", picture = "none"'},
 }
 

@@ -20,7 +20,6 @@ GROUP_OF_SETTING: Mapping[str, Group] = {
     "precision": Group.PRECISION,
     "offload": Group.OFFLOAD,
     "policy": Group.POLICIES,
-    "layout": Group.LAYOUTS,
 }
 
 

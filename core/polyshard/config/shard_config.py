@@ -171,8 +171,6 @@ class ShardConfig:
     """Where shards live between uses (group ``polyshard.offload``)."""
     policy: PluginChoice = "never"
     """Which modules become units beside the root (group ``polyshard.policies``)."""
-    layout: PluginChoice = "flat"
-    """Where in its unit each parameter lies, and so where ranks cut it (group ``polyshard.layouts``)."""
     listeners: _Normalised[tuple[PluginChoice, ...], Iterable[PluginChoice]] = _Normalised(_listeners_of, ())
     """What watches the step, called in this order (group ``polyshard.plugins``). Read as a tuple."""
     strategy: _Normalised[Strategy, str] = _Normalised(_strategy_of, Strategy.FULL_SHARD)

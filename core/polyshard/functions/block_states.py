@@ -1,23 +1,21 @@
 """States of optimizers in blocks of a few bits, each with a scale of its own: who has them, and what they are made of.
 
-Optimizers of other packages count blocks from the beginning of their tensor, which is a piece. Where that is not a
-whole number of blocks behind the parameter's beginning, other elements share a scale than on the unsharded model, and a
-warning says so.
+torchao's optimizers count blocks from the beginning of a rank's part of a parameter. Where that is not a whole number
+of blocks behind the parameter's beginning, other elements share a scale than on the unsharded model, and a warning says
+so. The package is not imported here.
 
 [Note: parts of a state]
 A state in blocks is several tensors: *codes*, one for each element or for a few elements in one byte; *scales*, one for
-each block; and *tables* of what codes mean, the same for every block. torchao has them in a subclass of ``Tensor``,
-which gives them by ``__tensor_flatten__``: a parameter's ``exp_avg`` is told as ``exp_avg:codes``, ``exp_avg:scale``
-and ``exp_avg:qmap``. bitsandbytes has them side by side, under names of its own: ``state1``, ``absmax1``, ``qmap1``.
-Neither package is imported here.
+each block; and *tables* of what codes mean, the same for every block. They are in a subclass of ``Tensor``, which gives
+them by ``__tensor_flatten__``: a parameter's ``exp_avg`` is told as ``exp_avg:codes``, ``exp_avg:scale`` and
+``exp_avg:qmap``.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,9 +27,6 @@ from ..planning.parts import is_dtensor
 from ..runtime.live_roots import ParameterLocation
 from ..runtime.unit import Unit
 
-#: Of bitsandbytes, for all of its optimizers.
-_BITSANDBYTES_BLOCK = 256
-_BITSANDBYTES = re.compile(r"(state|absmax|qmap)(\d+)")
 #: Between the name of a state and that of a tensor inside of it.
 _INSIDE = ":"
 
@@ -51,8 +46,6 @@ _ROLES = {
     "codes": Role.ELEMENTS,
     "scale": Role.SCALES,
     "qmap": Role.TABLE,
-    "state": Role.ELEMENTS,
-    "absmax": Role.SCALES,
 }
 
 
@@ -63,13 +56,11 @@ class Blocks:
     size: int
     """Elements of a block."""
     smallest: int
-    """Elements of a tensor below which its state is in full precision."""
-    whole: bool
-    """Whether the state of a tensor that is not made of whole blocks is in full precision, too."""
+    """Elements of a tensor below which its state is in full precision, as that of one that is not made of blocks."""
 
     def divides(self, numel: int) -> bool:
         """Whether a tensor of ``numel`` elements has its state in blocks."""
-        return numel >= self.smallest and not (self.whole and numel % self.size)
+        return numel >= self.smallest and not numel % self.size
 
     def differ(self, unit: Unit, slot: int) -> bool:
         """Whether blocks of a parameter's pieces, on any rank, are not those of the whole parameter.
@@ -78,23 +69,24 @@ class Blocks:
         """
         ranges = [unit.layout.range_of(slot, rank) for rank in range(unit.ranks.shard_size)]
         there = [(start, stop - start) for start, stop in ranges if start < stop]
-        if not self.divides(unit.layout.slots[slot].numel):
+        where = unit.layout.slots[slot]
+        # Of pieces that are cut along another dimension than the first, rows are shorter.
+        if where.dim or not self.divides(where.numel):
             return any(self.divides(numel) for _, numel in there)
         return any(
             start % self.size and max(before, numel) >= self.smallest for (_, before), (start, numel) in pairwise(there)
         )
 
 
+def _packages_of(optimizer: torch.optim.Optimizer) -> set[str]:
+    return {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+
+
 def blocks_of(optimizer: torch.optim.Optimizer) -> Blocks | None:
     """The blocks of ``optimizer``; None where it treats all elements of a tensor alike."""
-    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
-    if "bitsandbytes" in packages:
-        settings = getattr(optimizer, "args", None)
-        if getattr(settings, "optim_bits", 32) == 8:
-            return Blocks(_BITSANDBYTES_BLOCK, getattr(settings, "min_8bit_size", 4096), whole=False)
-    size = getattr(optimizer, "block_size", None) if "torchao" in packages else None
+    size = getattr(optimizer, "block_size", None) if "torchao" in _packages_of(optimizer) else None
     # torchao's optimizer that only rounds has a single block.
-    return Blocks(int(size), 4096, whole=True) if size and math.isfinite(size) else None
+    return Blocks(int(size), 4096) if size and math.isfinite(size) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +100,13 @@ class StateTensor:
 
 
 def role_of(name: str) -> Role | None:
-    """The role of the tensor told as ``name``; None of an ordinary state, and of codes of bitsandbytes: see dtypes."""
-    inside = name.partition(_INSIDE)[2]
-    if inside:
-        return _ROLES.get(inside)
-    found = _BITSANDBYTES.fullmatch(name)
-    return None if found is None or found[1] == "state" else _ROLES[found[1]]
+    """The role of the tensor told as ``name``; None of an ordinary state."""
+    return _ROLES.get(name.partition(_INSIDE)[2])
 
 
 def state_name_of(name: str) -> str:
     """The name of the state that the tensor ``name`` is a part of: the one that it has in full precision."""
-    found = _BITSANDBYTES.fullmatch(name)
-    return name.partition(_INSIDE)[0] if found is None else f"state{found[2]}"
+    return name.partition(_INSIDE)[0]
 
 
 def is_inside(name: str) -> bool:
@@ -132,22 +119,14 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, StateTensor | Any]:
     found: dict[str, StateTensor | Any] = {}
     for name, value in state.items():
         inner = _inner(value)
-        if inner is not None:
-            numel = value.numel()
-            for each, tensor in inner.items():
-                role = _ROLES[each]
-                elements = 0 if role is Role.TABLE else numel // max(1, tensor.numel())
-                found[f"{name}{_INSIDE}{each}"] = StateTensor(tensor, role, elements)
-            continue
-        matched = _BITSANDBYTES.fullmatch(name) if isinstance(value, torch.Tensor) else None
-        codes = None if matched is None else state.get(f"state{matched[2]}")
-        scales = None if matched is None else state.get(f"absmax{matched[2]}")
-        if matched is None or not _are_blocks(codes, scales):
+        if inner is None:
             found[name] = value
-        else:
-            role = _ROLES[matched[1]]
-            size = {Role.ELEMENTS: 1, Role.SCALES: _BITSANDBYTES_BLOCK, Role.TABLE: 0}[role]
-            found[name] = StateTensor(value, role, size)
+            continue
+        numel = value.numel()
+        for each, tensor in inner.items():
+            role = _ROLES[each]
+            elements = 0 if role is Role.TABLE else numel // max(1, tensor.numel())
+            found[f"{name}{_INSIDE}{each}"] = StateTensor(tensor, role, elements)
     return found
 
 
@@ -183,15 +162,6 @@ def _inner(value: object) -> dict[str, torch.Tensor] | None:
     return {name: getattr(value, name) for name in names}
 
 
-def _are_blocks(codes: object, scales: object) -> bool:
-    return (
-        isinstance(codes, torch.Tensor)
-        and isinstance(scales, torch.Tensor)
-        and codes.dtype == torch.uint8
-        and tuple(scales.shape) == (-(-codes.numel() // _BITSANDBYTES_BLOCK),)
-    )
-
-
 def _of_shape(context: Any, known: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """``context`` of a tensor of the shape ``known`` for one of ``shape``: codes of half a byte do not tell it."""
     if isinstance(context, list | tuple) and not isinstance(context, torch.Size):
@@ -201,43 +171,40 @@ def _of_shape(context: Any, known: tuple[int, ...], shape: tuple[int, ...]) -> A
     return torch.Size(shape) if isinstance(context, torch.Size) and tuple(context) == known else context
 
 
-def refuse_dtensors_in_blocks(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], found: Sequence[ParameterLocation | None]
-) -> None:
+def refuse_plain_kernels(optimizer: torch.optim.Optimizer, found: Iterable[ParameterLocation]) -> None:
     """Raise UnsupportedError where bitsandbytes' kernels would get a ``DTensor``, which they cannot take."""
-    blocks = blocks_of(optimizer)
-    if blocks is None or blocks.whole:
+    if "bitsandbytes" not in _packages_of(optimizer):
         return
-    for parameter, each in zip(parameters, found, strict=True):
-        if each is not None and is_dtensor(parameter):
+    for each in found:
+        if is_dtensor(each.parameter):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} of bitsandbytes cannot step the DTensor '{each.name}' (rank "
-                f"{each.root.rank}). Give it polyshard.local_parameters(model)."
+                f"{each.root.rank}): its kernels take plain tensors alone. Use torchao.optim, which takes both."
             )
 
 
-def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterLocation]]) -> None:
-    """Warn where the result differs from the unsharded model's. ``groups``: parameters in units that are cut."""
+def warn_of_cut_blocks(optimizer: torch.optim.Optimizer, found: Iterable[ParameterLocation]) -> None:
+    """Warn where the result differs from the unsharded model's. ``found``: its parameters in units that are cut."""
     blocks = blocks_of(optimizer)
     if blocks is None:
         return
     # Rank 0 alone warns.
-    for each in (each for group in groups for each in group if each.root.rank == 0):
+    for each in (each for each in found if each.root.rank == 0):
         kind = f"{type(optimizer).__name__} keeps its state in blocks of {blocks.size} elements"
         if each.slot is None:
             if each.unit.layout.shard_numel >= blocks.smallest:
                 warn_once(
                     f"{kind}, and divides the flat parameter of unit '{each.unit.name}' otherwise than each of its "
                     "parameters (rank 0): the result differs slightly from the unsharded model's. Give the optimizer "
-                    "model.parameters(), and shard with layout={'name': 'blocks', 'size': 4096}.",
+                    "model.parameters().",
                     rank=0,
                 )
                 return
         elif blocks.differ(each.unit, each.slot):
             warn_once(
-                f"{kind}, and ranks cut '{each.unit.parameters[each.slot].names[0]}' inside of some (rank 0): the "
-                "result differs slightly from the unsharded model's. Shard with layout={'name': 'blocks', 'size': "
-                "4096}, or filter this warning.",
+                f"{kind}, and what ranks have of '{each.name}' is divided otherwise than the whole of it (rank 0): the "
+                "result differs slightly from the unsharded model's. It does not where each rank's rows are a multiple "
+                f"of {blocks.size} elements, and {blocks.smallest} or more. Filter this warning if that is fine.",
                 rank=0,
             )
             return

@@ -138,7 +138,7 @@ def _reduced_nbytes(root: Root) -> int:
     single: dict[Hashable, list[int]] = {}
     totals: dict[Hashable, dict[ReduceMode, tuple[int, int]]] = {}
     for module_state in root.module_states:
-        reduced = [unit.gradients for unit in module_state.units if unit.trainable and not unit.resident]
+        reduced = [unit.gradients for unit in module_state.units if unit.trainable]
         kinds = [kind_of(each.unit.ranks, each.input) for each in reduced]
         for kind, same in zip(dict.fromkeys(kinds), alike(reduced, kinds), strict=True):
             local = [each.input.nbytes for each in same]

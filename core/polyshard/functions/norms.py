@@ -21,7 +21,7 @@ from .. import _torch_private
 from ..errors import ConfigError, NonFiniteError, RankMismatchError
 from ..interfaces import Collectives, ReduceOp
 from ..planning.groups import UnitRanks
-from ..planning.parts import gradient_of, is_dtensor, local_of
+from ..planning.parts import gradient_of, is_dtensor
 from ..runtime.root import Root
 from ..runtime.unit import Unit
 
@@ -32,7 +32,7 @@ def clip_grad_norm(
     """Scale all gradients so that their norm, over every rank's shards, is at most ``max_norm``.
 
     Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce. Trained parameters outside of units
-    count once, and must have one gradient on all ranks, but for those that each rank owns. Errors as ``agreed_norm``;
+    count once, and must have one gradient on all ranks, but for those that each rank owns. Errors as ``_agreed_norm``;
     NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
     gradients = ModelGradients(root, module)
@@ -62,28 +62,53 @@ class ModelGradients:
             self._managed.update(unit.originals.tensors)
             if unit.ranks is not ranks or unit.copies != copies:
                 ranks, copies = unit.ranks, unit.copies
-                groups = groups_of(self._held, unit)
+                groups = _groups_of(self._held, unit)
             if len(groups) == 1 and not uncounted:
                 groups[0] += [each for each in map(gradient_of, unit.receivers) if each is not None]
-            else:
-                counted = (pair for pair in unit.slots_of_receivers() if pair[1] not in uncounted)
-                count_parts(groups, unit, ((slot, gradient_of(receiver)) for slot, receiver in counted))
+                continue
+            for slot, receiver in unit.slots_of_receivers():
+                gradient = None if receiver in uncounted else gradient_of(receiver)
+                if gradient is None:
+                    continue
+                if len(groups) == 1:
+                    groups[0].append(gradient)
+                elif slot is not None:
+                    groups[slot].append(gradient)
+                else:
+                    for piece in unit.pieces:
+                        groups[piece.slot].append(gradient.narrow(0, piece.shard_offset, piece.numel))
         #: Parameters in no unit.
         self.outside = [parameter for parameter in module.parameters() if parameter not in self._managed]
         self._trained = [each for each in self.outside if each.requires_grad or each.grad is not None]
         for parameter in self._trained:
             if parameter not in uncounted:
-                count_outside(self._held, root, parameter, parameter.grad)
+                self._count_outside(parameter)
+
+    def _count_outside(self, parameter: nn.Parameter) -> None:
+        root = self._root
+        owned = parameter in root.owned_locally
+        if is_dtensor(parameter) and not owned:
+            raise ConfigError(
+                f"The norm got a DTensor of shape {tuple(parameter.shape)} that is in no unit (rank {root.rank}): "
+                "nothing averages its gradient over the data ranks. Let it be sharded with the others, freeze it, or "
+                "say in ignored_parameters that it is 'local'."
+            )
+        group = self._held.setdefault(THIS_RANK if owned else EVERY_RANK, [])
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            group.append(gradient)
 
     def norm(
         self, norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """The norm over all ranks, the same on each, which compare ``max_norm``. Errors as ``agreed_norm``."""
+        """The norm over all ranks, the same on each, which compare ``max_norm``. Errors as ``_agreed_norm``."""
         root = self._root
         check_norm_type(norm_type, "clip_grad_norm_", root.rank)
         wide = norm_dtype(root.units, self._trained)
-        text = norm_text(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
-        return agreed_norm(root, root.units, self._held, norm_type, wide, text, self._named)
+        # What ranks compare. Reading a tensor would wait for the device.
+        most = f", at most {float(max_norm)}" if isinstance(max_norm, int | float) else ""
+        text = f" of order {float(norm_type)}{most}{', finite or an error' if error_if_nonfinite else ''}"
+        return _agreed_norm(root, self._held, norm_type, wide, text, self._named)
 
     def clip(self, max_norm: float, total: torch.Tensor) -> None:
         """Scale all gradients by what brings the norm ``total`` down to ``max_norm``."""
@@ -120,7 +145,7 @@ EVERY_RANK = Holders(None, 0)
 THIS_RANK = Holders(None, 1)
 
 
-def groups_of(held: GradientsByHolders, unit: Unit) -> list[list[torch.Tensor]]:
+def _groups_of(held: GradientsByHolders, unit: Unit) -> list[list[torch.Tensor]]:
     """Where in ``held`` the gradients of ``unit`` belong: one list for all, or one for each of its parameters.
 
     Raises ConfigError: other parts of a parameter are on ranks that are none of the model's.
@@ -133,46 +158,12 @@ def groups_of(held: GradientsByHolders, unit: Unit) -> list[list[torch.Tensor]]:
             f"{ranks.world.rank}). Shard over a dimension of the whole mesh: ShardConfig(mesh=mesh, shard='dp'), "
             "instead of mesh=mesh['dp']."
         )
-    # A rank without a piece of any parameter still takes part in the reduction.
+    # A rank without an element of any parameter still takes part in the reduction.
     return [held.setdefault(Holders(ranks, each), []) for each in copies]
 
 
-def count_parts(
-    groups: Sequence[list[torch.Tensor]], unit: Unit, tensors: Iterable[tuple[int | None, torch.Tensor | None]]
-) -> None:
-    """Add ``tensors`` of ``unit`` to its ``groups``: slots and gradients; the slot None for one of all parameters."""
-    for slot, tensor in tensors:
-        if tensor is None:
-            continue
-        if len(groups) == 1:
-            groups[0].append(tensor)
-        elif slot is not None:
-            groups[slot].append(tensor)
-        else:
-            for piece in unit.pieces:
-                groups[piece.slot].append(tensor.narrow(0, piece.shard_offset, piece.numel))
-
-
-def count_outside(held: GradientsByHolders, root: Root, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add the gradient of a parameter that is no unit's to ``held``.
-
-    Raises ConfigError: it is a ``DTensor``, of which nobody says who averages it.
-    """
-    owned = parameter in root.owned_locally
-    if is_dtensor(parameter) and not owned:
-        raise ConfigError(
-            f"The norm got a DTensor of shape {tuple(parameter.shape)} that is in no unit (rank {root.rank}): nothing "
-            "averages its gradient over the data ranks. Let it be sharded with the others, freeze it, or say in "
-            "ignored_parameters that it is 'local'."
-        )
-    group = held.setdefault(THIS_RANK if owned else EVERY_RANK, [])
-    if gradient is not None:
-        group.append(local_of(gradient) if is_dtensor(gradient) else gradient)
-
-
-def agreed_norm(
+def _agreed_norm(
     root: Root,
-    units: Iterable[Unit],
     held: GradientsByHolders,
     norm_type: float,
     wide: torch.dtype,
@@ -181,11 +172,11 @@ def agreed_norm(
 ) -> torch.Tensor:
     """The norm over all of ``held``, 0-dim on the compute device, the same on every rank.
 
-    ``units``: of the gradients, for messages; ``text``: see ``norm_text``.
+    ``text``: what ranks compare of the call; ``outside``: of parameters outside of units.
 
     [Note: one norm]
     An element counts once, however many ranks hold it: each rank adds what it holds, divided by the number of those
-    that hold the same, and one all-reduce over the model's ranks makes the sum. Where all ranks hold pieces of the same
+    that hold the same, and one all-reduce over the model's ranks makes the sum. Where all ranks hold parts of the same
     parameters, the owners of one copy have the whole sum among them, and no other rank is asked.
 
     The reduction makes a unit's gradients those of all its ranks. Nothing does that for a parameter outside of units,
@@ -223,20 +214,13 @@ def agreed_norm(
                     own.append(power if math.isinf(norm_type) else power / holders.copies)
             if rest is not None:
                 if reads and everyone:
-                    _refuse_different(root, everyone, _root_of(rest, norm_type), units, outside)
+                    _refuse_different(root, everyone, _root_of(rest, norm_type), outside)
                 if several:
                     rest = _over(everyone, rest, math.inf)
                 own.append(rest if math.isinf(norm_type) else rest / _number_of(everyone))
             together = own[0] if len(own) == 1 else torch.stack(own)
             rest = _over(everyone, together.max() if math.isinf(norm_type) else together.sum(), norm_type)
     return torch.zeros((), dtype=wide, device=device) if rest is None else _root_of(rest, norm_type)
-
-
-def norm_text(norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False) -> str:
-    """The arguments of a norm, for ranks to compare: each rank scales its own pieces by its own ``max_norm``."""
-    # Reading a tensor would wait for the device.
-    most = f", at most {float(max_norm)}" if isinstance(max_norm, int | float) else ""
-    return f" of order {float(norm_type)}{most}{', finite or an error' if error_if_nonfinite else ''}"
 
 
 def norm_dtype(units: Iterable[Unit], outside: Iterable[torch.Tensor] = ()) -> torch.dtype:
@@ -294,9 +278,7 @@ def _may_read(root: Root, device: torch.device) -> bool:
     return not capturing and (root.check_ranks == "always" or root.norms_to_compare > 0)
 
 
-def _refuse_different(
-    root: Root, everyone: Everyone, norm: torch.Tensor, units: Iterable[Unit], outside: Outside
-) -> None:
+def _refuse_different(root: Root, everyone: Everyone, norm: torch.Tensor, outside: Outside) -> None:
     """Raise on all ranks of ``everyone`` if their ``norm`` differs, which is one that they should have in common."""
     flags = _without_nan(norm)
     most = torch.stack([*flags, -flags[0]])
@@ -323,7 +305,7 @@ def _refuse_different(
         what = f"'{different[0]}'{more}, which nothing averages,"
         values = f"its norm is {norms}{', ...' if len(found) > 4 else ''}"
     else:
-        other = next((unit for unit in units if _ranks_of(unit.ranks.everyone) != _ranks_of(everyone)), None)
+        other = next((unit for unit in root.units if _ranks_of(unit.ranks.everyone) != _ranks_of(everyone)), None)
         what = f"unit '{other.name}', which is sharded over other ranks," if other is not None else "some parameter"
         values = f"the norm of all such gradients is from {smallest:.4g} to {largest:.4g}"
     raise RankMismatchError(

@@ -1,14 +1,12 @@
 """Whole parameters in full precision, outside of compute, and state dicts of modules whose parameters are sharded.
 
-Pieces under the names of whole parameters would look like a model to whoever saves them. So ``state_dict`` and
-``load_state_dict`` of a module work with whole parameters, or raise; only callers that ask for pieces get pieces.
+``state_dict`` of a module has its ``DTensor`` parameters. ``load_state_dict`` takes these, and whole tensors, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +23,7 @@ from ..planning.plan import ManagedParameter
 from ..runtime.extended import ExtendedUnit
 from ..runtime.gather import FlatBuffer, GatherRecord, Then, piece_in, shard_in, slices_of, start_gathers, view_of
 from ..runtime.parameters import become
+from ..runtime.placed import PlacedUnit, keep_attributes
 from ..runtime.root import Root
 from ..runtime.step import Phase
 from ..runtime.unit import Unit
@@ -308,6 +307,14 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
             unit.master.copy_(own_part(unit, whole))
 
 
+def own_rows_of(unit: PlacedUnit, index: int, whole: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's rows of ``whole``, a tensor that its unit cuts as the parameter."""
+    start, stop = unit.layout.range_of(index, unit.ranks.shard_rank)
+    own = whole if unit.ranks.owner is None else piece_in(whole, unit.layout.slots[index], start, stop)
+    # A view would keep the whole tensor alive.
+    return own.clone().view(unit.views.locals[index].shape)
+
+
 def _write_back_inner(unit: ExtendedUnit) -> None:
     """As ``write_back``, of whole parameters that gather themselves.
 
@@ -355,7 +362,10 @@ def _show_whole(parameter: ManagedParameter, whole: torch.Tensor) -> None:
     if not parameter.extended and not is_dtensor(original) and not is_dtensor(whole):
         become(original, whole)
         return
-    shown = nn.Parameter(whole, requires_grad=original.requires_grad)
+    if parameter.packed is None:
+        shown: Any = nn.Parameter(whole, requires_grad=original.requires_grad)
+    else:
+        shown = parameter.packed.over(whole)
     for module, key in parameter.sites:
         module._parameters[key] = shown
 
@@ -366,6 +376,7 @@ def _show_originals(units: Iterable[Unit]) -> None:
             if parameter.packed is not None:
                 # Merged adapters leave them otherwise.
                 parameter.packed.restore()
+                keep_attributes(parameter.original, parameter.packed.attributes)
             for module, key in parameter.sites:
                 # A removed parameter stays removed: the next forward raises for it.
                 if key in module._parameters:
@@ -383,98 +394,77 @@ def _refuse_gradient(parameter: torch.Tensor, name: str, rank: int, _: torch.Ten
         )
 
 
-_of_pieces: ContextVar[bool] = ContextVar("polyshard_state_dicts_of_pieces", default=False)
-
-
-@contextmanager
-def state_dicts_of_pieces() -> Iterator[None]:
-    """Inside, on this thread, state dicts of sharded modules are of this rank's pieces."""
-    token = _of_pieces.set(True)
-    try:
-        yield
-    finally:
-        _of_pieces.reset(token)
-
-
-def guard_state_dicts(units: Iterable[Unit]) -> None:
-    """Let state dicts of the modules that hold parameters of ``units`` be whole, or refused."""
+def load_whole_values(units: Iterable[Unit]) -> None:
+    """Let ``load_state_dict`` of the modules that hold parameters of ``units`` take whole tensors as they are saved."""
     for unit in units:
-        if unit.answers_state_dicts:
+        if unit.answers_state_dicts or not isinstance(unit, PlacedUnit):
             continue
         slots: dict[nn.Module, dict[str, int]] = {}
         for index, parameter in enumerate(unit.parameters):
             for module, key in parameter.sites:
                 slots.setdefault(module, {})[key] = index
         for module, held in slots.items():
-            guard = _Guard(unit, held)
-            module.register_state_dict_pre_hook(guard.before_state_dict)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(guard.before_load)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_WholeValues(unit, held).before_load)  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False, slots=True)
-class _Guard:
-    """Hooks of one module, for its parameters of one unit."""
+class _WholeValues:
+    """A hook of one module, for its parameters of one unit."""
 
-    unit: Unit
+    unit: PlacedUnit
     slots: Mapping[str, int]
 
-    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._shows_pieces:
-            first = self._parameter(next(iter(self.slots.values())))
-            raise StateError(
-                f"state_dict() found '{first}' sharded (rank {self._rank}): it would hold this rank's pieces under the "
-                "names of whole parameters. Save with polyshard.checkpoint.save, or with polyshard_huggingface.save as "
-                "save_pretrained would; call polyshard.state.get_model_state_dict, or this inside of 'with "
-                "polyshard.unsharded(model)', for whole parameters, or polyshard.local_state_dict(model) for the "
-                "pieces of this rank. What loads, and asks here for names, as PEFT's set_peft_model_state_dict and "
-                "load_adapter, is called inside of 'with polyshard.unsharded(model, writeback=True)'."
-            )
-
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Leave this rank's piece of each whole parameter in ``state_dict``, which is ``load_state_dict``'s own."""
-        if _of_pieces.get():
-            return
-        pieces = {piece.slot: piece for piece in self.unit.pieces}
+        """Let each value in ``state_dict``, which is ``load_state_dict``'s own, lie as the parameter does."""
         for key, index in self.slots.items():
             value: Any = state_dict.get(prefix + key)
-            slot, piece = self.unit.layout.slots[index], pieces.get(index)
-            if self.unit.parameters[index].extended and isinstance(value, torch.Tensor):
-                state_dict[prefix + key] = self._rows_of(index, value)
-                continue
-            gathers, part = is_dtensor(value), self.unit.parameters[index].part
             # Torch raises for other values.
-            if not gathers and (type(value) is not torch.Tensor and type(value) is not nn.Parameter):
-                continue
-            if not self._shows_pieces:
-                self._warn_of_lost_values(index)
-                if gathers and part is None:
-                    state_dict[prefix + key] = value.detach().full_tensor()
-                elif part is not None and not gathers and tuple(value.shape) == part.shape:
-                    state_dict[prefix + key] = part.as_leaf(part.cut(value.detach()).contiguous())
-                continue
-            shape = slot.shape if part is None else part.shape
-            if tuple(value.shape) != shape:
-                raise StateError(
-                    f"load_state_dict() got '{self._parameter(index)}' in shape {tuple(value.shape)}, "
-                    f"and the whole parameter has {shape} (rank {self._rank}). Give whole parameters, which each "
-                    "rank takes its part of, or load what polyshard.local_state_dict returned with "
-                    "polyshard.load_local_state_dict."
-                )
-            # A DTensor may be of any mesh, and cut otherwise than the parameter. All ranks pass here.
-            whole = value.detach().full_tensor() if gathers else value.detach()
-            if part is not None:
-                whole = part.cut(whole)
-            start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
-            own = piece_in(whole, slot, start, stop)
-            # A piece that is assigned would keep the gathered tensor alive.
-            state_dict[prefix + key] = own.clone() if gathers else own
+            if isinstance(value, torch.Tensor):
+                state_dict[prefix + key] = self._shown(index, value) if self._shows_whole else self._own(index, value)
+
+    def _shown(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """``value`` as modules hold parameters while these are whole."""
+        self._warn_of_lost_values(index)
+        part = self.unit.parameters[index].part
+        if part is None:
+            return value.detach().full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
+        if not is_dtensor(value) and tuple(value.shape) == part.shape:
+            return part.as_leaf(part.cut(value.detach()).contiguous())
+        return value
+
+    def _own(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """``value`` as modules hold parameters outside of compute: this rank's part of it.
+
+        Raises StateError: it has another shape.
+        """
+        unit, parameter = self.unit, self.unit.parameters[index]
+        part = parameter.part
+        held: Any = parameter.original
+        if is_dtensor(value):
+            placed: Any = value
+            if placed.device_mesh == held.device_mesh and placed.placements == held.placements:
+                return value
+            # All ranks pass here.
+            value = placed.detach().full_tensor()
+        shape = unit.layout.slots[index].shape if part is None else part.shape
+        if tuple(value.shape) != shape:
+            raise StateError(
+                f"load_state_dict() got '{parameter.names[0]}' in shape {tuple(value.shape)}, and the whole parameter "
+                f"has {shape} (rank {self._rank}). Give whole parameters, which each rank takes its part of, or "
+                "DTensors."
+            )
+        if parameter.extended:
+            return unit.views.placed(index, self._rows_of(index, value))
+        whole = value.detach() if part is None else part.cut(value.detach())
+        return unit.views.placed(index, own_rows_of(unit, index, whole))
 
     def _warn_of_lost_values(self, index: int) -> None:
         step = self.unit.step
         if step is not None and step.unsharded and step.drops_writes:
             warn_once(
-                f"load_state_dict() inside of polyshard.unsharded() gives '{self._parameter(index)}' and others values "
-                "that are dropped where the context ends. Enter unsharded(model, writeback=True) to keep them.",
+                f"load_state_dict() inside of polyshard.unsharded() gives '{self.unit.parameters[index].names[0]}' and "
+                "others values that are dropped where the context ends. Enter unsharded(model, writeback=True) to keep "
+                "them.",
                 rank=self._rank,
             )
 
@@ -484,43 +474,37 @@ class _Guard:
         Raises StateError: it is of another class, in whose values ranks would make something else of each.
         """
         parameter, ranks = self.unit.parameters[index], self.unit.ranks
-        insides, shape = parameter.insides, self.unit.layout.slots[index].shape
-        fits = type(value) is type(parameter.original)
+        insides, kind = parameter.insides, type(self.unit.views.locals[index])
+        fits = type(value) is kind or (insides is not None and type(value) is insides.kind)
         if insides is not None and insides.is_plain:
             fits = fits or type(value) in (torch.Tensor, nn.Parameter)
-        if not fits or tuple(value.shape) != shape:
+        if not fits:
             raise StateError(
-                f"load_state_dict() got '{self._parameter(index)}' as {type(value).__name__} of shape "
-                f"{tuple(value.shape)}, and the whole parameter is a {type(parameter.original).__name__} of shape "
-                f"{shape} (rank {self._rank}). Give that, of which each rank takes its rows."
+                f"load_state_dict() got '{parameter.names[0]}' as {type(value).__name__}, and the whole parameter is a "
+                f"{kind.__name__} (rank {self._rank}). Give that, of which each rank takes its rows."
             )
-        return own_rows(value.detach(), ranks.shard_rank, ranks.shard_size) if self._shows_pieces else value
+        return own_rows(value.detach(), ranks.shard_rank, ranks.shard_size)
 
-    # A module that is copied or pickled by itself still holds pieces, and may not take the model along.
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
+    # A module that is copied or pickled by itself may not take the model along.
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WholeValues:
         return self
 
-    def __reduce__(self) -> tuple[type[_NoGuard], tuple[()]]:
-        return _NoGuard, ()
+    def __reduce__(self) -> tuple[type[_NoValues], tuple[()]]:
+        return _NoValues, ()
 
     @property
-    def _shows_pieces(self) -> bool:
+    def _shows_whole(self) -> bool:
         root = self.unit.step
         assert isinstance(root, Root)
-        return not (self.unit.ranks.owner is None or self.unit in root.unsharded or _of_pieces.get())
-
-    def _parameter(self, index: int) -> str:
-        return self.unit.parameters[index].names[0]
+        return self.unit in root.unsharded
 
     @property
     def _rank(self) -> int:
         return self.unit.ranks.world.rank
 
 
-class _NoGuard:
-    """Stands for a ``_Guard`` where its module was pickled by itself."""
+class _NoValues:
+    """Stands for ``_WholeValues`` where its module was pickled by itself."""
 
-    def before_state_dict(self, *_: Any) -> None:
-        """Let every state dict through."""
-
-    before_load = before_state_dict
+    def before_load(self, *_: Any) -> None:
+        """Let every value through."""

@@ -25,9 +25,8 @@ from ..functions.block_states import (
     taken_apart,
 )
 from ..functions.optimizers import NOT_BY_ELEMENT
-from ..functions.placement import as_dtensor, placement
 from ..functions.recorded_streams import Stream, StreamRecorder
-from ..functions.whole import ToSome, state_dicts_of_pieces
+from ..functions.whole import ToSome
 from ..planning.extensions import Insides, inner_tensors
 from ..planning.layout import Piece, Slot
 from ..planning.parts import TensorPart, is_dtensor, local_of, placed_as, whole_tensors
@@ -128,11 +127,6 @@ def savable_part(module: nn.Module, call: str) -> tuple[ShardedModel, nn.Module]
 def models() -> list[ShardedModel]:
     """The sharded models of this process, in the order in which they were made."""
     return list(map(ShardedModel, live_roots.roots()))
-
-
-def models_changed() -> int:
-    """How many models were sharded so far. What ``find`` said before the latest may be something else now."""
-    return live_roots.changes
 
 
 def find(tensors: Sequence[torch.Tensor]) -> list[LocatedParameter | None]:

@@ -149,7 +149,7 @@ class ShardedModel:
                     continue
                 raise UnsupportedError(
                     f"{call}: '{each.names[0]}' {what} (rank {ranks.world.rank}). {remedy}, or save "
-                    "polyshard.local_state_dict(model) on each rank, for the same mesh."
+                    "model.state_dict() on each rank, for the same mesh."
                 )
 
     def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:

@@ -28,8 +28,10 @@ class ShardedParameter:
     """A parameter of a unit, and the part of it that this rank holds."""
 
     tensor: nn.Parameter
-    """This rank's elements, or the whole parameter where the unit is not sharded: the user's own object, unless that
-    is a ``DTensor`` over the same memory."""
+    """This rank's elements, or the whole parameter where the unit is not sharded: a plain one, over the memory of the
+    ``DTensor`` that the user has."""
+    shown: nn.Parameter
+    """What modules and optimizers hold."""
     names: tuple[str, ...]
     """Every fully-qualified name; more than one for a shared parameter."""
     slot: Slot
@@ -102,7 +104,8 @@ class ShardedUnit:
         alike = ranks.alike or all(each.part is None or each.part.is_even for each in unit.parameters)
         return tuple(
             ShardedParameter(
-                unit.held_for(index)[-1],
+                unit.local(index),
+                each.original,
                 each.names,
                 slot,
                 pieces.get(index),
@@ -230,6 +233,11 @@ class ShardedUnit:
         return None if self._unit.flat is None else self._unit.flat.parameter
 
     @property
+    def flat_local(self) -> nn.Parameter | None:
+        """This rank's elements of ``flat_parameter``, as a plain parameter over their memory."""
+        return None if self._unit.flat is None else self._unit.flat.local
+
+    @property
     def receivers(self) -> Sequence[nn.Parameter]:
         """The parameters whose ``.grad`` the reduced gradient arrives in."""
         return self._unit.receivers
@@ -291,7 +299,7 @@ class ShardedUnit:
     def reduction_nbytes(self) -> int:
         """Bytes of its whole gradient while ranks reduce it; 0 where none is reduced."""
         unit = self._unit
-        return unit.gradients.input.nbytes if unit.trainable and not unit.resident else 0
+        return unit.gradients.input.nbytes if unit.trainable else 0
 
     @property
     def reduced_nbytes(self) -> int:
@@ -314,8 +322,9 @@ class ShardedUnit:
         """The flat buffers of whole gradients: the next reduction's input, and the sum of microbatches before it."""
         if self.shard is None or not self.reduction_nbytes:
             return ()
-        reduction = self._unit.gradients.input
-        return tuple(each.flat for each in (reduction.buffer, reduction.sum) if each is not None)
+        inputs = dict.fromkeys((self._unit.gradients.input, self._unit.gradients.sums))
+        held = [buffer for each in inputs for buffer in (each.buffer, each.sum)]
+        return tuple(each.flat for each in held if each is not None)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """The whole flat tensor (``[padded_numel]``) of which each rank has ``own`` (``[shard_numel]``).
@@ -330,7 +339,7 @@ def _stored(parameter: ShardedParameter, index: int, inner: InnerTensor, own: to
     """``inner`` of ``parameter``, the unit's number ``index``, of which this rank has ``own``."""
     names = tuple(f"{name}.{inner.name}" if inner.name else name for name in parameter.names)
     shape, row, (start, stop) = inner.shape, product(inner.shape[1:]), inner.rows
-    slot = Slot(0, product(shape), shape, contiguous_stride(shape), by_rows=inner.is_cut, segment=index)
+    slot = Slot(0, product(shape), shape, contiguous_stride(shape), segment=index)
     piece = Piece(0, start * row, stop * row, 0) if start < stop else None
     tensor: Any = own
     return replace(

@@ -7,7 +7,6 @@ polyshard.collectives  ``Collectives``             how bytes move between ranks
 polyshard.precision    ``PrecisionCaster``         which dtypes compute, travel and accumulate
 polyshard.offload      ``OffloadManager``          where shards live between uses
 polyshard.policies     ``WrapPolicy``              which modules become units
-polyshard.layouts      ``Layout``                  where in a unit parameters lie, and are cut
 polyshard.plugins      hooks of ``hookspecs``      nothing: listeners watch
 =====================  ==========================  ==============================================
 
@@ -43,11 +42,7 @@ from .units import (
     PARAMETER_ALIGNMENT_BYTES,
     SLICE_ALIGNMENT_BYTES,
     UNIT_OVERRIDES,
-    Arrangement,
-    Layout,
-    ParameterGeometry,
     PolicyContext,
-    UnitGeometry,
     UnitPlan,
     UnitSpec,
     WrapPolicy,
@@ -61,7 +56,6 @@ __all__ = [
     "PARAMETER_ALIGNMENT_BYTES",
     "SLICE_ALIGNMENT_BYTES",
     "UNIT_OVERRIDES",
-    "Arrangement",
     "BufferRole",
     "Collectives",
     "CollectivesCapabilities",
@@ -70,14 +64,12 @@ __all__ = [
     "FormedWeights",
     "Group",
     "InputCast",
-    "Layout",
     "LinearForm",
     "Listener",
     "Observer",
     "OffloadCapabilities",
     "OffloadManager",
     "OutputCast",
-    "ParameterGeometry",
     "PluginContext",
     "PolicyContext",
     "PrecisionCapabilities",
@@ -85,7 +77,6 @@ __all__ = [
     "RankAndSize",
     "ReduceOp",
     "UnitDtypes",
-    "UnitGeometry",
     "UnitPlan",
     "UnitSpec",
     "WeightPiece",

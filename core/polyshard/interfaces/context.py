@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .collectives import Collectives
     from .offload import OffloadManager
     from .precision import PrecisionCaster
-    from .units import Layout, WrapPolicy
+    from .units import WrapPolicy
 
 
 class Group(enum.StrEnum):
@@ -31,8 +31,6 @@ class Group(enum.StrEnum):
     """Factories of ``OffloadManager``."""
     POLICIES = "polyshard.policies"
     """Factories of ``WrapPolicy``."""
-    LAYOUTS = "polyshard.layouts"
-    """Factories of ``Layout``."""
     PLUGINS = "polyshard.plugins"
     """Factories of listeners."""
 
@@ -90,8 +88,6 @@ class PluginContext:
     def construct(self, group: Literal[Group.OFFLOAD], choice: Any) -> OffloadManager: ...
     @overload
     def construct(self, group: Literal[Group.POLICIES], choice: Any) -> WrapPolicy: ...
-    @overload
-    def construct(self, group: Literal[Group.LAYOUTS], choice: Any) -> Layout: ...
     @overload
     def construct(self, group: Group, choice: Any) -> object: ...
     def construct(self, group: Group, choice: Any) -> object:

@@ -1,11 +1,11 @@
 """Optimizers that need whole tensors, exact over sharded parameters: Muon, and the base class for others.
 
-Beside them what trainings ask of optimizers: averaged weights, and parameter groups by whole shapes.
+Beside them averaged weights.
 """
 
 from .averages import AveragedWeights
-from .groups import MatrixSplit, decay_groups, for_matrices
+from .groups import MatrixSplit, for_matrices
 from .muon import Muon
 from .whole_tensors import WholeTensorOptimizer
 
-__all__ = ["AveragedWeights", "MatrixSplit", "Muon", "WholeTensorOptimizer", "decay_groups", "for_matrices"]
+__all__ = ["AveragedWeights", "MatrixSplit", "Muon", "WholeTensorOptimizer", "for_matrices"]

@@ -1,14 +1,13 @@
-"""Which parameters of a model go to which optimizer or parameter group, by their whole shapes."""
+"""Which parameters of a model go to an optimizer of matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError
-from ..inspect import placement
 
 
 class MatrixSplit(NamedTuple):
@@ -35,8 +34,10 @@ def for_matrices(
         ConfigTypeError: ``model`` is no module, or ``leave_out`` or ``stacks`` no modules.
         ConfigError: one of these is not inside ``model``.
     """
-    refuse_strangers(model, leave_out, "for_matrices")
-    refuse_strangers(model, stacks, "for_matrices", "stacks")
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"for_matrices takes a model, not a {type(model).__name__}.")
+    _refuse_strangers(model, leave_out, "leave_out")
+    _refuse_strangers(model, stacks, "stacks")
     stacked = {parameter for module in stacks for parameter in module.parameters()}
     excluded = {
         parameter
@@ -47,53 +48,18 @@ def for_matrices(
     split = MatrixSplit([], [])
     for parameter in model.parameters():
         if parameter.requires_grad:
-            dims = len(placement(parameter).shape)
+            dims = parameter.ndim
             is_matrix = parameter not in excluded and (dims == 2 or (dims == 3 and parameter in stacked))
             (split.matrices if is_matrix else split.others).append(parameter)
     return split
 
 
-def refuse_strangers(model: nn.Module, modules: Collection[nn.Module], call: str, argument: str = "leave_out") -> None:
-    """Raise where ``modules``, an ``argument`` of ``call``, are not modules inside of ``model``.
-
-    Raises:
-        ConfigTypeError: ``model`` is no module, or ``modules`` no modules.
-        ConfigError: one of these is not inside ``model``.
-    """
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"{call} takes a model, not a {type(model).__name__}.")
+def _refuse_strangers(model: nn.Module, modules: Collection[nn.Module], argument: str) -> None:
     if isinstance(modules, (nn.Module, str)) or not all(isinstance(each, nn.Module) for each in modules):
-        raise ConfigTypeError(f"{argument} of {call} must be a list of modules, such as [model.head], not {modules!r}.")
+        raise ConfigTypeError(
+            f"{argument} of for_matrices must be a list of modules, such as [model.head], not {modules!r}."
+        )
     inside = set(model.modules())
     for each in modules:
         if each not in inside:
-            raise ConfigError(f"{argument} of {call} has a {type(each).__name__} that is not inside the model.")
-
-
-def decay_groups(
-    model: nn.Module, weight_decay: float, *, leave_out: Collection[nn.Module] = ()
-) -> list[dict[str, Any]]:
-    """The trained parameters of ``model``, sharded or not, as two parameter groups: those that decay, and the others.
-
-    Parameters whose whole shape has two dimensions and more decay, but for those of modules in ``leave_out``; vectors
-    (biases, norms) do not. A weight that is tied to a module that is left out is left out with it. A group that would
-    be empty is not there. The answer is the same before and after sharding, and on every rank.
-
-    Raises:
-        ConfigTypeError: ``model`` is no module, or ``leave_out`` no modules.
-        ConfigError: ``weight_decay`` is negative, or one of ``leave_out`` is not inside ``model``.
-    """
-    refuse_strangers(model, leave_out, "decay_groups")
-    if isinstance(weight_decay, bool) or not isinstance(weight_decay, (int, float)):
-        raise ConfigTypeError(f"weight_decay of decay_groups must be a number, not {weight_decay!r}.")
-    if not weight_decay >= 0:
-        raise ConfigError(f"weight_decay of decay_groups must not be negative, but it is {weight_decay}.")
-    excluded = {parameter for module in leave_out for parameter in module.parameters()}
-    decaying: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            decays = parameter not in excluded and len(placement(parameter).shape) >= 2
-            (decaying if decays else others).append(parameter)
-    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            raise ConfigError(f"{argument} of for_matrices has a {type(each).__name__} that is not inside the model.")

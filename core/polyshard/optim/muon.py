@@ -12,8 +12,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ConfigError, ConfigTypeError
-from ..inspect import placement
-from .whole_tensors import Parameters, WholeTensorOptimizer
+from .whole_tensors import Parameters, WholeTensorOptimizer, own_values
 
 #: Of the quintic that Muon's authors tuned for its slope at zero (Jordan et al. 2024, "Muon: An optimizer for hidden
 #: layers in neural networks"); torch.optim.Muon has the same.
@@ -25,7 +24,7 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 class Muon(WholeTensorOptimizer):
-    """Muon (Jordan et al. 2024), exact for every layout and strategy: what ``torch.optim.Muon`` does on whole matrices.
+    """Muon (Jordan et al. 2024), exact for every strategy: what ``torch.optim.Muon`` does on whole matrices.
 
     The momentum of each matrix is brought to one rank, orthogonalised there once, and what that gives goes back. Ranks
     share the work of all matrices, those of hybrid replicas and of tensor parallelism included. The momentum itself
@@ -106,8 +105,9 @@ class Muon(WholeTensorOptimizer):
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
-            means.append(state["momentum_buffer"])
-        mix(means, gradients, places, group["momentum"], group["nesterov"])
+            means.append(own_values(state["momentum_buffer"]))
+        own = [own_values(each) for each in gradients], [own_values(each) for each in places]
+        mix(means, *own, group["momentum"], group["nesterov"])
 
     def transform(
         self, group: Mapping[str, Any], wholes: torch.Tensor, states: Sequence[dict[str, Any]]
@@ -128,7 +128,8 @@ class Muon(WholeTensorOptimizer):
         results: Sequence[torch.Tensor],
     ) -> None:
         ratio = _ratio(group["adjust_lr_fn"], shape)
-        go_along(parameters, results, group["lr"], ratio, group["weight_decay"])
+        own = [own_values(each) for each in parameters], [own_values(each) for each in results]
+        go_along(*own, group["lr"], ratio, group["weight_decay"])
 
     def work(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
         """Floating-point operations of its orthogonalisation."""
@@ -167,11 +168,10 @@ def _refuse_bad_settings(group: Mapping[str, Any]) -> None:
 
 def _refuse_no_matrices(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
-        shape = placement(parameter).shape
-        if len(shape) not in (2, 3) or parameter.is_complex():
+        if parameter.ndim not in (2, 3) or parameter.is_complex():
             raise ConfigError(
                 "Muon only supports 2D parameters, and 3D parameters as stacks of them, whereas we found a parameter "
-                f"with size: {tuple(shape)} of {parameter.dtype}. Give it matrices alone "
+                f"with size: {tuple(parameter.shape)} of {parameter.dtype}. Give it matrices alone "
                 "(polyshard.optim.for_matrices), and the rest to another optimizer."
             )
 

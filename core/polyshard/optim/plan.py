@@ -59,6 +59,9 @@ class Whole:
     the elements of ``part`` where there is one."""
     part: Part | None = None
     """What the ranks that share shards hold of it; None where that is the whole."""
+    dim: int = 0
+    """The dimension along which it is cut into ``pieces``. Above 0 each is a block of what those ranks hold, in the
+    order of ranks, and that is row-major."""
 
     @property
     def kind(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -70,13 +73,25 @@ class Whole:
         return math.prod(self.shape)
 
     @property
-    def held_numel(self) -> int:
+    def held_shape(self) -> tuple[int, ...]:
         """Of what the ranks that share shards hold of it."""
-        return self.numel if self.part is None else self.part.numel
+        return self.shape if self.part is None else self.part.shape
+
+    @property
+    def held_numel(self) -> int:
+        return math.prod(self.held_shape)
 
     def size(self, shard: int) -> int:
         start, stop = self.pieces[shard]
         return stop - start
+
+    def piece_of(self, flat: torch.Tensor, offset: int, shard: int) -> torch.Tensor:
+        """The piece of ``shard`` in what those ranks hold of it, which begins at ``offset`` of ``flat``: a view."""
+        if not self.dim:
+            start, stop = self.pieces[shard]
+            return flat[offset + start : offset + stop]
+        held = flat.narrow(0, offset, self.held_numel).view(self.held_shape)
+        return held.tensor_split(len(self.pieces), self.dim)[shard]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +189,15 @@ def _whole(
     if shard is not None:
         pieces = tuple(unit.layout.range_of(found.position, each) for each in range(shard.world_size))
     its = unit.parameters[found.position]
-    whole = Whole(parameter, its.name, group, slot.shape, slot.stride, pieces)
+    stride = contiguous_stride(slot.shape) if slot.dim else slot.stride
+    whole = Whole(parameter, its.name, group, slot.shape, stride, pieces, dim=slot.dim)
     across = None
     if its.part is not None:
         stack, where = stacked(group, its.part.shape), f"'{its.name}' (rank {rank})"
         shape, across, boxes = parted(its.part, stack, where, type(optimizer).__name__)
         if across is not None:
             # In one order on all of these ranks, in whichever the elements of their parts lie.
-            part = Part(slot.shape, slot.stride, boxes)
+            part = Part(slot.shape, stride, boxes)
             whole = replace(whole, shape=shape, stride=contiguous_stride(shape), part=part)
     peers = Peers(shard, unit.replicate, across)
     return whole, _Key(found.model, unit.groups, peers, dtype or unit.grad_dtype, unit.device)
@@ -328,10 +344,10 @@ class Round:
         self._sizes = [sum(each.numel for each in held) for held in self.held]
         self._outgoing = [sum(wholes[each].size(index) for each in owned) for owned in mine]
         self._incoming = [sum(each.size(source) for each in here) for source in range(shards)]
-        # One behind the other. The ranges of their pieces, in the order of the memory that arrives.
+        # One behind the other. Their pieces, in the order of the memory that arrives.
         *offsets, self._together = itertools.accumulate((each.held_numel for each in here), initial=0)
         self._arrivals = [
-            (offset + each.pieces[source][0], offset + each.pieces[source][1])
+            (each, source, offset)
             for source in range(shards)
             for offset, each in zip(offsets, here, strict=True)
             if each.size(source)
@@ -388,20 +404,21 @@ class Round:
     def wholes(self, incoming: torch.Tensor) -> torch.Tensor:
         """The whole tensors of this owner, ``[count, numel]`` in storage order, of what arrived."""
         together = self._empty(self._together)
-        copy_each(self._parts(together), self._blocks(incoming))
+        blocks, parts = self._pieces(incoming, together)
+        copy_each(parts, blocks)
         wholes = together if self._crossing is None else self._crossing.bring(together)
         return wholes.view(len(self.own), self._numel)
 
     def pack(self, incoming: torch.Tensor, results: torch.Tensor) -> None:
         """Write ``results`` (``[count, numel]``, storage order) where they are brought back from."""
         together = results.view(-1) if self._crossing is None else self._crossing.bring_back(results)
-        copy_each(self._blocks(incoming), self._parts(together))
+        copy_each(*self._pieces(incoming, together))
 
-    def _blocks(self, incoming: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.split(incoming, [stop - start for start, stop in self._arrivals]))
-
-    def _parts(self, together: torch.Tensor) -> list[torch.Tensor]:
-        return [together[start:stop] for start, stop in self._arrivals]
+    def _pieces(self, incoming: torch.Tensor, together: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The pieces as they arrive and leave, and where they are in what is put together."""
+        parts = [whole.piece_of(together, offset, source) for whole, source, offset in self._arrivals]
+        blocks = torch.split(incoming, [part.numel() for part in parts])
+        return [block.view(part.shape) for block, part in zip(blocks, parts, strict=True)], parts
 
     def results(self, everyone: torch.Tensor) -> dict[int, torch.Tensor]:
         """By tensor, the result of this rank's piece: 1-D, in storage order."""
@@ -416,9 +433,9 @@ def _sent(wholes: Sequence[Whole], owners: Sequence[Sequence[int]], shard: int) 
     found, cursor = [], 0
     for index in (each for owned in owners for each in owned):
         numel = wholes[index].size(shard)
-        if numel:
-            found.append(SentPiece(index, cursor, numel))
-            cursor += numel
+        # Those without elements, too: their state is a ``DTensor`` on each rank.
+        found.append(SentPiece(index, cursor, numel))
+        cursor += numel
     return tuple(found)
 
 

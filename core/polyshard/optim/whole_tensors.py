@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import CollectiveError, PluginContractError
-from ..inspect import find, models_changed
+from ..errors import CollectiveError, PluginContractError, UnsupportedError
+from ..inspect import is_dtensor
 from .plan import Plan, Round, SentPiece, Whole, plan_for
 
+_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 
 
@@ -23,9 +24,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
     """Brings whole tensors together, each at one rank, and what that rank makes of them back to everybody's pieces.
 
     A subclass says three things: what of a piece is brought together (``contribute``), what is made of the whole
-    (``transform``), and how that updates a piece (``update``). The same code serves unsharded models, every strategy
-    and every layout, beside tensor parallelism too. Tensors of one group and shape are given to ``transform`` together,
-    and the exchange of the next ones runs beside it. Tensors are spread over ranks by ``work``.
+    (``transform``), and how that updates a piece (``update``). The same code serves unsharded models and every
+    strategy, beside tensor parallelism too: of a sharded model, pieces are ``DTensor`` as its parameters are. Tensors
+    of one group and shape are given to ``transform`` together, and the exchange of the next ones runs beside it.
+    Tensors are spread over ranks by ``work``.
 
     Every rank calls ``step``, whether or not it has a gradient, with the same parameters in the same order. A parameter
     for which no rank has a gradient brings zeros, and is not updated.
@@ -38,13 +40,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
 
     def __init__(self, params: Parameters, defaults: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         self._plans: list[Plan] | None = None
-        # When and where its parameters lay when it planned.
-        self._changes = 0
-        self._units: Sequence[object] = ()
         self._dtype = dtype
         # The state that ``transform`` keeps of tensors in pieces, on the rank that owns each.
         self._kept: dict[nn.Parameter, dict[str, Any]] = {}
         super().__init__(params, defaults)
+        self.register_state_dict_pre_hook(_refuse_shared_state)
 
     def contribute(
         self,
@@ -57,7 +57,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
 
         Pieces know nothing of each other: what is written to an element may follow from that element alone.
         """
-        _torch_private.foreach_copy_(list(places), list(gradients))
+        _torch_private.foreach_copy_([*map(own_values, places)], [*map(own_values, gradients)])
 
     @abstractmethod
     def transform(
@@ -130,7 +130,17 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plans = self._current_plans()
+        if self._plans is None:
+            self._plans = plan_for(
+                self,
+                lambda group, shape: self.work(self.param_groups[group], shape),
+                lambda group, shape: self.is_stack(self.param_groups[group], shape),
+                self._dtype,
+            )
+        if not self.state and _gives_shared_state(self):
+            # Torch steps optimizers that have none yet, and of replicas some may have none at all.
+            return loss
+        plans = self._plans
         for plan in plans:
             model = plan.model()
             if model is not None:
@@ -146,27 +156,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
                     model.fail(error)
                 raise
         return loss
-
-    def _current_plans(self) -> list[Plan]:
-        """Those of the first step, for as long as its parameters are not sharded after that."""
-        if self._plans is not None and self._changes != models_changed():
-            self._changes = models_changed()
-            # Ranks that are threads see another model sharded at different times: they plan anew together, or not.
-            if self._units != self._units_now():
-                self._plans = None
-        if self._plans is None:
-            self._changes, self._units = models_changed(), self._units_now()
-            self._plans = plan_for(
-                self,
-                lambda group, shape: self.work(self.param_groups[group], shape),
-                lambda group, shape: self.is_stack(self.param_groups[group], shape),
-                self._dtype,
-            )
-        return self._plans
-
-    def _units_now(self) -> list[object]:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return [None if found is None else found.unit.reference() for found in find(parameters)]
 
     def _run(self, plan: Plan) -> None:
         """All rounds of ``plan``, one apart from the next: one travels while another is computed with."""
@@ -189,8 +178,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
             if parameter.grad is None:
                 place.zero_()
             else:
-                shaped = place.as_strided(parameter.shape, parameter.stride(), place.storage_offset())
-                groups.setdefault(whole.group, []).append((parameter, parameter.grad, shaped))
+                groups.setdefault(whole.group, []).append((parameter, parameter.grad, piece_like(parameter, place)))
         for number, members in groups.items():
             parameters, gradients, places = (list(each) for each in zip(*members, strict=True))
             self.contribute(self.param_groups[number], parameters, gradients, places)
@@ -224,12 +212,39 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
         for members in kinds.values():
             parameters = [whole.parameter for whole, _ in members]
             # A parked shard is updated where it is.
-            shaped = [
-                flat.as_strided(each.shape, each.stride(), flat.storage_offset()).to(each.device)
-                for each, (_, flat) in zip(parameters, members, strict=True)
-            ]
+            shaped = [piece_like(each.parameter, flat.to(own_values(each.parameter).device)) for each, flat in members]
             first = members[0][0]
             self.update(self.param_groups[first.group], first.shape, parameters, shaped)
+
+
+def own_values(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's values of ``tensor``, in the same memory."""
+    return _torch_private.local_tensor(tensor) if is_dtensor(tensor) else tensor
+
+
+def piece_like(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """``flat`` (1-D, a piece in storage order) in the form of ``parameter``, in the same memory."""
+    own = own_values(parameter)
+    shaped = flat.as_strided(own.shape, own.stride(), flat.storage_offset())
+    if own is parameter:
+        return shaped
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    return _torch_private.dtensor_maker()(shaped, spec)
+
+
+def _gives_shared_state(optimizer: torch.optim.Optimizer) -> bool:
+    assert isinstance(optimizer, WholeTensorOptimizer)
+    shares = any(len(each.held) > 1 for plan in optimizer._plans or () for each in plan.rounds)
+    return shares and _torch_private.called_from(_STATE_DICTS)
+
+
+def _refuse_shared_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedError where torch's state dict functions ask for a state of which each replica has a part."""
+    if _gives_shared_state(optimizer):
+        raise UnsupportedError(
+            f"{_STATE_DICTS} takes the state of {type(optimizer).__name__} for the same on all replicas, but they "
+            "share it: each has that of some parameters. Save and load with polyshard.checkpoint."
+        )
 
 
 class _Passage:

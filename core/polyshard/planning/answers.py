@@ -225,13 +225,13 @@ def refuse_gradient(
         )
 
 
-def issued(work: Any, operation: str, collectives: Collectives, unit: str) -> Work:
-    """``work``, which ``operation`` of ``collectives`` returned. ``unit``: empty for several.
+def issued(work: Any, operation: str, collectives: Collectives, unit: UnitSpec | None = None) -> Work:
+    """``work``, which ``operation`` of ``collectives`` returned. ``unit``: None for several.
 
     Raises PluginContractError: it cannot be waited for.
     """
     if not hasattr(work, "wait"):
-        about = f" for unit '{unit}'" if unit else ""
+        about = "" if unit is None else f" for unit '{unit.label}'"
         raise PluginContractError(
             f"{operation} of {plugin_name(collectives)} returned {work!r}{about} (rank {collectives.rank}), which "
             "cannot be waited for. Return a Work, COMPLETED where nothing is left to do."

@@ -31,8 +31,8 @@ _OPS = (
     (dist.ReduceOp.MIN, ReduceOp.MIN),
 )
 _numbers = itertools.count()
-#: By the id of the collectives, which their mesh keeps alive.
-_meshes: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
+#: By the ids of collectives, which their mesh keeps alive.
+_meshes: WeakValueDictionary[tuple[int, ...], DeviceMesh] = WeakValueDictionary()
 
 
 def mesh_over(collectives: Collectives | None, device_type: str) -> DeviceMesh:
@@ -42,20 +42,65 @@ def mesh_over(collectives: Collectives | None, device_type: str) -> DeviceMesh:
     ranks count from 0, whichever others there are.
     """
     if collectives is None:
-        return _meshed(AloneGroup(0, 1), device_type)
+        return _meshed([AloneGroup(0, 1)], device_type, torch.arange(1), 0, None)
     group = collectives.process_group
     if isinstance(group, dist.ProcessGroup):
         return DeviceMesh.from_group(group, device_type)
-    mesh = _meshes.get(id(collectives))
+    mesh = _meshes.get((id(collectives),))
     if mesh is None:
-        mesh = _meshes[id(collectives)] = _meshed(CollectivesGroup(collectives), device_type)
+        mesh = _meshed(
+            [CollectivesGroup(collectives)],
+            device_type,
+            torch.arange(collectives.world_size),
+            collectives.rank,
+            None,
+        )
+        _meshes[id(collectives),] = mesh
     return mesh
 
 
-def _meshed(group: _NamedGroup, device_type: str) -> DeviceMesh:
-    mesh: DeviceMesh = _torch_private.mesh_over(_Mesh, group, device_type)
-    # Torch keeps the meshes that it planned operations for.
-    finalize(mesh, _torch_private.forget_group, group.group_name)
+def grid_over(
+    groups: Sequence[Collectives | dist.ProcessGroup],
+    device_type: str,
+    ranks: torch.Tensor,
+    rank: int,
+    names: tuple[str, ...],
+) -> DeviceMesh:
+    """A mesh of ``ranks``, with a dimension for each of ``groups``, which are those that ``rank`` is among.
+
+    The same object for the same collectives, as ``mesh_over``.
+    """
+    known = tuple(map(id, groups))
+    mesh = _meshes.get(known)
+    if mesh is None:
+        shown = list(map(_shown, groups))
+        if any(isinstance(each, _NamedGroup) for each in shown):
+            mesh = _meshed(shown, device_type, ranks, rank, names)
+        else:
+            mesh = DeviceMesh.from_group(shown, device_type, mesh=ranks, mesh_dim_names=names)
+        _meshes[known] = mesh
+    return mesh
+
+
+def _shown(group: Collectives | dist.ProcessGroup) -> dist.ProcessGroup:
+    own = group if isinstance(group, dist.ProcessGroup) else group.process_group
+    return own if isinstance(own, dist.ProcessGroup) else CollectivesGroup(group)  # type: ignore[arg-type]
+
+
+def _meshed(
+    groups: Sequence[dist.ProcessGroup],
+    device_type: str,
+    ranks: torch.Tensor,
+    rank: int,
+    names: tuple[str, ...] | None,
+) -> DeviceMesh:
+    own = [group for group in groups if isinstance(group, _NamedGroup)]
+    for group in own:
+        _torch_private.remember_group(group)
+    mesh: DeviceMesh = _torch_private.mesh_over(_Mesh, groups, device_type, ranks, rank, names)
+    for group in own:
+        # Torch keeps the meshes that it planned operations for.
+        finalize(mesh, _torch_private.forget_group, group.group_name)
     return mesh
 
 
@@ -63,11 +108,12 @@ class _Mesh(DeviceMesh):
     """Asks itself for its rank, where ``DeviceMesh`` asks torch's default group."""
 
     def get_rank(self) -> int:
-        (rank,) = self.get_coordinate() or (0,)
-        return rank
+        return int(self.mesh[tuple(self.get_coordinate() or ())])
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        return self.get_rank()
+        names = self.mesh_dim_names or ()
+        dim = names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0
+        return (self.get_coordinate() or [0])[dim]
 
 
 class _NamedGroup(dist.ProcessGroup):
@@ -111,6 +157,11 @@ class CollectivesGroup(_NamedGroup):
     def __init__(self, among: Collectives) -> None:
         super().__init__(among.rank, among.world_size)
         self._among = among
+
+    @property
+    def collectives(self) -> Collectives:
+        """What it shows."""
+        return self._among
 
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> dist.Work:  # type: ignore[override, unused-ignore]
         """Reduce each of ``tensors`` in place."""

@@ -7,7 +7,7 @@ parameter that computes out of what arrived. The engine moves bytes and knows no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError
-from ..interfaces import Arrangement, Layout, UnitGeometry
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,25 +92,6 @@ def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     """First and one past the last of so many ``rows`` that ``rank`` of ``ranks`` has: those of ``torch.chunk``."""
     each = -(-rows // ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
-
-
-class ChunkedRows(Layout):
-    """The layout of gradients of parameters that gather themselves: each by itself, cut where ``own_rows`` cuts it."""
-
-    api_version = 1
-
-    def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
-        return tuple(
-            # Of nothing, too, a slice has an element.
-            Arrangement(
-                (index,),
-                (0,),
-                max(1, -(-each.shape[0] // unit.shards) * (each.row_numel or 1)),
-                frozenset({index}),
-                exact=True,
-            )
-            for index, each in enumerate(unit.parameters)
-        )
 
 
 @dataclass(frozen=True, slots=True)

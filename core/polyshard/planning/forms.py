@@ -51,9 +51,9 @@ def weights_in(unit: UnitSpec, layout: FlatLayout, compute: torch.dtype) -> tupl
     """The weights of ``unit`` as a caster sees them, those of each segment of ``layout`` by themselves."""
     if layout.staged:
         raise UnsupportedError(
-            f"A layout cuts '{unit.parameter_names[layout.staged[0]]}' along dimension "
+            f"'{unit.parameter_names[layout.staged[0]]}' would be cut along dimension "
             f"{layout.slots[layout.staged[0]].dim}, and its caster computes with the bytes of a gather, which lie rank "
-            "by rank then. Use layout='rows', or another precision."
+            "by rank then. Place it along 0, or take another precision."
         )
     found = []
     for number, numel in enumerate(layout.slices):

@@ -136,10 +136,10 @@ class UnitRanks:
         if self.reduction is None:
             if self.replicate is None:
                 return COMPLETED
-            return issued(self.replicate.all_reduce(wire, op=ReduceOp.MEAN), "all_reduce", self.replicate, "")
+            return issued(self.replicate.all_reduce(wire, op=ReduceOp.MEAN), "all_reduce", self.replicate)
         scratch = self._scratch(self.reduction, result, wire)
         work = self.reduction.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
-        work = issued(work, "reduce_scatter", self.reduction, "")
+        work = issued(work, "reduce_scatter", self.reduction)
         return work if self.replicate is None else ThenAllReduce(work, self.replicate, result)
 
     def reduce_many(
@@ -154,7 +154,7 @@ class UnitRanks:
         work = among.reduce_scatter_many(
             [(result, wire, self._scratch(among, result, wire)) for result, wire in pairs], op=ReduceOp.MEAN
         )
-        work = issued(work, "reduce_scatter_many", among, "")
+        work = issued(work, "reduce_scatter_many", among)
         if self.replicate is None:
             return work
         assert results is not None
@@ -190,7 +190,7 @@ class ThenAllReduce:
             for place, earlier in self.waiting:
                 place.add_(earlier)
             work = self.replicate.all_reduce(self.result, op=ReduceOp.MEAN)
-            self.second = issued(work, "all_reduce", self.replicate, "")
+            self.second = issued(work, "all_reduce", self.replicate)
         return self.second
 
     def wait(self) -> None:
@@ -203,7 +203,9 @@ def group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]
     if isinstance(choice, (str, Mapping, Collectives)):
         if mesh is None or mesh.ndim != 1 or isinstance(mesh, WorldMesh):
             return choice, None, mesh
-        return choice, mesh.get_group(), mesh
+        group = mesh.get_group()
+        # Of collectives that were shown as a mesh, these.
+        return (group.collectives, None, mesh) if hasattr(group, "collectives") else (choice, group, mesh)
     if isinstance(choice, torch.distributed.ProcessGroup):
         return "auto", choice, mesh
     if type(choice).__name__ == "DeviceMesh":
@@ -376,7 +378,8 @@ class FormedGroups:
         if found is None:
             owner, replicate = self._group(lists.shard), self._group(lists.replicate)
             # Groups along a mesh of their own have other parameters each.
-            spread = 1 if lists is self._lists else self.world.world_size // lists.data_ranks
+            own = lists is not self._lists and lists is not self._lists.whole()
+            spread = self.world.world_size // lists.data_ranks if own else 1
             joined = lists.whole().replicate if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
             found = UnitRanks.over(

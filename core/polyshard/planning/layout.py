@@ -1,7 +1,4 @@
-"""The places of parameters in a unit's flat buffer, how ranks cut it, and checks of a layout plugin's answer.
-
-Pure arithmetic.
-"""
+"""The places of parameters in a unit's flat buffer, and how ranks cut it. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,10 +6,13 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from ..errors import ConfigError, PluginContractError
-from ..interfaces import Arrangement, Layout, UnitGeometry
+import torch
+
+from ..interfaces import PARAMETER_ALIGNMENT_BYTES, SLICE_ALIGNMENT_BYTES
+
+#: Bytes of a slice from which on it starts at a multiple of ``SLICE_ALIGNMENT_BYTES``.
+_LARGE_SLICE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Slot:
     """Shape of the whole parameter."""
     stride: tuple[int, ...]
     """Strides of the whole parameter; a permutation of contiguous ones, so that it fills its range without gaps."""
-    by_rows: bool = False
-    """Whether it is cut between rows of dimension 0 only, and its pieces are shown as such."""
+    by_rows: bool = True
+    """Whether it is cut between rows only. FSDP1 cuts anywhere, and its pieces are 1-D."""
     segment: int = 0
     """Index of the segment that it lies in."""
     dim: int = 0
@@ -40,7 +40,7 @@ class Slot:
         return self.offset + self.numel
 
     def shown(self, numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of a piece of so many elements: ``(rows, ...)`` where it is whole rows, else 1-D.
+        """Shape and strides of a piece of so many elements: ``(rows, ...)``, or 1-D where rows are cut.
 
         Of a staged parameter, all of its dimensions, the cut one shorter; row-major.
         """
@@ -187,165 +187,37 @@ def _between(filled: Sequence[tuple[int, int]], numel: int) -> tuple[tuple[int, 
     return tuple(found)
 
 
-def laid_out(unit: UnitGeometry, arrangements: Sequence[Arrangement]) -> tuple[tuple[int, ...], FlatLayout]:
-    """The buffer of ``unit``, a segment for each of ``arrangements``: indices of parameters in order, and where."""
+def rows_layout(parameters: Sequence[torch.Tensor], dims: Sequence[int], *, shards: int, itemsize: int) -> FlatLayout:
+    """The layout of ``parameters``, each in a segment of its own.
+
+    Rank ``k`` holds rows ``[k * each, (k + 1) * each)``, ``each`` being the number of rows over that of ranks, rounded
+    up: the local tensor of a ``DTensor`` with ``Shard(0)``.
+
+    Args:
+        parameters: At least one.
+        dims: The dimension along which each is cut. The ranks divide evenly what is not 0.
+        shards: Number of ranks.
+        itemsize: Bytes of an element as it travels.
+    """
     slots: list[Slot] = []
     segments: list[Segment] = []
     cursor = 0
-    for number, arrangement in enumerate(arrangements):
-        size = arrangement.shard_numel
-        # Slices that are prescribed may end anywhere.
-        start = round_up(cursor, max(unit.alignment, unit.slice_alignment(size)))
-        for index, offset in zip(arrangement.order, arrangement.offsets, strict=True):
-            each = unit.parameters[index]
-            place, dim = start * unit.shards + offset, arrangement.dim if unit.shards > 1 else 0
-            by_rows = index in arrangement.by_rows
-            slots.append(Slot(place, each.numel, each.shape, each.stride, by_rows, number, dim))
+    for number, (parameter, dim) in enumerate(zip(parameters, dims, strict=True)):
+        shape = tuple(parameter.shape)
+        numel = product(shape)
+        # Of nothing, too, a slice has an element.
+        size = numel // shards if dim else max(1, -(-(shape[0] if shape else 1) // shards) * product(shape[1:]))
+        large = size * itemsize >= _LARGE_SLICE_BYTES
+        start = round_up(cursor, max(1, (SLICE_ALIGNMENT_BYTES if large else PARAMETER_ALIGNMENT_BYTES) // itemsize))
+        stride = row_stride(shape, parameter.stride())
+        slots.append(Slot(start * shards, numel, shape, stride, segment=number, dim=dim if shards > 1 else 0))
         segments.append(Segment(start, size))
         cursor = start + size
-    order = tuple(index for each in arrangements for index in each.order)
-    if unit.shards == 1 or (len(segments) == 1 and not arrangements[0].dim):
+    if shards == 1 or (len(segments) == 1 and not dims[0]):
         # Nothing is cut, or all alike.
         segments = []
-        if len(arrangements) > 1:
-            slots = [replace(slot, segment=0) for slot in slots]
-    return order, FlatLayout(tuple(slots), slots[-1].end, cursor, unit.shards, tuple(segments))
-
-
-@dataclass(frozen=True, slots=True)
-class NamedLayout:
-    """A layout, and how messages name it."""
-
-    layout: Layout
-    label: str
-    """The plugin, its group and the package that it is from."""
-
-    def arrange(self, unit: UnitGeometry, rank: int) -> tuple[tuple[int, ...], FlatLayout]:
-        """The buffer of ``unit``: indices of its parameters, in the order in which they lie, and where.
-
-        Raises:
-            ConfigError: the layout did, for what the user asked of it.
-            PluginContractError: the layout failed, or answered what its contract does not allow.
-        """
-        where = f"{self.label} for unit '{unit.name}' of {unit.shards} shards (rank {rank})"
-        try:
-            answer: Any = self.layout.arrange(unit)
-            segments: Any = tuple(answer) if isinstance(answer, Sequence) else None
-        except KeyboardInterrupt:
-            raise
-        except ConfigError as error:
-            raise ConfigError(f"arrange() of {where} refused: {error}") from error
-        # SystemExit too: one rank would end in silence, and the others wait for it.
-        except BaseException as error:
-            raise PluginContractError(f"arrange() of {where} failed: {type(error).__name__}: {error}") from error
-        fault = _fault(unit, answer, segments)
-        if fault:
-            raise PluginContractError(f"arrange() of {where} answered {fault}.")
-        return laid_out(unit, segments)
-
-
-def _fault(unit: UnitGeometry, answer: Any, segments: Any) -> str:
-    """The fault of ``answer``, whose segments are ``segments``, and the right answer, as text; empty for no fault."""
-    if segments is None or not all(isinstance(each, Arrangement) for each in segments):
-        return f"{answer!r}, which is no sequence of Arrangements. Return one for each segment, nearly always one"
-    taken: set[int] = set()
-    for each in segments:
-        known = len(unit.parameters)
-        if not _are_numbers(each.order) or max(each.order, default=-1) >= known:
-            return f"the order {each.order!r}, of {known} parameters. Answer a tuple of their indices, from 0"
-        for index in each.order:
-            if index in taken:
-                return f"'{unit.parameters[index].name}' twice. Let each parameter lie in one segment, once"
-            taken.add(index)
-    missing = [each.name for index, each in enumerate(unit.parameters) if index not in taken]
-    if missing:
-        return f"no place for '{missing[0]}'. Let each parameter lie in one segment, empty ones too"
-    return next((fault for fault in (_fault_of(unit, each) for each in segments) if fault), "")
-
-
-def _are_numbers(values: Any) -> bool:
-    """Whether ``values`` is a tuple of ints that are not negative, and not bools."""
-    return isinstance(values, tuple) and {*map(type, values)} <= {int} and min(values, default=0) >= 0
-
-
-def _fault_of(unit: UnitGeometry, arrangement: Arrangement) -> str:
-    size, offsets = arrangement.shard_numel, arrangement.offsets
-    if not _are_numbers(offsets) or not _are_numbers((size,)):
-        return f"{arrangement!r}, whose offsets and sizes are not all numbers of elements. Answer with ints in a tuple"
-    if not arrangement.order or len(offsets) != len(arrangement.order):
-        return f"{len(offsets)} offsets for {len(arrangement.order)} parameters in one segment. Answer one for each"
-    end, before, alignment = 0, "", unit.alignment
-    for index, offset in zip(arrangement.order, offsets, strict=True):
-        parameter = unit.parameters[index]
-        if offset < end:
-            return (
-                f"the offset {offset} for '{parameter.name}', but '{before}' ends at {end}: they overlap, or are "
-                "not in the order of their offsets"
-            )
-        if offset % alignment:
-            return (
-                f"the offset {offset} for '{parameter.name}', which is no multiple of {alignment} elements. Align each "
-                "parameter to UnitGeometry.alignment"
-            )
-        end, before = offset + parameter.numel, parameter.name
-    if end > size * unit.shards:
-        return (
-            f"slices of {size} elements, {size * unit.shards} together, but '{before}' ends at {end}. Make slices "
-            "longer"
-        )
-    if size != unit.aligned_slice(size) and not arrangement.exact:
-        return (
-            f"slices of {size} elements, which is no multiple of {unit.slice_alignment(size)}. Round it up by "
-            "UnitGeometry.aligned_slice"
-        )
-    if arrangement.by_rows != frozenset():
-        return _fault_of_rows(unit, arrangement)
-    return _fault_of_dim(unit, arrangement)
-
-
-def _fault_of_dim(unit: UnitGeometry, arrangement: Arrangement) -> str:
-    dim: Any = arrangement.dim
-    if type(dim) is not int or dim < 0:
-        return f"dim {dim!r}. Answer the number of a dimension"
-    if not dim:
-        return ""
-    parameter = unit.parameters[arrangement.order[0]]
-    where = f"dim {dim} for '{parameter.name}' of shape {parameter.shape}"
-    if len(arrangement.order) > 1 or arrangement.offsets[0]:
-        return f"{where}, which does not fill its segment. Let a parameter that is cut along it lie alone, from 0 on"
-    if dim >= len(parameter.shape) or parameter.shape[dim] % unit.shards:
-        return f"{where}, which {unit.shards} ranks do not divide evenly"
-    if arrangement.shard_numel * unit.shards != parameter.numel:
-        return f"{where}, in slices of {arrangement.shard_numel} elements. Answer {parameter.numel // unit.shards}"
-    return ""
-
-
-def _fault_of_rows(unit: UnitGeometry, arrangement: Arrangement) -> str:
-    by_rows: Any = arrangement.by_rows
-    if not isinstance(by_rows, frozenset) or not by_rows.issubset(arrangement.order):
-        return f"by_rows {by_rows!r}. Answer a frozenset of indices of parameters of that segment"
-    size = arrangement.shard_numel
-    if arrangement.dim:
-        return f"by_rows and dim {arrangement.dim} for one segment. Answer one of them"
-    for index, offset in zip(arrangement.order, arrangement.offsets, strict=True):
-        if index not in arrangement.by_rows:
-            continue
-        parameter = unit.parameters[index]
-        row = parameter.row_numel
-        if row is None:
-            return f"'{parameter.name}' by rows, but its rows do not lie together in memory"
-        if row and any((end - offset) % row for end in _cuts(offset, parameter.numel, size)):
-            return (
-                f"'{parameter.name}' by rows of {row} elements, but slices of {size} cut one of them: it begins at "
-                f"{offset}"
-            )
-    return ""
-
-
-def _cuts(offset: int, numel: int, size: int) -> Sequence[int]:
-    """The first two ends of slices inside of a parameter: the others lie at equal distances."""
-    first = (offset // size + 1) * size if size else numel
-    return range(first, offset + numel, size)[:2] if size else ()
+        slots = [replace(slot, segment=0) for slot in slots]
+    return FlatLayout(tuple(slots), slots[-1].end, cursor, shards, tuple(segments))
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -358,6 +230,14 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
             return contiguous_stride(shape)
         expected *= size
     return tuple(stride)
+
+
+def row_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """``dense_stride`` where the elements of each index of dimension 0 lie together, else contiguous."""
+    dense = dense_stride(shape, stride)
+    row = product(shape[1:])
+    apart = bool(shape) and shape[0] > 1 and row and dense[0] != row
+    return contiguous_stride(shape) if apart else dense
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

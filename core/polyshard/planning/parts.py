@@ -58,6 +58,8 @@ class ParameterPlace:
     part: TensorPart | None = None
     leaf: LeafForm | None = None
     """What computes, where that is another form than that of ``part``; the parameter's class says both where None."""
+    dim: int = 0
+    """Along which its unit cuts it, evenly where that is not 0."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -223,11 +225,16 @@ def local_of(placed: torch.Tensor) -> torch.Tensor:
 
 
 def placed_as(like: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """A ``DTensor`` over ``local``, of the shape and with the placements of ``like``, which is one."""
+    """A ``DTensor`` over ``local``, of the shape and with the placements of ``like``, which is one.
+
+    Of its own shape, where that is not of this rank's part of ``like``, and ranks have all of it.
+    """
     from torch.distributed.tensor import DTensor
 
     placed = cast("DTensor", like)
     shape, stride = placed.shape, placed.stride()
+    if local.shape != local_of(placed).shape:
+        shape, stride = local.shape, local.stride()
     return DTensor.from_local(local, placed.device_mesh, placed.placements, run_check=False, shape=shape, stride=stride)
 
 

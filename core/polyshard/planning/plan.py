@@ -34,6 +34,7 @@ from ..errors import (
     EmptyUnitError,
     ParameterError,
     PluginContractError,
+    did_you_mean,
 )
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import thresholds
@@ -89,8 +90,12 @@ class ManagedParameter:
     """What it is made of, where it gathers itself: known before the model changes."""
     rows: torch.Tensor | None = None
     """This rank's rows of one that gathers itself and was initialised from the meta device, until its unit has them."""
+    replicated: bool = False
+    """Whether all ranks have the whole of it, as of what has no dimensions."""
     packed: PackedClass | None = None
     """The class of what computes, and its attributes, where it is frozen and of a class of its own."""
+    dim: int = 0
+    """Along which ranks cut it, evenly where that is not 0."""
 
 
 def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
@@ -203,22 +208,16 @@ def plan_modules(
 
     Raises:
         EmptyUnitError: ``root`` has no parameter at all, sharded ones included.
-        AlreadyShardedError: a parameter belongs to a unit already.
         DeviceError: parameters are on several devices.
         PluginContractError: ``chosen`` is not a plan for ``root``.
+        ConfigError: a setting in ``chosen`` is none that a unit can have.
     """
     if names is None:
         names = {module: name for name, module in root.named_modules()}
     overrides = _checked(chosen, names, rank)
     ignored = _inside(ignored_modules)
     skipped = set(ignored_parameters)
-    claimed = {
-        managed.original
-        for module in names
-        if MODULE_STATE_ATTRIBUTE in module.__dict__
-        for unit in module.__dict__[MODULE_STATE_ATTRIBUTE].units
-        for managed in unit.parameters
-    }
+    inside = [module for module in names if MODULE_STATE_ATTRIBUTE in module.__dict__]
     uses: dict[nn.Parameter, _Uses] = {}
     walk = _walk(root, overrides, ignored)
     if any(each.get("mesh") is not None for each in overrides.values()):
@@ -229,11 +228,6 @@ def plan_modules(
             if parameter is None or (skipped and parameter in skipped):
                 continue
             name = f"{prefix}.{key}" if prefix else key
-            if claimed and parameter in claimed:
-                raise AlreadyShardedError(
-                    f"Parameter '{name}' is shared with a module that is sharded already (rank {rank}). "
-                    "Shard the module that contains all of its uses in one call."
-                )
             site = (module, key)
             there = uses.get(parameter)
             if there is None:
@@ -243,13 +237,13 @@ def plan_modules(
             if site not in there.sites:
                 there.sites.append(site)
             there.names.append(name)
-    if not uses and not claimed:
+    if not uses and not any(module.__dict__[MODULE_STATE_ATTRIBUTE].units for module in inside):
         raise EmptyUnitError(
             f"There is nothing to shard: {type(root).__name__} has no parameters (rank {rank}). "
             "Pass a module that has some, or leave it as it is."
         )
     _check_device(uses, rank)
-    inner = {module for module in names if module is not root and MODULE_STATE_ATTRIBUTE in module.__dict__}
+    inner = {module for module in inside if module is not root}
     inner |= {found.owners[-1] for found in uses.values() if found.owners[-1] is not root}
     owned = {parameter: found.sites for parameter, found in uses.items() if found.owners[-1] is root}
     split = find_split_modules(root, inner, owned) if divides and inner else []
@@ -268,8 +262,11 @@ def plan_modules(
         extended = gathers_itself(original)
         packed = None if extended else PackedClass.of(original)
         called, sites = tuple(found.names), tuple(found.sites)
-        managed = ManagedParameter(original, called, sites, part, leaf, place.mesh, extended, packed=packed)
-        kind = (parameter.dtype, parameter.requires_grad, extended, packed is not None, place.mesh)
+        scalar = not original.shape
+        managed = ManagedParameter(
+            original, called, sites, part, leaf, place.mesh, extended, replicated=scalar, packed=packed, dim=place.dim
+        )
+        kind = (parameter.dtype, parameter.requires_grad, extended, packed is not None, place.mesh, scalar)
         groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
     owners = {module for module in names if module is root or module in groups}
     outside = owners | set(ignored_modules)
@@ -278,11 +275,12 @@ def plan_modules(
         if module not in owners:
             continue
         kinds = groups.get(module, {})
-        ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
+        # What is replicated last: a unit of its own, with names of its own.
+        ordered = sorted(kinds.items(), key=lambda item: (not item[0][1], item[0][-1]))
         parent = root if module in split else None
         dtypes = [
             dtype
-            for dtype, packed in [(dtype, packed) for dtype, _, _, packed, _ in kinds]
+            for dtype, packed in [(kind[0], kind[3]) for kind in kinds]
             or [(each.dtype, is_of_packed_class(each)) for each in owned]
             if not packed and not is_packed(dtype)
         ]
@@ -297,7 +295,39 @@ def plan_modules(
                 parent,
             )
         )
+    for module, settings in overrides.items():
+        if settings.get("placement") is not None:
+            own = [each for owner in planned if owner.governing is module for group in owner.groups for each in group]
+            _place(own, settings["placement"], names[module], rank)
     return planned
+
+
+def _place(own: Sequence[ManagedParameter], placement: int | Mapping[str, int], module: str, rank: int) -> None:
+    """Let the parameters ``own`` of the unit of ``module`` be cut as a policy's ``placement`` says.
+
+    Raises ConfigError: ``placement`` names what is not there, or another dimension than 0 of what is cut along that.
+    """
+    prefix = f"{module}." if module else ""
+    named = {name.removeprefix(prefix): each for each in own for name in each.names if name.startswith(prefix)}
+    if isinstance(placement, int):
+        # What has no element has no dimension that ranks could divide.
+        having = (name for name, each in named.items() if placement < each.original.ndim and each.original.numel())
+        placement = dict.fromkeys(having, placement)
+    where = f"A wrap policy overrides placement for '{module}' (rank {rank}) by {{!r}}: {{}}"
+    for name, dim in placement.items():
+        each = named.get(name)
+        if each is None:
+            known = ", ".join(named) or "none"
+            fault = f"its unit has no such parameter.{did_you_mean(name, named)} It has: {known}."
+        elif dim and dim >= each.original.ndim:
+            fault = f"it has the shape {tuple(each.original.shape)}. Give one of its dimensions, from 0."
+        elif dim and each.extended:
+            kind = type(each.original).__name__
+            fault = f"a {kind} gathers itself, and is cut along dimension 0 alone. Give a mapping without it."
+        else:
+            each.dim = dim
+            continue
+        raise ConfigError(where.format({name: dim}, fault))
 
 
 def _with_meshes_inside(
@@ -562,6 +592,13 @@ def _checked(chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int) -> dic
             raise ConfigError(
                 f"A wrap policy overrides reshard_after_forward for '{names[module]}' by {releases!r} (rank {rank}). "
                 "Give True, False, None, or the number of ranks that keep it whole together."
+            )
+        placement = overrides.get("placement")
+        by_name = placement if isinstance(placement, Mapping) else {"": 0 if placement is None else placement}
+        if not all(isinstance(name, str) and type(dim) is int and dim >= 0 for name, dim in by_name.items()):
+            raise ConfigError(
+                f"A wrap policy overrides placement for '{names[module]}' by {placement!r} (rank {rank}). Give a "
+                "dimension, 0 or more, or a mapping from names of parameters in the module to dimensions."
             )
         refuse_wrong_overrides(overrides, f"'{names[module]}' (rank {rank})")
     return dict(chosen)

@@ -18,26 +18,20 @@ from ..interfaces import (
     Observer,
     OffloadManager,
     OutputCast,
-    ParameterGeometry,
     PrecisionCaster,
     UnitDtypes,
-    UnitGeometry,
     UnitSpec,
     WireSpec,
 )
 from ..registry import Constructed
 from .answers import callable_or_none, dtypes_of, is_packed, parked_of, wire_of, yes_or_no
-from .extensions import ChunkedRows
 from .forms import forms_in, split_by_caster
 from .groups import PlannedRanks
-from .layout import FlatLayout, NamedLayout, dense_stride
+from .layout import FlatLayout, rows_layout
 from .plan import ManagedParameter, ModuleParameters, modules_called
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-#: Of parameters that gather themselves: they are cut as their class cuts them, whatever the configuration names.
-_CHUNKED = NamedLayout(ChunkedRows(), "the layout of parameters that gather themselves")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +109,6 @@ class ModulePlugins:
 
     caster: PrecisionCaster
     offload: OffloadManager
-    layout: NamedLayout
     overrides: Mapping[str, Constructed[Any]]
     """Those that the policy named, by setting."""
 
@@ -147,7 +140,7 @@ def plan_units(
 
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.
-        ConfigError: of ``ranks_of``.
+        ConfigError: of ``ranks_of``, or a parameter is cut along a dimension that the ranks do not divide.
     """
     caster, of_module = plugins.caster, ranks_of(None)
     units: list[PlannedUnit] = []
@@ -155,14 +148,16 @@ def plan_units(
     unsized = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
     for group in (part for each in planned.groups for part in split_by_caster(planned, each, caster, unsized, rank)):
         ranks = of_module if group[0].mesh is None else ranks_of(group[0].mesh)
+        if group[0].replicated:
+            ranks = dataclasses.replace(ranks, lists=ranks.lists.whole(), post_forward_size=None)
         suffix = _suffix(group, ranks.lists.label) if units else ""
-        layout = _CHUNKED if group[0].extended else plugins.layout
+        _refuse_uneven(group, ranks.shards, rank)
+        tensors, dims = [each.original for each in group], [each.dim for each in group]
         # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
-        # them: a layout for that saves asking, checking and laying out twice.
+        # them: a layout for that saves laying out twice.
         dtype = group[0].original.dtype
         itemsize = 1 if group[0].formed else travelled.get(dtype, dtype.itemsize)
-        geometry = _geometry(planned, group, suffix, ranks.shards, itemsize)
-        order, flat = layout.arrange(geometry, rank)
+        flat = rows_layout(tensors, dims, shards=ranks.shards, itemsize=itemsize)
         packed = group[0].packed is not None
         spec = _spec(planned, group, flat, device, suffix, is_root, ranks.lists.label)
         dtypes = dtypes_of(caster, spec, rank, packed=packed)
@@ -173,20 +168,19 @@ def plan_units(
         else:
             travelled[dtype] = travels
         if travels != itemsize:
-            order, flat = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
-        members = tuple(group[index] for index in order)
-        spec = _spec(planned, members, flat, device, suffix, is_root, ranks.lists.label)
+            flat = rows_layout(tensors, dims, shards=ranks.shards, itemsize=travels)
+            spec = _spec(planned, group, flat, device, suffix, is_root, ranks.lists.label)
         forms = forms_in(caster, spec, flat, dtypes.compute, rank) if group[0].formed else ()
         as_it_is = ranks.shards == 1 or bool(forms) or group[0].extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         _full_precision_in_eval(caster, spec, rank)
         observers = events.observers(spec) if events.active else ()
-        launched = _launch_numel(members, flat)
+        launched = _launch_numel(group, flat)
         units.append(
             PlannedUnit(spec, flat, dtypes, wire, forms, observers, ranks, parked=False, launch_numel=launched)
         )
-        groups.append(members)
+        groups.append(tuple(group))
     computing = next(
         (
             unit
@@ -221,6 +215,16 @@ def plan_units(
         full_precision_in_eval=_full_precision_in_eval(caster, first, rank),
         reads_in_backward=reads,
     )
+
+
+def _refuse_uneven(group: Sequence[ManagedParameter], shards: int, rank: int) -> None:
+    for each in group:
+        shape = tuple(each.original.shape)
+        if each.dim and shape[each.dim] % shards:
+            raise ConfigError(
+                f"A wrap policy places '{each.names[0]}' (rank {rank}), of shape {shape}, along dimension {each.dim}, "
+                f"which {shards} ranks do not divide evenly. Give a dimension that they divide, or 0."
+            )
 
 
 def _refuse_narrow_batch_norms(
@@ -314,19 +318,6 @@ def _spec(
     )
 
 
-def _geometry(
-    planned: ModuleParameters, group: Sequence[ManagedParameter], suffix: str, shards: int, itemsize: int
-) -> UnitGeometry:
-    parameters = []
-    for each in group:
-        shape = tuple(each.original.shape)
-        stride = dense_stride(shape, each.original.stride())
-        parameters.append(
-            ParameterGeometry(each.names[0], shape, stride, each.original.dtype, each.original.requires_grad)
-        )
-    return UnitGeometry(f"{planned.name or '(root)'}{suffix}", tuple(parameters), shards, itemsize)
-
-
 def _suffix(group: Sequence[ManagedParameter], ranks: str) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
     frozen = "" if group[0].original.requires_grad else ", frozen"
@@ -335,6 +326,7 @@ def _suffix(group: Sequence[ManagedParameter], ranks: str) -> str:
         "formed": group[0].formed,
         "kept": group[0].keeps_dtype,
         "packed": group[0].packed is not None,
+        "replicated": group[0].replicated,
     }
     kind = "".join(f", {name}" for name, holds in kinds.items() if holds)
     kind += f", over {ranks or 'a mesh of its own'}" if group[0].mesh is not None else ""

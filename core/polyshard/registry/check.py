@@ -18,7 +18,6 @@ from ..interfaces import (
     OLDEST_API,
     Collectives,
     Group,
-    Layout,
     OffloadManager,
     PrecisionCaster,
     WrapPolicy,
@@ -30,7 +29,6 @@ CONTRACTS: Mapping[Group, type] = {
     Group.PRECISION: PrecisionCaster,
     Group.OFFLOAD: OffloadManager,
     Group.POLICIES: WrapPolicy,
-    Group.LAYOUTS: Layout,
     Group.PLUGINS: object,
 }
 

@@ -16,7 +16,7 @@ from stevedore import DriverManager
 
 from ..config import PluginChoice, PluginSpec, did_you_mean
 from ..errors import ConfigError, PluginContractError, PluginLoadError, PluginRefusedError, PolyshardError, StateError
-from ..interfaces import Collectives, Group, Layout, OffloadManager, PluginContext, PrecisionCaster, WrapPolicy
+from ..interfaces import Collectives, Group, OffloadManager, PluginContext, PrecisionCaster, WrapPolicy
 from .check import CONTRACTS, check_api_version, faults_of, instance_faults, qualified, refuse_faults
 from .find import Permission, choose, offers_of
 
@@ -121,8 +121,6 @@ def resolve(group: Literal[Group.PRECISION], choice: PluginChoice) -> Resolved[P
 def resolve(group: Literal[Group.OFFLOAD], choice: PluginChoice) -> Resolved[OffloadManager]: ...
 @overload
 def resolve(group: Literal[Group.POLICIES], choice: PluginChoice) -> Resolved[WrapPolicy]: ...
-@overload
-def resolve(group: Literal[Group.LAYOUTS], choice: PluginChoice) -> Resolved[Layout]: ...
 @overload
 def resolve(group: Group, choice: PluginChoice) -> Resolved[object]: ...
 def resolve(group: Group, choice: PluginChoice) -> Resolved[Any]:

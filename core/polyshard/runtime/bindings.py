@@ -1,9 +1,8 @@
 """The tensors under a unit's parameter names: the originals, the views that compute, or stand-ins.
 
-Two kinds of stand-ins are seen by other modules' forwards. ``ShardedParameter`` answers about shape and dtype and
-refuses to compute. ``LazyParameter``, of a split module, gathers the parameter when something computes with it. Nearly
-always that happens where another module reads an attribute, and it gets the parameter at once (``LazyParameters``).
-References kept from an earlier forward, and ``head.parameters()``, go around attributes.
+Other modules' forwards see a ``LazyParameter`` of a split module, which gathers the parameter when something computes
+with it. Nearly always that happens where another module reads an attribute, and it gets the parameter at once
+(``LazyParameters``). References kept from an earlier forward, and ``head.parameters()``, go around attributes.
 """
 
 from __future__ import annotations
@@ -17,32 +16,8 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import UnshardedUseError
 from ..nested import map_tensors
 from ..planning.plan import ManagedParameter
-
-#: Functions of torch that read no values.
-_HARMLESS = frozenset(
-    {
-        "__format__",
-        "__hash__",
-        "__len__",
-        "__repr__",
-        "dim",
-        "element_size",
-        "get_device",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "ndimension",
-        "nelement",
-        "numel",
-        "size",
-        "stride",
-    }
-)
-#: Attributes that read values.
-_VALUES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
 class Shown(enum.Enum):
@@ -57,51 +32,6 @@ class Shown(enum.Enum):
 
     # Several look-ups a unit in each step; that of ``Enum`` is in Python.
     __hash__ = object.__hash__
-
-
-class ShardedParameter(torch.Tensor):
-    """A sharded parameter inside another unit's forward: reading its shape is fine, computing with it raises.
-
-    The parameter itself is a 1-D piece there. A tied head that computes with it would fail on its shape or, worse,
-    compute something else.
-    """
-
-    _parameter: ManagedParameter
-
-    @classmethod
-    def of(cls, parameter: ManagedParameter) -> ShardedParameter:
-        original = parameter.original
-        with _torch_private.without_torch_function():
-            shown = original.detach()
-            if parameter.extended:
-                # What is of a class of its own becomes no other.
-                shown = torch.empty((), dtype=original.dtype, device=original.device).expand(original.shape)
-            guard = shown.as_subclass(cls)
-            guard.requires_grad_(original.requires_grad)
-        guard._parameter = parameter
-        return guard
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run functions that read no values; raise for all others."""
-        name = getattr(func, "__name__", "")
-        is_attribute = name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUES
-        if is_attribute or name in _HARMLESS:
-            with _torch_private.without_torch_function():
-                return func(*args, **(kwargs or {}))
-        used = next((value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)), None)
-        which = f"'{used._parameter.names[0]}'" if used is not None else "of a unit"
-        raise UnshardedUseError(
-            f"The parameter {which} was used by {name or func} while it is sharded. Compute with it inside its own "
-            "module's forward, name the method that does with polyshard.register_forward_method, or let both users "
-            "share one unit."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +55,18 @@ class Bindings:
         parameters: Sequence[ManagedParameter],
         leaves: Sequence[torch.Tensor],
         *,
-        guarded: bool,
-        gathers: Sequence[Callable[[], torch.Tensor]] | None = None,
+        elsewhere: Shown,
+        stand_in: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
         beside: Sequence[Swap] = (),
     ) -> None:
-        """``guarded``: views have no memory outside of the unit's compute.
+        """``elsewhere``: what other modules' forwards see.
 
-        ``gathers``: of a split module, one a parameter: returns the whole parameter, which the current stream may read.
-        ``beside``: what else modules find in each state.
+        ``stand_in``: called at first use with the index of a parameter and its view; what others see for
+        ``Shown.GUARDS``. ``beside``: what else modules find in each state.
         """
         self.shown = Shown.ORIGINALS
-        #: What other modules' forwards see. Memory that is never released is shown everywhere: the leaf collects the
-        #: gradient that is reduced.
-        self.elsewhere = Shown.GUARDS if guarded else Shown.VIEWS
-        self._gathers = gathers
+        self.elsewhere = elsewhere
+        self._stand_in = stand_in
         self._beside = beside
         self._lazy: list[LazyParameter] = []
         self._parameters = tuple(parameters)
@@ -171,9 +99,12 @@ class Bindings:
 
     def _prepare(self) -> None:
         # At first use, which is in the first forward: sharding a model is then as fast as it can be.
-        if self.elsewhere is Shown.GUARDS:
+        if self._stand_in is not None:
             for index, parameter in enumerate(self._parameters):
-                stand_in = self._stand_in(index, parameter)
+                module, attribute = parameter.sites[0]
+                stand_in = self._stand_in(index, self._swaps[module].of[Shown.VIEWS][attribute])
+                if isinstance(stand_in, LazyParameter):
+                    self._lazy.append(stand_in)
                 for module, attribute in parameter.sites:
                     self._swaps[module].of[Shown.GUARDS][attribute] = stand_in
         swaps = [*self._swaps.values(), *self._beside]
@@ -185,14 +116,6 @@ class Bindings:
             shown: [(swap.target, name, value) for swap in swaps for name, value in swap.of[shown].items()]
             for shown in Shown
         }
-
-    def _stand_in(self, index: int, parameter: ManagedParameter) -> torch.Tensor:
-        if self._gathers is None:
-            return ShardedParameter.of(parameter)
-        module, attribute = parameter.sites[0]
-        lazy = LazyParameter.of(self._swaps[module].of[Shown.VIEWS][attribute], self._gathers[index])
-        self._lazy.append(lazy)
-        return lazy
 
 
 class LazyParameter(torch.Tensor):

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import (
-    ParameterChangedError,
     ParameterError,
-    ParameterMovedError,
     PolyshardError,
     UnsupportedError,
 )
@@ -29,13 +27,11 @@ from ..planning.extensions import (
     arity,
     inner_tensors,
     own_rows,
-    refuse_untrainable,
 )
 from ..planning.layout import contiguous_stride, product
 from ..planning.plan import ManagedParameter
 from .bindings import Shown
 from .gather import BehindGather, FlatBuffer
-from .parameters import GradientTarget, MasterViews
 from .unit import Unit
 
 
@@ -60,14 +56,13 @@ class ExtendedUnit(Unit):
 
         Raises UnsupportedError: naming the parameter, its class and the reason.
         """
-        for parameter in self.parameters:
+        for parameter, own in zip(self.parameters, self.own_tensors, strict=True):
             found = parameter.insides
             if found is None or found.fault:
                 fault = "is of an unknown class" if found is None else found.fault
                 raise UnsupportedError(
-                    f"{call}: '{parameter.names[0]}', a {type(parameter.original).__name__}, {fault} (rank "
-                    f"{self.ranks.world.rank}). Save polyshard.local_state_dict(model) on each rank, for the same "
-                    "number of ranks."
+                    f"{call}: '{parameter.names[0]}', a {type(own).__name__}, {fault} (rank "
+                    f"{self.ranks.world.rank}). Save model.state_dict() on each rank, for the same number of ranks."
                 )
 
     def inner_of(self, index: int) -> Iterator[tuple[InnerTensor, torch.Tensor]]:
@@ -111,42 +106,6 @@ class ExtendedUnit(Unit):
         return [gradient if gradient is None else _plain(gradient) for gradient in super().take_gradients()]
 
 
-class RowsUnit(ExtendedUnit):
-    """The unit of ``polyshard.shard``: modules and optimizers hold this rank's rows, of the parameters' classes."""
-
-    def _make_originals(self) -> MasterViews:
-        return RowsOfParameters(self)
-
-    @property
-    def own_tensors(self) -> Sequence[torch.Tensor]:
-        return self.originals.tensors
-
-    def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        # Imported late: it takes long, and few models need it.
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        dtypes, kept = self.dtypes, self.spec.master_dtype
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if dtypes.compute == kept else dtypes.compute,
-            reduce_dtype=None if dtypes.reduce == dtypes.compute else dtypes.reduce,
-        )
-        self.arguments = ExtensionArguments(self._mesh(), policy)
-        return super()._make_buffer(dtype)
-
-    def _mesh(self) -> Any:
-        from ..planning.device_mesh import mesh_over
-
-        ranks = self.ranks
-        among = ranks.world if ranks.gather is None and ranks.world.world_size == 1 else ranks.gather
-        return mesh_over(among, self.spec.device.type)
-
-
-def unit_of(spec: Any, layout: Any, parameters: Sequence[ManagedParameter], *args: Any, **kwargs: Any) -> Unit:
-    """The unit of ``parameters``, which gather themselves or do not."""
-    kind = RowsUnit if parameters[0].extended else Unit
-    return kind(spec, layout, parameters, *args, **kwargs)
-
-
 def cut(parameter: ManagedParameter, rank: int, ranks: int, device: torch.device) -> torch.Tensor:
     """The rows of the whole ``parameter`` that ``rank`` of ``ranks`` has, on ``device`` unless on the meta device."""
     whole = parameter.original.detach()
@@ -155,97 +114,6 @@ def cut(parameter: ManagedParameter, rank: int, ranks: int, device: torch.device
         if parameter.insides is not None:
             parameter.insides = parameter.insides.seen_on(whole)
     return own_rows(whole, rank, ranks)
-
-
-class RowsOfParameters(MasterViews):
-    """This rank's rows of each parameter, which stand in the places of the user's whole ones."""
-
-    def __init__(self, unit: RowsUnit) -> None:
-        self._unit = unit
-        self.tensors = [parameter.original for parameter in unit.parameters]
-        self._kinds = list(map(_kind_of, self.tensors))
-        self._trained = self.trained
-
-    @property
-    def gradient_targets(self) -> list[GradientTarget]:
-        slots = self._unit.layout.slots
-        return [
-            GradientTarget(
-                self.tensors[piece.slot], piece.shard_offset, *slots[piece.slot].shown(piece.numel), piece.slot
-            )
-            for piece in self._unit.pieces
-        ]
-
-    @property
-    def trained(self) -> list[bool]:
-        return [tensor.requires_grad for tensor in self.tensors]
-
-    def expose(self) -> None:
-        """Nothing: they are what they are."""
-
-    def adopt_changes(self) -> bool:
-        """As ``MasterViews``; a whole parameter of the same class gives its values.
-
-        Raises ParameterChangedError: one was removed, replaced by something else, or has another dtype or device.
-        """
-        for parameter, kind in zip(self._unit.parameters, self._kinds, strict=True):
-            own = parameter.original
-            if _kind_of(own) != kind:
-                raise ParameterChangedError(
-                    f"The parameter {self._where(parameter)} was changed to {_kind_of(own)}; its unit holds {kind}. "
-                    "Call to(), half() or cuda() before sharding."
-                )
-            for module, key in parameter.sites:
-                value = module._parameters.get(key)
-                if value is not own:
-                    self._take(parameter, value)
-                    module._parameters[key] = own
-        return self.retrained()
-
-    def _take(self, parameter: ManagedParameter, value: torch.Tensor | None) -> None:
-        own, unit = parameter.original, self._unit
-        shape = unit.layout.slots[unit.parameters.index(parameter)].shape
-        if type(value) is not type(own) or value is None or tuple(value.shape) != shape:
-            got = "nothing" if value is None else f"a {type(value).__name__} of shape {tuple(value.shape)}"
-            raise ParameterChangedError(
-                f"The parameter {self._where(parameter)} was replaced by {got}. Give a whole {type(own).__name__} of "
-                f"shape {shape}, of which each rank takes its rows."
-            )
-        with torch.no_grad():
-            own.copy_(own_rows(value.detach().to(own.device), unit.ranks.shard_rank, unit.layout.world_size))
-        own.requires_grad_(value.requires_grad)
-
-    def retrained(self) -> bool:
-        trained = self.trained
-        changed = trained != self._trained
-        if changed:
-            for parameter, now, before in zip(self._unit.parameters, trained, self._trained, strict=True):
-                if now and not before:
-                    own = parameter.original.detach()
-                    refuse_untrainable(own_rows(own, 0, 1), self._where(parameter))
-        self._trained = trained
-        return changed
-
-    def refuse_changes(self, *, held: bool) -> None:
-        """Raise for parameters replaced between forward and backward: autograd has saved the old ones.
-
-        Raises ParameterMovedError: naming the parameter.
-        """
-        for parameter, kind in zip(self._unit.parameters, self._kinds, strict=True):
-            own = parameter.original
-            others = held and any(module._parameters.get(key) is not own for module, key in parameter.sites)
-            if others or _kind_of(own) != kind:
-                raise ParameterMovedError(
-                    f"Parameters cannot be changed between forward and backward: {self._where(parameter)} was "
-                    "replaced. Replace it before the forward or after the backward."
-                )
-
-    def _where(self, parameter: ManagedParameter) -> str:
-        return f"'{parameter.names[0]}' on rank {self._unit.ranks.world.rank}"
-
-
-def _kind_of(tensor: torch.Tensor) -> str:
-    return f"{type(tensor).__name__} {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
 
 
 class LaneBuffer(FlatBuffer):

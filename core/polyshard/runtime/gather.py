@@ -114,7 +114,7 @@ def _start_one(record: GatherRecord) -> Work:
         observer.unshard(record.spec)
     if record.wire is not None and group is not None:
         encoded = _EncodedGather(group, [record])
-        return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, record.spec.label))
+        return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, record.spec))
     own = record.owns[0]
     if record.offload is not None:
         record.offload.fetch(record.spec, record.source, own)
@@ -123,7 +123,7 @@ def _start_one(record: GatherRecord) -> Work:
         own.copy_(record.source)
     if group is None:
         return COMPLETED
-    return issued(group.all_gather(buffer.flat, own), "all_gather", group, record.spec.label)
+    return issued(group.all_gather(buffer.flat, own), "all_gather", group, record.spec)
 
 
 def _start_many(group: Collectives | None, records: Sequence[GatherRecord]) -> Work:
@@ -147,14 +147,15 @@ def _start_many(group: Collectives | None, records: Sequence[GatherRecord]) -> W
             if record.offload is not None and record.buffer.encode is None:
                 _fetch(record, record.offload)
     pairs = [pair for record in plain for pair in record.pairs]
+    unit = records[0].spec if len(records) == 1 else None
     if group is None:
         # What is made of bytes is made so on one rank, too.
         gather = COMPLETED
     elif len(plain) == len(records):
-        gather = issued(group.all_gather_many(pairs), "all_gather_many", group, "")
+        gather = issued(group.all_gather_many(pairs), "all_gather_many", group, unit)
     else:
         encoded = _EncodedGather(group, [record for record in records if record.wire is not None])
-        gather = encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, ""))
+        gather = encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, unit))
     return Then([stage.empty for stage in stages], gather) if stages else gather
 
 

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .. import _torch_private
 from ..interfaces import Collectives
 from ..nested import differ
+from ..planning.parts import is_dtensor
 from .root import Root
 from .streams import streams_for
 from .unit import Unit
@@ -171,7 +173,7 @@ class HeldTensors:
         tensors = [(site, site.value) for site in self._sites if isinstance(site.value, torch.Tensor)]
         self._holders: list[dict[str, Any]] = list({id(site.holder): site.holder for site in self._sites}.values())
         self._held = list(map(dict.copy, self._holders))
-        # Tensors of one element compare as equal where their values are.
+        # Tensors of one element compare as equal where their values are, for which DTensors communicate.
         single = [(site, tensor) for site, tensor in tensors if tensor.numel() <= 1]
         self._single_holders = [site.holder for site, _ in single]
         self._single_keys = [site.key for site, _ in single]
@@ -181,7 +183,8 @@ class HeldTensors:
             for tensor in several:
                 named.setdefault(tensor, f"flat parameter of {name}")
         self._addressed = [tensor for tensor in named if _has_address(tensor)]
-        self._addresses = list(map(_address_of, self._addressed))
+        self._placed = [tensor for tensor in named if is_dtensor(tensor)]
+        self._addresses = self._found_at
         self._parameters = [tensor for tensor in named if isinstance(tensor, nn.Parameter)]
         self._trained = list(map(_is_trained, self._parameters))
         self._named = named
@@ -189,20 +192,27 @@ class HeldTensors:
     def changed(self) -> str | None:
         """The first change, as the begin of a sentence; None for no change."""
         if (
-            differ(self._holders, self._held)
-            or not all(map(is_, map(dict.get, self._single_holders, self._single_keys), self._single))
+            not all(map(is_, map(dict.get, self._single_holders, self._single_keys), self._single))
+            or differ(self._holders, self._held)
             or list(map(_is_trained, self._parameters)) != self._trained
-            or list(map(_address_of, self._addressed)) != self._addresses
+            or self._found_at != self._addresses
         ):
             return self._change_text()
         return None
+
+    @property
+    def _found_at(self) -> list[int]:
+        placed = map(_torch_private.local_tensor, self._placed)
+        return [*map(_address_of, self._addressed), *map(_address_of, placed)]
 
     def _change_text(self) -> str:
         for name, holder, key, value in self._sites:
             if dict.get(holder, key) is not value:
                 return f"'{name}' was replaced"
-        for tensor, address in zip(self._addressed, self._addresses, strict=True):
-            if tensor.data_ptr() != address:
+        for tensor, address, before in zip(
+            [*self._addressed, *self._placed], self._found_at, self._addresses, strict=True
+        ):
+            if address != before:
                 return f"'{self._named[tensor]}' was given other data"
         for tensor, trained in zip(self._parameters, self._trained, strict=True):
             if tensor.requires_grad is not trained:

@@ -1,11 +1,5 @@
 """Guards against uses of modules that would take pieces of parameters for whole ones, or train what nobody reduces.
 
-``IdleCallGuard``: calls between steps, as ``generate`` makes. The outermost module's own parameters are 1-D pieces
-then. A method beside ``forward`` that calls the modules that hold them would fail inside of torch ("'weight' must be
-2-D") or, with a bias alone, compute something else. Each of these modules refuses to be called. While a forward runs
-they have no hook, which every call would pay for. Modules inside of other units are left out: there are many, and
-nearly always the unit's forward calls them.
-
 ``RegistrationGuard``: parameters registered after the model was sharded. Nobody reduces their gradients: each rank
 would train its own, and a checkpoint would keep rank 0's. Torch calls hooks where a module gets a parameter or another
 module, so that a step pays one look at a flag. Writing into a module's dicts directly calls no hook; so reads and
@@ -14,21 +8,14 @@ modules that moved, modules without parameters, new values under an old name, mo
 parameters. State keeps the names of when the model was sharded, so it refuses moved modules where a name would be
 another parameter's.
 
-``refuse_copies``: a copy or pickle of a module inside a unit would hold pieces under the names of whole parameters, and
-compute with these where their shapes allow it. The module states' own modules refuse by their module state.
-
 ``refuse_escape``: an output that lies in memory of a unit. ``refuse_moved_views``: a parameter that got other memory.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from types import CodeType
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -50,115 +37,11 @@ from ..errors import (
 )
 from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter
-from .bindings import Shown
 from .module_state import ModuleState
 from .step import Step
 from .unit import Unit, UnitState
 
 _address_of = torch.Tensor.data_ptr
-#: Under which the hooks stand; torch's own keys are numbers.
-_KEY = "polyshard"
-#: Functions that compute gradients; ``manual_backward`` is Lightning's.
-_DIFFERENTIATES = frozenset({"backward", "manual_backward"})
-
-
-class IdleCallGuard:
-    """Lets the modules that hold the outermost module state's parameters refuse calls between steps."""
-
-    def __init__(self, step: Step, module_states: Sequence[ModuleState]) -> None:
-        outermost = module_states[0]
-        # These gather when they are called.
-        gathering = {module for module_state in module_states for module in module_state.modules}
-        refusals: dict[nn.Module, _Refusal] = {}
-        for unit in outermost.units:
-            if unit.ranks.owner is None:
-                # Modules hold whole parameters at all times.
-                continue
-            for parameter in unit.parameters:
-                for module, key in parameter.sites:
-                    if module not in gathering:
-                        refusals.setdefault(module, _Refusal(step, unit, outermost.module, key, parameter.original))
-        self._hooks = [(_torch_private.forward_pre_hooks(module), refusal) for module, refusal in refusals.items()]
-        self.enter()
-
-    def enter(self) -> None:
-        """Refuse calls: no forward runs any more."""
-        for hooks, refusal in self._hooks:
-            hooks[_KEY] = refusal
-
-    def leave(self) -> None:
-        """Allow calls: a forward starts, or another root takes over."""
-        for hooks, _ in self._hooks:
-            hooks.pop(_KEY, None)
-
-
-@dataclass(eq=False, slots=True)
-class _Refusal:
-    """The hook of one module."""
-
-    step: Step
-    unit: Unit
-    owner: nn.Module
-    key: str
-    original: nn.Parameter
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # A checkpoint around the whole model computes with views inside of a backward.
-        if self.unit in self.step.unsharded or module._parameters.get(self.key) is not self.original:
-            return
-        name = next((name for name, each in self.owner.named_modules() if each is module), "")
-        method = _method_of(self.owner)
-        called = f"by {type(self.owner).__name__}.{method} " if method else ""
-        raise UnshardedUseError(
-            f"'{name}' ({type(module).__name__}) was called {called}outside of the model's forward, while its "
-            f"{self.key} is sharded (rank {self.step.rank}). Let the method that calls it see whole parameters, once "
-            f'the model is sharded: polyshard.register_forward_method(model, "{method or "generate"}").'
-        )
-
-    # A module that is copied or pickled by itself still holds pieces, and may not take the model along.
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
-        return self
-
-    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
-        return partial, (_pass,)
-
-
-def _method_of(owner: nn.Module) -> str:
-    """The name of the outermost method of ``owner`` that runs and may be one forward; empty for no such method.
-
-    The search ends at a method that computes gradients, and returns it only if it calls no other: a loop over steps
-    cannot be one forward, since its optimizer changes parameters that stay gathered.
-    """
-    found = ""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        # Frames of torch lie between a call of a module and its forward.
-        theirs = code.co_argcount and package not in ("torch", "polyshard")
-        if theirs and frame.f_locals.get(code.co_varnames[0]) is owner and _is_method(owner, code):
-            differentiates = bool(_DIFFERENTIATES.intersection(code.co_names))
-            if not (differentiates and found):
-                found = code.co_name
-            if differentiates:
-                break
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
-
-
-def _is_method(owner: nn.Module, code: CodeType) -> bool:
-    """Whether ``code`` is a method of ``owner``, and not a function with ``owner`` as its argument."""
-    method: Any = inspect.getattr_static(owner, code.co_name, None)
-    # Decorators that keep a name, such as torch.no_grad(), have the function that they wrap as __wrapped__.
-    while method is not None:
-        if getattr(method, "__code__", None) is code:
-            return True
-        method = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
-    return False
-
-
-def _pass(*_: Any) -> None:
-    """Lets every call through."""
 
 
 class RegistrationGuard:
@@ -178,8 +61,6 @@ class RegistrationGuard:
         self._stages = frozenset(module_states)
         self._units = [unit for module_state in module_states for unit in module_state.units]
         self._alone = step.collectives.world_size == 1
-        # Autograd then works on the originals, whatever their names.
-        self._resident = all(unit.resident for unit in self._units)
         self._ignored = WeakSet(ignored_modules)
         # Names of the parameters that modules had when they were sharded.
         self._had: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
@@ -236,10 +117,12 @@ class RegistrationGuard:
 
         Raises ParameterChangedError: naming both.
         """
+        # Whole ones are other objects, each in the places of one parameter.
+        known = dict(self._managed)
         for (module, key), parameter in self._sites.items():
             held = module._parameters.get(key)
-            if held is not None and held is not parameter.original and id(held) in self._managed:
-                self._refuse_tie(parameter.names[0], self._managed[id(held)])
+            if held is not None and known.setdefault(id(held), parameter) is not parameter:
+                self._refuse_tie(parameter.names[0], known[id(held)])
 
     def refuse_new(self, *, trains: bool, anew: bool = False) -> None:
         """Raise for new parameters that are trained. ``anew``: look at all modules, registered or not.
@@ -298,7 +181,7 @@ class RegistrationGuard:
                     continue
                 name = _joined(prefix, key)
                 managed = self._managed.get(id(parameter))
-                if managed is not None and not self._resident:
+                if managed is not None:
                     self._refuse_tie(name, managed)
                 if managed is None and not self._alone and not _torch_private.post_accumulate_grad_hooks(parameter):
                     yield name, parameter
@@ -359,55 +242,6 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
         guard.note()
 
 
-def forget_registrations() -> None:
-    """Take the hooks off torch's registration of modules and parameters: later registrations are not noticed."""
-    with _installing:
-        for hook in _installed:
-            hook.remove()
-        _installed.clear()
-
-
-def refuse_copies(units: Iterable[Unit]) -> None:
-    """Let the modules that hold pieces of ``units`` refuse copies, where they are not whole."""
-    for unit in units:
-        if unit.ranks.owner is None:
-            continue
-        for parameter in unit.parameters:
-            for module, _ in parameter.sites:
-                if MODULE_STATE_ATTRIBUTE not in module.__dict__:
-                    module.__dict__.setdefault("_polyshard_pieces", _Uncopied(unit, parameter))
-
-
-class _Uncopied:
-    """An attribute of a module that holds a piece. Copying the module copies it, which raises."""
-
-    def __init__(self, unit: Unit, parameter: ManagedParameter) -> None:
-        # Weak: a part of a model that someone keeps must not keep the memory of the whole.
-        self._unit = ref(unit)
-        self._rank = unit.ranks.world.rank
-        self._parameter = parameter
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        self._refuse("deep-copied")
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        self._refuse("pickled")
-        return type(None), ()
-
-    def _refuse(self, done: str) -> None:
-        unit = self._unit()
-        if unit is not None:
-            unsharded = unit.step is not None and unit in unit.step.unsharded
-            if unsharded or (unit.prepared and unit.bindings.shown is Shown.VIEWS):
-                # Whole. The copy is a plain module: its attribute is None.
-                return
-        raise StateError(
-            f"A module that holds a piece of '{self._parameter.names[0]}' cannot be {done} (rank {self._rank}): the "
-            "copy would take the piece for the whole. Copy it before sharding, or inside of 'with "
-            "polyshard.unsharded(model)'."
-        )
-
-
 def refuse_escape(units: Iterable[Unit], output: Any, module: str) -> None:
     """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
 
@@ -444,7 +278,7 @@ def refuse_moved_views(unit: Unit) -> None:
 
     The parameter is as it was before then.
     """
-    if not unit.packed or unit.resident or not unit.buffer.attached:
+    if not unit.packed or not unit.buffer.attached:
         return
     leaves, views = unit.leaves, unit.buffer.views
     with _torch_private.without_torch_function():

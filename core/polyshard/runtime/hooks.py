@@ -289,7 +289,7 @@ class ForwardHooks:
         if module_state.output_cast is not None and not module_state.in_full_precision:
             output = module_state.output_cast(output)
         watched = False
-        if records and module_state.kind is not StateKind.RESIDENT and (not recomputes or self._has_graph()):
+        if records and (not recomputes or self._has_graph()):
             output, watched = self._watch_output(output)
             if inputs is not None and not recomputes:
                 given, passed, version = inputs
@@ -340,7 +340,7 @@ class ForwardHooks:
 
     def _end_record(self, step: Step) -> None:
         module_state = self.module_state
-        if module_state.kind in (StateKind.MERGED, StateKind.RESIDENT) or not torch.is_grad_enabled():
+        if module_state.kind is StateKind.MERGED or not torch.is_grad_enabled():
             return
         step.forward_record.points.append(module_state.exit)
         if module_state.reads_in_backward:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..planning.parts import is_dtensor
 from .root import Root
 from .unit import Unit
 
@@ -52,8 +51,6 @@ class LiveRoots:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: How many models were sharded so far. Locations found before the latest may have changed.
-        self.changes = 0
         # Unit and slot by the parameters' ids: a reference to a parameter may keep its model alive for ever.
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
         # The ids of all these parameters, and some of former models.
@@ -65,16 +62,14 @@ class LiveRoots:
 
     def add(self, root: Root) -> None:
         places = {
-            id(held): (number, slot)
+            id(parameter.original): (number, slot)
             for number, unit in enumerate(root.units)
-            for slot in range(len(unit.parameters))
-            for held in unit.held_for(slot)
+            for slot, parameter in enumerate(unit.parameters)
         }
         with self._lock:
             self._places[root] = places
             self._known = frozenset(key for each in self._places.values() for key in each)
             self.references = tuple(map(weakref.ref, self._places))
-            self.changes += 1
 
     def roots(self) -> list[Root]:
         """The outermost roots, in the order in which they were made."""
@@ -96,20 +91,12 @@ class LiveRoots:
                     number, slot = place
                     unit = root.units[number]
                     # An id outlives its object.
-                    if any(held is tensor for held in unit.held_for(slot)):
+                    if unit.parameters[slot].original is tensor:
                         found[index] = ParameterLocation(root, unit, slot, (age, number))
                 elif key in flats:
                     number = flats[key]
                     found[index] = ParameterLocation(root, root.units[number], None, (age, number))
         return found
-
-    def find_pieces(self, tensors: Sequence[torch.Tensor]) -> list[ParameterLocation | None]:
-        """As ``find``, but None for a ``DTensor``, which torch's functions are right for by themselves."""
-        found = self.find(tensors)
-        return [
-            None if each is not None and is_dtensor(tensor) else each
-            for each, tensor in zip(found, tensors, strict=True)
-        ]
 
     def around(self, tensors: Sequence[torch.Tensor]) -> Root | None:
         """The first root whose model has one of ``tensors`` outside of its units; None for no such root."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
@@ -13,20 +14,19 @@ from ..interfaces import LinearForm, Observer, OffloadManager, PrecisionCaster, 
 from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
+from .flat import FlatParameter
 from .gradients import Gradients
-from .parameters import FlatMaster, MasterViews, Originals
+from .parameters import MasterViews
 
 
-class UnitMaster:
+class UnitMaster(ABC):
     """The master of one unit, who holds the others, and who reads and trains it. ``Unit`` gathers it."""
 
     observers: tuple[Observer, ...]
-    #: Whether a drop-in makes state dicts of its modules and of optimizers whole.
+    #: Whether a drop-in makes state dicts of its modules and of optimizers.
     answers_state_dicts = False
     #: Whether its parameters gather themselves. Its master is on the meta device then.
     extended = False
-    #: Whether its originals may compute by themselves, on a single rank.
-    may_be_resident = True
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class UnitMaster:
         self.launch_numel = layout.padded_numel
         #: Whether ``offload`` keeps the master and the gradient.
         self.parks = parks
-        self.flat: FlatMaster | None = None
+        #: Stands for all parameters in an optimizer; None where nobody asked for it.
+        self.flat: FlatParameter | None = None
         #: How often an optimizer stepped over the master.
         self.steps = 0
         self.pieces = layout.pieces(ranks.shard_rank)
@@ -76,7 +77,6 @@ class UnitMaster:
         # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
         same = self.ranks.owner is None and self.dtypes.compute == self.master.dtype
         self.permanent = same and not (self.parks or self.extended or self.forms)
-        self._follow_ranks()
         self.originals = self._make_originals()
         before: Gradients | None = getattr(self, "gradients", None)
         self.gradients = self._make_gradients()
@@ -90,15 +90,9 @@ class UnitMaster:
             for parameter in parameters:
                 parameter.grad_dtype = self.dtypes.grad
 
+    @abstractmethod
     def _make_originals(self) -> MasterViews:
-        return Originals(
-            self.parameters,
-            self.layout,
-            self.pieces,
-            self.master,
-            whole=self.ranks.owner is None,
-            rank=self.ranks.world.rank,
-        )
+        """What modules and optimizers hold, over the master."""
 
     def _make_gradients(self) -> Gradients:
         return Gradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
@@ -113,41 +107,18 @@ class UnitMaster:
         """The manager that the unit is parked with; None where it is not."""
         return self.offload if self.parks else None
 
-    def _follow_ranks(self) -> None:
-        ranks = self.ranks
-        #: Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast.
-        self.resident = (
-            self.may_be_resident and self.permanent and ranks.alone and ranks.scale is None and not self._leaf_forms
-        )
-
     def flatten(self) -> list[torch.nn.Parameter]:
-        """One 1-D parameter over the whole master, for an optimizer that treats all elements alike.
-
-        Gradients arrive there from now on, and no longer in the originals. A resident unit keeps its originals, whose
-        gradients come from autograd itself.
-
-        Raises StateError: an original has a gradient already, or only some of them are trained.
-        """
-        if self.resident:
-            return list(self.originals.tensors)
-        if self.flat is None:
-            self.flat = FlatMaster(self.originals, self.master, lambda: self.name, self.ranks.world.rank)
-            self._take_gradient_dtype([self.flat.parameter])
-            self.gradients.set_targets([self.flat.gradient_target])
-        return [self.flat.parameter]
+        """What an optimizer may have that treats all elements alike."""
+        return list(self.originals.tensors)
 
     @property
     def receivers(self) -> Sequence[torch.nn.Parameter]:
         """The parameters whose ``.grad`` the reduced gradient arrives in."""
         return self.originals.tensors if self.flat is None else (self.flat.parameter,)
 
-    def held_for(self, slot: int) -> tuple[torch.nn.Parameter, ...]:
-        """What the user may hold for the parameter at ``slot``, outside of compute."""
-        return (self.parameters[slot].original,)
-
-    def local_parameters(self) -> Sequence[torch.nn.Parameter]:
-        """Plain parameters over this rank's elements, in whose ``.grad`` gradients arrive from now on."""
-        return self.originals.tensors
+    def local(self, slot: int) -> torch.nn.Parameter:
+        """The elements that this rank has of the parameter at ``slot``, as a plain parameter over their memory."""
+        return self.parameters[slot].original
 
     def slots_of_receivers(self) -> Iterator[tuple[int | None, torch.nn.Parameter]]:
         """``receivers``, each with its index in the layout; None of a flat one, which stands for all parameters."""
@@ -180,7 +151,6 @@ class UnitMaster:
     def use_ranks(self, ranks: UnitRanks) -> None:
         """Communicate over ``ranks`` from now on, whose sizes are those of the ranks before."""
         self.ranks = ranks
-        self._follow_ranks()
         self.__dict__.pop("copies", None)
 
     def join(

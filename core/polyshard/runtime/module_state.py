@@ -35,8 +35,6 @@ class StateKind(enum.Enum):
     """It has no units, or none that its backward must gather or reduce; modules inside it have some."""
     MERGED = "merged"
     """It was split off its parent, which has its units now."""
-    RESIDENT = "resident"
-    """One rank and no casts: autograd works on the originals, and the hooks do nothing in backward."""
     SHARDED = "sharded"
     """At least one unit is gathered, cast or reduced."""
 
@@ -141,7 +139,7 @@ class ModuleState:
         if not self.units:
             self.kind = StateKind.NOTHING if self.parent is None else StateKind.MERGED
         else:
-            self.kind = StateKind.RESIDENT if all(unit.resident for unit in self.units) else StateKind.SHARDED
+            self.kind = StateKind.SHARDED
         self.synchronises = self._synchronises
 
     @property
@@ -295,8 +293,6 @@ class ModuleState:
         synchronises = step.synchronises and self._synchronises
         reduced: list[tuple[Contribution, list[torch.Tensor | None]]] = []
         for unit in self.units:
-            if unit.resident:
-                continue
             for observer in unit.observers:
                 observer.computed(unit.spec, True)
             gradients = unit.take_gradients() if unit.trainable else []

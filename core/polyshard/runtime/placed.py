@@ -13,10 +13,13 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
+from ..interfaces import UnitDtypes
 from ..planning.answers import dtypes_of
+from ..planning.extensions import ExtensionArguments
 from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown
+from .flat import FlatParameter
 from .gradients import Gradients
 from .live_roots import live_roots
 from .parameters import GradientTarget, MasterViews, part_of_master
@@ -38,11 +41,27 @@ class Placements(Protocol):
     def called(self) -> str:
         """What messages call them."""
 
+    @property
+    def answers_state_dicts(self) -> bool:
+        """Whether a face makes state dicts of its modules and of optimizers."""
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether modules hold whole parameters where these stay behind forward, until backward or ``reshard()``."""
+
     def spec_of(self, parameter: ManagedParameter, whole: torch.Tensor) -> Any:
         """The ``DTensorSpec`` of ``parameter``, whose names are still those in the module.
 
         ``whole``: of its shape and strides, those of its local tensor where tensor parallelism cut it before.
         """
+
+    def flat_spec(self, numel: int, dtype: torch.dtype) -> Any:
+        """The ``DTensorSpec`` of all masters, one behind the other: ``[numel]``."""
+
+    def extension_arguments(
+        self, parameter: ManagedParameter, kept: torch.dtype, dtypes: UnitDtypes
+    ) -> ExtensionArguments:
+        """What the unit of ``parameter``, which gathers itself, is given. ``kept``: the dtype of its master."""
 
 
 class PlacedUnit(Unit):
@@ -52,18 +71,12 @@ class PlacedUnit(Unit):
 
     - Outside of compute modules hold ``DTensor`` parameters over this rank's elements, whose gradients are ``DTensor``.
       Other modules' forwards see these too.
-    - Where parameters are kept after forward, modules hold the whole ones until backward or ``reshard()``.
     - Parameters may be on the meta device, and be moved and cast, until the first forward.
     """
 
-    answers_state_dicts = True
-    # What computes is plain at every number of ranks.
-    may_be_resident = False
-
     def __init__(self, *args: Any, placed: Placements, **kwargs: Any) -> None:
         self.placed = placed
-        #: Whether gradients arrive in the plain parameters.
-        self.is_local = False
+        self.answers_state_dicts = placed.answers_state_dicts
         super().__init__(*args, **kwargs)
 
     def _make_originals(self) -> MasterViews:
@@ -77,9 +90,7 @@ class PlacedUnit(Unit):
         super()._use_master(master)
 
     def _make_bindings(self) -> Bindings:
-        bindings = Bindings(self.parameters, self.leaves, guarded=False)
-        # As outside of compute.
-        bindings.elsewhere = Shown.ORIGINALS
+        bindings = super()._make_bindings()
         whole = [(leaf, each.names[0]) for leaf, each in zip(self.leaves, self.parameters, strict=True)]
         rank = f"rank {self.ranks.world.rank}"
         replaced_parameters.add(whole, "a DTensor of this rank's part", rank, ", and behind reshard()")
@@ -88,70 +99,47 @@ class PlacedUnit(Unit):
     def _make_gradients(self) -> Gradients:
         gradients = PlacedGradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
         gradients.views = self.views
-        gradients.send_sums_whole()
         before: Gradients | None = getattr(self, "gradients", None)
         if before is not None:
             # What the user set, before parameters had memory or another dtype.
             gradients.scale, gradients.fills_unused = before.scale, before.fills_unused
-        if self.is_local:
-            gradients.set_targets(self.views.local_targets)
         return gradients
 
-    def held_for(self, slot: int) -> tuple[nn.Parameter, ...]:
-        return self.parameters[slot].original, self.views.locals[slot]
+    def local(self, slot: int) -> nn.Parameter:
+        return self.views.locals[slot]
 
-    @property
-    def receivers(self) -> Sequence[nn.Parameter]:
-        if self.flat is not None or not self.is_local:
-            return super().receivers
-        return self.views.locals
+    def flatten(self) -> list[nn.Parameter]:
+        """One 1-D parameter over the whole master; the parameters themselves where some are parts of larger tensors.
 
-    def local_parameters(self) -> Sequence[nn.Parameter]:
-        if not self.is_local:
-            self.require_values("local_parameters()")
-            for parameter in self.parameters:
-                if parameter.original.grad is not None:
-                    raise StateError(
-                        f"'{parameter.names[0]}' has a gradient already, which its plain parameter would not get (rank "
-                        f"{self.ranks.world.rank}). Call local_parameters() before the first backward, or after "
-                        "zero_grad()."
-                    )
-            self.is_local = True
-            self._take_gradient_dtype(self.views.locals)
-            self.gradients.set_targets(self.views.local_targets)
-        return self.views.locals
+        Gradients arrive there from now on.
 
-    def hide(self) -> None:
-        if not self.is_kept_whole:
-            self.conceal()
+        Raises StateError: a parameter has a gradient already, or only some of them are trained.
+        """
+        if any(each.part is not None for each in self.parameters):
+            # No placement tells which of its elements other ranks of their mesh have, too.
+            return list(self.originals.tensors)
+        if self.flat is None:
+            self.require_values("flat_parameters()")
+            numel = self.layout.shard_numel * self.layout.world_size
+            spec = self.placed.flat_spec(numel, self.master.dtype)
+            self.flat = FlatParameter(self.originals, self.master, spec, self.views.placed, self._name_of)
+            self._take_gradient_dtype([self.flat.parameter])
+            self.gradients.set_targets([self.flat.gradient_target])
+        return [self.flat.parameter]
 
-    @property
-    def is_kept_whole(self) -> bool:
-        """Whether modules hold whole parameters that are there to stay until backward."""
-        return (
-            self.prepared and self.bindings.shown is Shown.VIEWS and self.state is UnitState.UNSHARDED and not self.due
-        )
+    def _name_of(self, slot: int | None) -> str:
+        what = f"unit '{self.name}'" if slot is None else f"'{self.parameters[slot].names[0]}'"
+        return f"{what} on rank {self.ranks.world.rank}"
 
     def conceal(self) -> None:
         """Let modules hold the sharded parameters."""
-        super().hide()
-
-    def reshard(self) -> None:
-        self.conceal()
-        super().reshard()
-
-    def reshard_post_forward(self) -> None:
-        self.conceal()
-        super().reshard_post_forward()
-
-    def expire(self) -> None:
-        super().expire()
-        if not self.ahead:
-            self.conceal()
+        Unit.hide(self)
 
     def adopt_changes(self) -> None:
-        self.take_over()
-        super().hide()
+        if self.views.changed:
+            self.take_over()
+        if self.placed.keeps_whole:
+            self.conceal()
         if self.is_elsewhere:
             self.require_values("A forward")
         super().adopt_changes()
@@ -189,8 +177,10 @@ class PlacedUnit(Unit):
             self.step.registrations.parameters_replaced()
         if self.prepared:
             self._bind(self.buffer)
-        if not self.is_local:
+        if self.flat is None:
             self.gradients.set_targets(self.views.gradient_targets)
+        else:
+            self.flat.show_gradients()
 
     def _be_found(self) -> None:
         """Let functions of torch's and ours that are given the parameters find them."""
@@ -263,6 +253,42 @@ class PlacedUnit(Unit):
         self._be_found()
 
 
+class KeptUnit(PlacedUnit):
+    """As ``PlacedUnit``, but that modules hold the whole parameters where these are kept after forward, until backward
+    or ``reshard()``, and that sums of several backwards travel as they add up. Apart, since others would pay a call for
+    each override in every step.
+    """
+
+    def _make_gradients(self) -> Gradients:
+        gradients = super()._make_gradients()
+        gradients.send_sums_whole()
+        return gradients
+
+    def hide(self) -> None:
+        if not self.is_kept_whole:
+            self.conceal()
+
+    @property
+    def is_kept_whole(self) -> bool:
+        """Whether modules hold whole parameters that are there to stay until backward."""
+        return (
+            self.prepared and self.bindings.shown is Shown.VIEWS and self.state is UnitState.UNSHARDED and not self.due
+        )
+
+    def reshard(self) -> None:
+        self.conceal()
+        super().reshard()
+
+    def reshard_post_forward(self) -> None:
+        self.conceal()
+        super().reshard_post_forward()
+
+    def expire(self) -> None:
+        super().expire()
+        if not self.ahead:
+            self.conceal()
+
+
 class PlacedParameters(MasterViews):
     """The parameters of one unit: ``DTensor`` for modules and optimizers, and plain ones over the same memory."""
 
@@ -294,17 +320,23 @@ class PlacedParameters(MasterViews):
 
     def _replace(self, index: int, parameter: ManagedParameter, view: torch.Tensor) -> None:
         """Put a ``DTensor`` over ``view`` into the place of the user's parameter."""
-        unit, before = self._unit, parameter.original
-        slot = unit.layout.slots[index]
+        unit, slot = self._unit, self._unit.layout.slots[index]
+        holder, name = parameter.sites[0]
+        # For a part of a larger tensor, parameter.original is another one.
+        before = holder._parameters[name]
+        assert before is not None
         whole = torch.empty_strided(slot.shape, slot.stride, dtype=view.dtype, device="meta")
         spec = unit.placed.spec_of(parameter, whole)
-        placed = nn.Parameter(self._dtensor(view, spec), requires_grad=before.requires_grad)
-        if parameter.leaf is None:
-            # What a parameter that gathers itself is made of would stay whole.
-            whole_ones = [key for key, value in vars(before).items() if isinstance(value, torch.Tensor)]
-            _keep_attributes(placed, vars(before), whole_ones if parameter.extended else ())
-            named = [(before, parameter.names[0])]
-            replaced_parameters.add(named, "a DTensor of this rank's part", f"rank {unit.ranks.world.rank}")
+        placed = _torch_private.dtensor_parameter(view, spec, requires_grad=before.requires_grad)
+        # What a parameter that gathers itself is made of would stay whole.
+        whole_ones = [key for key, value in vars(before).items() if isinstance(value, torch.Tensor)]
+        keep_attributes(placed, vars(before), whole_ones if parameter.extended else ())
+        _torch_private.share_post_accumulate_grad_hooks(before, placed)
+        named = [(before, parameter.names[0])]
+        rank = f"rank {unit.ranks.world.rank}"
+        # Faces have arguments of their own.
+        instead = "" if unit.answers_state_dicts else ", or give it to that: shard(..., optimizers=[...])"
+        replaced_parameters.add(named, "a DTensor of this rank's part", rank, instead)
         parameter.original = placed
         for module, key in parameter.sites:
             module._parameters[key] = placed
@@ -333,17 +365,14 @@ class PlacedParameters(MasterViews):
         return self._dtensor(local, self._specs[index])
 
     @property
-    def gradient_targets(self) -> list[GradientTarget]:
-        return self._targets(self.tensors)
+    def flat(self) -> FlatParameter | None:
+        return self._unit.flat
 
     @property
-    def local_targets(self) -> list[GradientTarget]:
-        return self._targets(self.locals)
-
-    def _targets(self, receivers: Sequence[nn.Parameter]) -> list[GradientTarget]:
+    def gradient_targets(self) -> list[GradientTarget]:
         # Those without elements too: torch's functions for gradients need a DTensor on each rank.
         targets, end = [], 0
-        for index, (receiver, view) in enumerate(zip(receivers, self._views, strict=True)):
+        for index, (receiver, view) in enumerate(zip(self.tensors, self._views, strict=True)):
             piece = self._pieces.get(index)
             start = end if piece is None else piece.shard_offset
             targets.append(GradientTarget(receiver, start, tuple(view.shape), view.stride(), index))
@@ -374,9 +403,12 @@ class PlacedParameters(MasterViews):
     @property
     def exchanged(self) -> bool:
         """Whether a parameter has another local tensor, or modules hold another object, than the unit put there."""
+        unit = self._unit
+        # Asked in each forward and backward, mostly while modules hold the parameters.
+        shown = self._shown if unit.prepared and unit.bindings.shown is Shown.VIEWS else self._held
         return not (
             all(map(is_, map(_torch_private.local_tensor, self.tensors), self._views))
-            and all(map(is_, map(dict.get, self._holders, self._keys), self._shown))
+            and all(map(is_, map(dict.get, self._holders, self._keys), shown))
         )
 
     @property
@@ -409,7 +441,7 @@ class PlacedParameters(MasterViews):
         for parameter in unit.parameters:
             if parameter.packed is not None:
                 # Moving a module takes them from its parameters.
-                _keep_attributes(parameter.original, parameter.packed.attributes)
+                keep_attributes(parameter.original, parameter.packed.attributes)
         if replaced:
             self.tensors = [parameter.original for parameter in unit.parameters]
             self._find_sites()
@@ -513,7 +545,8 @@ class PlacedParameters(MasterViews):
         )
 
 
-def _keep_attributes(placed: nn.Parameter, attributes: Mapping[str, Any], without: Collection[str] = ()) -> None:
+def keep_attributes(placed: nn.Parameter, attributes: Mapping[str, Any], without: Collection[str] = ()) -> None:
+    """Let ``placed``, which stands for a parameter with ``attributes``, have these, but those ``without``."""
     vars(placed).update(
         {key: value for key, value in attributes.items() if not (key.startswith("_") or key in without)}
     )
@@ -526,9 +559,9 @@ class PlacedGradients(Gradients):
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = super()._split(flat)
-        if not is_dtensor(self._owners[0]):
-            return parts
-        placed = self.views.placed
+        whole, placed = self.views.flat, self.views.placed
+        if whole is not None:
+            return list(map(whole.placed, parts))
         return [
             placed(target.index, part) if target.index is not None else part
             for target, part in zip(self._targets, parts, strict=True)

@@ -1,4 +1,4 @@
-"""Parameters in whose place sharding put others: their optimizers are refused."""
+"""Parameters in whose place sharding put others: their optimizers are refused, and modules that share them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ class ReplacedParameters:
             if not self._watches:
                 register_optimizer_step_pre_hook(self.before_step)
                 self._watches = True
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """The name that ``parameter`` had in the model where another one took its place; None for no such one."""
+        found = self._replaced.get(parameter)
+        return None if found is None else found[0]
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of each optimizer.

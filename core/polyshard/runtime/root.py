@@ -15,8 +15,8 @@ from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUse
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .budget import Budget
-from .guards import IdleCallGuard, RegistrationGuard, refuse_differentiable_gradients, refuse_escape
-from .module_state import ModuleState, ModuleUse, StateKind
+from .guards import RegistrationGuard, refuse_differentiable_gradients, refuse_escape
+from .module_state import ModuleState, ModuleUse
 from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
 from .peers import refuse_different_batches
 from .step import Phase, Step
@@ -88,8 +88,6 @@ class Root(Step):
         self.outdated = False
         #: Finds modules and parameters that came into the model later; None where nobody looks.
         self.registrations: RegistrationGuard | None = None
-        #: Refuses calls between steps that would compute with pieces; None where there is none to refuse.
-        self.idle_guard: IdleCallGuard | None = None
         #: Collectives that were made for this model, closed with it in this order on every rank.
         self.owned: tuple[Collectives, ...] = ()
         #: Trained parameters outside of units of which each rank has one of its own, such as experts.
@@ -117,10 +115,6 @@ class Root(Step):
             module_state.step = self
             for unit in module_state.units:
                 unit.step = self
-        outermost = self.module_states[0]
-        if outermost.kind is StateKind.RESIDENT and any(each.kind is StateKind.SHARDED for each in self.module_states):
-            # A backward that reaches no other module state is noticed too: gradients from no_sync wait for its end.
-            outermost.kind = StateKind.NOTHING
         self._parking: tuple[OffloadManager, ...] = tuple(
             {id(u.offload): u.offload for u in self.units if u.parks}.values()
         )
@@ -166,8 +160,6 @@ class Root(Step):
             if not unit.prepared:
                 unit.prepare()
             unit.expire()
-        if self.idle_guard is not None:
-            self.idle_guard.leave()
         self.phase = Phase.FORWARD
         self._thread = threading.get_ident()
         self.outdated = self._unfollowed = False
@@ -238,8 +230,6 @@ class Root(Step):
         self.active = None
         self.phase = Phase.IDLE
         self._unfollowed = torch.is_grad_enabled()
-        if self.idle_guard is not None:
-            self.idle_guard.enter()
         self.execution_order.end_forward()
         if self.audit is not None:
             self.audit.done = True
@@ -550,8 +540,6 @@ class Root(Step):
         self.active = None
         self._unfinished = False
         self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
-        if self.idle_guard is not None:
-            self.idle_guard.enter()
         self.execution_order.end_backward()
         self._backward_order.end()
         self.reducer.forget()

@@ -37,7 +37,7 @@ from ..planning.groups import UnitRanks
 from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
-from .bindings import Bindings, Shown, Swap
+from .bindings import Bindings, LazyParameter, Shown, Swap
 from .direct import write_directly
 from .formed import FormBuffer, compute_with_forms
 from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
@@ -192,14 +192,19 @@ class Unit(UnitMaster):
         self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
 
     def _make_bindings(self) -> Bindings:
-        gathers = (
-            None if self.on_lazy_use is None else [partial(self._lazy_view, index) for index in range(len(self.leaves))]
-        )
         beside: Sequence[Swap] = ()
         if isinstance(self.buffer, FormBuffer):
             direct = self.writes_gradients_directly and not self.gradients.widens
             beside = compute_with_forms(self.parameters, self.buffer, self.claim_gradient if direct else None)
-        return Bindings(self.parameters, self.leaves, guarded=not self.permanent, gathers=gathers, beside=beside)
+        lazy = self.on_lazy_use is not None and not self.permanent
+        # Memory that is never released is shown everywhere: the leaf collects the gradient that is reduced. With other
+        # originals and plain tensors torch refuses to compute.
+        elsewhere = Shown.VIEWS if self.permanent else Shown.GUARDS if lazy else Shown.ORIGINALS
+        stand_in = self._lazy_parameter if lazy else None
+        return Bindings(self.parameters, self.leaves, elsewhere=elsewhere, stand_in=stand_in, beside=beside)
+
+    def _lazy_parameter(self, index: int, view: torch.Tensor) -> torch.Tensor:
+        return LazyParameter.of(view, partial(self._lazy_view, index))
 
     def watch(self, observers: tuple[Observer, ...]) -> None:
         """Tell ``observers`` of gathers, compute and reductions from now on."""
@@ -286,10 +291,10 @@ class Unit(UnitMaster):
         self.buffer = buffer
         buffer.keeps = self.keeps_buffer
         self._renew_record()
-        self.leaves = list(self.originals.tensors) if self.resident else self._leaves_over(buffer.views)
+        self.leaves = self._leaves_over(buffer.views)
         for index, form in self._leaf_forms:
             self.leaves[index] = form.as_leaf(buffer.views[index])
-        if self.packed and not self.resident:
+        if self.packed:
             self.leaves = [packed.over(view) for packed, view in zip(self.packed, buffer.views, strict=True)]
         self._no_gradients = [None] * len(self.leaves)
         if not self.permanent:
@@ -331,7 +336,7 @@ class Unit(UnitMaster):
     @property
     def pending(self) -> bool:
         """Whether a view has a gradient that was not taken yet."""
-        if self.resident or self.packed:
+        if self.packed:
             return False
         # Compared as lists, at C speed: asked of every unit at the end of every backward.
         return list(map(_gradient_of, self.leaves)) != self._no_gradients
@@ -372,8 +377,7 @@ class Unit(UnitMaster):
 
     def discard_gradients(self) -> None:
         """Drop gradients of a backward that failed."""
-        if not self.resident:
-            self.take_gradients()
+        self.take_gradients()
         self.gradients.discard()
 
     def follow_requires_grad(self) -> None:

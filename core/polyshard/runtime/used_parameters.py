@@ -25,7 +25,7 @@ class UsedParameters:
     """Counts, for each parameter of ``units``, the ranks that had a gradient in a backward."""
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
-        self._units = tuple(unit for unit in units if not unit.resident)
+        self._units = tuple(units)
         self._collectives = collectives
         self._exchanges = collectives.world_size > 1 and collectives.capabilities.can_communicate
         # Units of experts have other parameters in each group of ranks, and a place in the sum for each of these.

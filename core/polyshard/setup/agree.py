@@ -19,7 +19,7 @@ import torch
 from .. import _torch_private
 from ..config import ShardConfig
 from ..errors import PolyshardError, RankMismatchError, words
-from ..interfaces import Collectives, Layout, OffloadManager, PrecisionCaster, WrapPolicy
+from ..interfaces import Collectives, OffloadManager, PrecisionCaster, WrapPolicy
 from ..planning.answers import plugin_name
 from ..planning.groups import group_of
 from ..runtime.peers import scope_of
@@ -420,7 +420,7 @@ class StoreAgreement:
 
 
 #: The classes of plugins whose methods a call runs; a listener's name is noted where its hooks are called.
-_PLUGINS = (Collectives, Layout, OffloadManager, PrecisionCaster, WrapPolicy)
+_PLUGINS = (Collectives, OffloadManager, PrecisionCaster, WrapPolicy)
 
 
 def _note_plugin(error: Exception) -> None:

@@ -20,19 +20,20 @@ from ..planning.extensions import insides_of
 from ..planning.groups import FormedGroups, ModelRanks, UnitRanks
 from ..planning.layout import FlatLayout
 from ..planning.parts import ParameterPlace
+from ..planning.placements import OwnPlacements, Placings
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, modules_in, names_in
 from ..planning.units import PlannedModule, PlannedUnit
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
-from ..runtime.extended import cut, unit_of
 from ..runtime.gather import piece_in, view_of
 from ..runtime.grouped import GroupedState, hooks_of
-from ..runtime.guards import IdleCallGuard, RegistrationGuard, refuse_copies
+from ..runtime.guards import RegistrationGuard
 from ..runtime.module_state import ModuleState, merge_on_use
 from ..runtime.order import ExecutionOrder
 from ..runtime.peers import peers_of
+from ..runtime.placed import Placements
+from ..runtime.placed_extended import placed_unit
 from ..runtime.recorder import Watch
-from ..runtime.replaced import replaced_parameters
 from ..runtime.root import Root
 from ..runtime.streams import streams_for
 from ..runtime.unit import Reshard, Unit
@@ -51,10 +52,12 @@ class Request:
     ignored_parameters: Collection[nn.Parameter]
     composes: bool
     """Whether modules inside may be sharded already, and become part of the new root."""
-    make_unit: Callable[..., Unit] = unit_of
-    """Makes each of its units: a face has classes of its own."""
+    placements: Placements | None = None
+    """How its parameters lie, where a face says so."""
     placed: Mapping[nn.Parameter, ParameterPlace] = field(default_factory=dict)
     """What the face says of parameters."""
+    optimizers: Collection[torch.optim.Optimizer] = ()
+    """Made before, and to hold the parameters that are made."""
     stays_on_meta: bool = False
     """Whether parameters and buffers on the meta device stay there until somebody gives them memory."""
 
@@ -159,6 +162,7 @@ def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
     """
     cuts = False
     device = plan.device
+    placings = Placings(plan.ranks, groups, "cpu" if device.type == "meta" else device.type)
     try:
         made: dict[nn.Module, ModuleState] = {}
         for each in plan.modules:
@@ -172,7 +176,7 @@ def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
             made[each.module] = (GroupedState if isinstance(each.module, GroupedModules) else ModuleState)(
                 each.name,
                 each.module,
-                _build_units(plan, each, own, groups),
+                _build_units(plan, each, own, groups, placings),
                 input_cast=each.input_cast,
                 output_cast=each.output_cast,
                 full_precision_in_eval=each.full_precision_in_eval,
@@ -222,9 +226,6 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
     # The root takes the module states, and what they own, from the inner roots.
     inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))
     inner_owned = dict.fromkeys(each for inner_root in inner_roots for each in inner_root.owned)
-    for inner_root in inner_roots:
-        if inner_root.idle_guard is not None:
-            inner_root.idle_guard.leave()
     root = Root(
         groups.world,
         states,
@@ -251,8 +252,6 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
         for module in module_state.modules:
             hooks_of(module_state, module).attach()
             module.__dict__[MODULE_STATE_ATTRIBUTE] = module_state
-    refuse_copies(unit for state in made.values() for unit in state.units)
-    root.idle_guard = IdleCallGuard(root, states)
     known = [each.registrations for each in inner_roots if each.registrations is not None]
     root.registrations = RegistrationGuard(root, states, plan.request.ignored_modules, known)
     return root
@@ -343,7 +342,7 @@ def _park(
 
 
 def _build_units(
-    plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor], groups: FormedGroups
+    plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor], groups: FormedGroups, placings: Placings
 ) -> list[Unit]:
     """The units of one module: its parameters become views of ``masters`` (emptied), and let go of what they held."""
     if module.parent is not None:
@@ -353,13 +352,11 @@ def _build_units(
     for rnn in recurrent:
         _torch_private.drop_rnn_references(rnn)
     masters.reverse()
-    units = []
+    units: list[Unit] = []
     for planned, group in zip(module.units, module.groups, strict=True):
         ranks = groups.of(planned.ranks)
-        _replace_dtensors(group, ranks.world.rank)
-        if plan.request.make_unit is unit_of:
-            _replace_extended(group, ranks, plan.device)
-        unit = plan.request.make_unit(
+        unit = placed_unit(
+            plan.request.placements or OwnPlacements(placings, ranks),
             planned.spec,
             planned.layout,
             group,
@@ -382,41 +379,6 @@ def _build_units(
     for inner in module.modules:
         place_buffers(inner, plan.device, module.buffer_dtype, keep_meta=plan.request.stays_on_meta)
     return units
-
-
-def _replace_dtensors(group: Sequence[ManagedParameter], rank: int) -> None:
-    """Put plain parameters into the places of ``DTensor`` ones, whose optimizers are refused from now on."""
-    for parameter in group:
-        if parameter.leaf is not None:
-            module, key = parameter.sites[0]
-            replaced = module._parameters[key]
-            assert replaced is not None
-            named = [(replaced, parameter.names[0])]
-            replaced_parameters.add(named, "a plain parameter over this rank's part", f"rank {rank}")
-            for module, key in parameter.sites:
-                module._parameters[key] = parameter.original
-
-
-def _replace_extended(group: Sequence[ManagedParameter], ranks: UnitRanks, device: torch.device) -> None:
-    """Put this rank's rows into the places of parameters that gather themselves, whose optimizers are refused then."""
-    for parameter in group:
-        if not parameter.extended:
-            continue
-        whole, rows, rank = parameter.original, parameter.rows, ranks.world.rank
-        with torch.inference_mode(False):
-            if rows is None:
-                rows = cut(parameter, ranks.shard_rank, ranks.shard_size, device)
-            own = nn.Parameter(rows, requires_grad=whole.requires_grad)
-        # What the user noted on it, and not what it is made of.
-        known = vars(own)
-        known.update({key: value for key, value in vars(whole).items() if key not in known and key[:1] != "_"})
-        for hook in _torch_private.post_accumulate_grad_hooks(whole):
-            own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        named = [(whole, parameter.names[0])]
-        replaced_parameters.add(named, f"a {type(own).__name__} of this rank's rows", f"rank {rank}")
-        parameter.original, parameter.rows = own, None
-        for module, key in parameter.sites:
-            module._parameters[key] = own
 
 
 def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, ranks: UnitRanks, device: torch.device) -> torch.Tensor:

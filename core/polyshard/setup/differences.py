@@ -173,17 +173,10 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
             rows[-1].append(["over", unit.ranks.lists.label])
         if unit.forms:
             rows[-1].append(["lanes", *(nbytes for form in unit.forms for nbytes in form.lanes)])
-        # Not in the layout's order, which the next row compares.
-        title = f"{title}, by {plan.plugins.layout.label}"
         rows.append([title, *sorted(_parameter(parameter) for parameter in group)])
         if even:
             places = [
-                [
-                    parameter.names[0],
-                    slot.offset,
-                    f"dim {slot.dim}" if slot.dim else "rows" if slot.by_rows else "elements",
-                ]
-                for parameter, slot in zip(group, unit.layout.slots, strict=True)
+                [parameter.names[0], slot.offset] for parameter, slot in zip(group, unit.layout.slots, strict=True)
             ]
             rows.append([title, ["slices", *unit.layout.slices], ["places", *places]])
     return rows
@@ -192,6 +185,8 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
 def _parameter(parameter: ManagedParameter) -> list[Any]:
     original, part = parameter.original, parameter.part
     trained = "trained" if original.requires_grad else "frozen"
+    if parameter.dim:
+        trained += f", cut along dimension {parameter.dim}"
     if part is None:
         row = [*parameter.names, list(original.shape), list(original.stride()), str(original.dtype), trained]
         if parameter.packed is not None:

@@ -13,7 +13,7 @@ from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from ..planning.answers import place, plugin_name
 from ..planning.extensions import inner_tensors, insides_of, own_rows
 from ..planning.groups import PlannedRanks, UnitRanks
-from ..planning.layout import dense_stride, product, round_up
+from ..planning.layout import FlatLayout, dense_stride, product, round_up
 from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter, ModuleParameters
 from ..planning.units import PlannedModule, PlannedUnit
@@ -146,7 +146,7 @@ def materialize(
                 for unit, parameter in owner.placed_parameters:
                     _cut_extended(parameter, ranks_of(unit.ranks))
                 masters[owner.name] = [
-                    shard_in(flat, unit.layout, ranks_of(unit.ranks).shard_rank).clone() if unit.is_cut else flat
+                    _own_shard(flat, unit.layout, ranks_of(unit.ranks).shard_rank) if unit.is_cut else flat
                     for unit, flat in zip(owner.units, flats, strict=True)
                 ]
             else:
@@ -160,6 +160,12 @@ def materialize(
             if from_first:
                 _send_buffers(owner, ranks_of(owner.ranks), device)
     return masters
+
+
+def _own_shard(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
+    """The shard of ``rank`` in ``flat``, in memory of its own."""
+    shard = shard_in(flat, layout, rank)
+    return shard if layout.segments else shard.clone()
 
 
 def _send_parameters(

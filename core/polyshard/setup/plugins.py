@@ -28,7 +28,6 @@ from ..interfaces import (
 )
 from ..planning.answers import refuse_unable
 from ..planning.groups import group_of
-from ..planning.layout import NamedLayout
 from ..planning.meshes import WorldMesh, refuse_absent_mesh, world_mesh
 from ..planning.parts import is_dtensor
 from ..planning.plan import modules_in, parameters_to_shard
@@ -95,7 +94,6 @@ class ChosenPlugins:
     caster: PrecisionCaster
     offload: OffloadManager
     policy: WrapPolicy
-    layout: NamedLayout
     events: Events
     used: tuple[registry.Constructed[Any], ...]
     """All of them, the collectives first."""
@@ -195,7 +193,6 @@ def construct_plugins(
     precision = registry.resolve(Group.PRECISION, config.precision)
     offload = registry.resolve(Group.OFFLOAD, config.offload)
     policy = registry.resolve(Group.POLICIES, policy_choice(config.policy))
-    layout = registry.resolve(Group.LAYOUTS, config.layout)
     listeners = [registry.resolve(Group.PLUGINS, choice) for choice in config.listeners]
     refuse_unable(collectives, collectives.rank)
     refuse_unserved(constructed, context, collectives.world_size)
@@ -203,9 +200,8 @@ def construct_plugins(
     caster = registry.construct(precision, context)
     manager = registry.construct(offload, context)
     wraps = registry.construct(policy, context)
-    arranges = registry.construct(layout, context)
     watching = [registry.construct(plugin, watched) for plugin in listeners]
-    used: tuple[registry.Constructed[Any], ...] = (constructed, caster, manager, wraps, arranges, *watching)
+    used: tuple[registry.Constructed[Any], ...] = (constructed, caster, manager, wraps, *watching)
     chosen = constructed.resolved
     return ChosenPlugins(
         context,
@@ -213,7 +209,6 @@ def construct_plugins(
         caster.instance,
         manager.instance,
         wraps.instance,
-        NamedLayout(arranges.instance, layout.label),
         Events([(each.resolved.name, each.instance) for each in watching]),
         used,
         chosen.options if chosen.distribution else collectives,

@@ -32,7 +32,6 @@ from ..errors import (
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
 from ..planning.groups import FormedGroups, ModelRanks
-from ..planning.layout import NamedLayout
 from ..planning.meshes import UnitLists, refuse_overlap
 from ..planning.plan import (
     MODULE_STATE_ATTRIBUTE,
@@ -46,13 +45,14 @@ from ..planning.plan import (
 )
 from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units, reads_in_backward
 from ..planning.values import buffers_to_compare, values_to_compare
-from ..runtime.extended import unit_of
 from ..runtime.live_roots import live_roots
+from ..runtime.replaced import replaced_parameters
 from ..runtime.root import Root
 from .agree import Agreement, Report
 from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
 from .differences import kind_of, rows_of
 from .materialize import refuse_uninitializable
+from .optimizers import sites_of, take_over
 from .plugins import ChosenPlugins, choose_plugins
 
 _LOGGER = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ _COMPARED = (
     "sync_module_states",
 )
 #: The plugins that a policy may name for a unit.
-_OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout": Group.LAYOUTS}
+_OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD}
 #: Attribute under which a module that was sharded holds the plugins that serve it.
 _PLUGINS_ATTRIBUTE = "_polyshard_plugins"
 
@@ -89,6 +89,8 @@ def shard_module(request: Request) -> Root:
         _refuse_types(request)
         plugins = choose_plugins(request, agreement)
         plan = plan_shards(request, plugins)
+        optimizers = list(request.optimizers)
+        places = sites_of(request.module, optimizers, plugins.collectives.rank)
         _fill_in(report, plan, plugins, agreement)
     _log(plan, plugins)
     with ExitStack() as unfinished:
@@ -111,24 +113,24 @@ def shard_module(request: Request) -> Root:
             raise
         unfinished.pop_all()
     _remember_plugins(plan, plugins)
+    take_over(root, optimizers, places)
     return root
 
 
 def _refuse_types(request: Request) -> None:
     """Raise ConfigTypeError for arguments of ``shard()`` that are none."""
-    for name, given, wanted in (
-        ("ignored_modules", request.ignored_modules, nn.Module),
-        ("ignored_parameters", request.ignored_parameters, torch.Tensor),
+    found = "Give objects of the model, as model.get_{}(name) finds them."
+    for name, given, wanted, remedy in (
+        ("ignored_modules", request.ignored_modules, nn.Module, found.format("submodule")),
+        ("ignored_parameters", request.ignored_parameters, torch.Tensor, found.format("parameter")),
+        ("optimizers", request.optimizers, torch.optim.Optimizer, "Give what was made over model.parameters()."),
     ):
         listed: Any = given
         if isinstance(listed, nn.Module | torch.Tensor | str) or not isinstance(listed, Collection):
             raise ConfigTypeError(f"{name} is a {type(listed).__name__}, no collection. Write {name}=[...].")
         for each in listed:
             if not isinstance(each, wanted):
-                raise ConfigTypeError(
-                    f"{name} has {each!r}, which is no {wanted.__name__}. Give objects of the model, as "
-                    f"model.get_{'submodule' if wanted is nn.Module else 'parameter'}(name) finds them."
-                )
+                raise ConfigTypeError(f"{name} has {each!r}, which is no {wanted.__name__}. {remedy}")
     if request.initializer is not None and not callable(request.initializer):
         raise ConfigTypeError(f"initializer is {request.initializer!r}, which cannot be called. Give a function.")
 
@@ -191,7 +193,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     refuse_broken(module, "shard()")
     if not request.composes or any(MODULE_STATE_ATTRIBUTE in each.__dict__ for each in modules_called(module)):
         refuse_sharded(module, rank)
-    _refuse_pieces(module, parameters_to_shard(module, **ignored), rank)
+    _refuse_shared(module, parameters_to_shard(module, **ignored), rank)
     refuse_unshardable(module, rank=rank, extends=True, **ignored)
     refuse_unable(plugins.caster, rank)
     warn = partial(warn_once, rank=rank)
@@ -272,13 +274,9 @@ def _plan_units(
             for setting, group in _OVERRIDDEN.items()
             if setting in owner.overrides
         }
-        layout = plugins.layout
-        if "layout" in overrides:
-            layout = NamedLayout(overrides["layout"].instance, overrides["layout"].resolved.label)
         serving = ModulePlugins(
             overrides["precision"].instance if "precision" in overrides else plugins.caster,
             overrides["offload"].instance if "offload" in overrides else plugins.offload,
-            layout,
             overrides,
         )
         refuse_unable(serving.caster, rank)
@@ -300,7 +298,7 @@ def _plan_units(
         _refuse_overlaps(planned[-1], ranks)
     modules = decide_parking(planned, rank)
     for each in modules:
-        _refuse_beside_buffers(each, plugins.collectives, request.make_unit is unit_of)
+        _refuse_beside_buffers(each, plugins.collectives)
     return modules
 
 
@@ -315,7 +313,7 @@ def _refuse_packed_meta(owners: Sequence[ModuleParameters], rank: int) -> None:
             )
 
 
-def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives, native: bool) -> None:
+def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> None:
     """Raise where parameters that gather themselves, or compute as bytes, meet what needs them in a flat buffer; and
     where a part of that would be kept, whose memory is the backend's."""
     for unit, group in zip(module.units, module.groups, strict=True):
@@ -335,11 +333,6 @@ def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives, nati
             instead = "another precision"
         else:
             continue
-        if unit.forms and not native:
-            raise UnsupportedError(
-                f"What shows parameters in a dtype cannot have {where}. Shard with polyshard.shard, or choose another "
-                "precision."
-            )
         if unit.ranks.post_forward_size is not None:
             raise UnsupportedError(
                 f"reshard_after_forward={unit.ranks.post_forward_size} for {where}: it is gathered from the shards of "
@@ -433,25 +426,25 @@ def _log(plan: ShardPlan, plugins: ChosenPlugins) -> None:
         )
 
 
-def _refuse_pieces(module: nn.Module, named: Mapping[nn.Parameter, str], rank: int) -> None:
-    """Raise if a module that is not inside of this one has cut a parameter already: its piece would be cut again."""
-    for name, found in zip(named.values(), live_roots.find(list(named)), strict=True):
-        if found is None or found.slot is None:
+def _refuse_shared(module: nn.Module, named: Mapping[nn.Parameter, str], rank: int) -> None:
+    """Raise if another call has sharded a parameter of ``module`` already, or put another into its place."""
+    for (parameter, name), found in zip(named.items(), live_roots.find(list(named)), strict=True):
+        before = replaced_parameters.name_of(parameter) if found is None else found.name
+        if before is None:
             continue
-        holder = found.root.module_states[0].modules[0]
-        if any(inner is holder for inner in module.modules()):
-            # ``plan_modules`` refuses it.
-            continue
-        there = f"'{found.unit.parameters[found.slot].names[0]}' of {type(holder).__name__}"
-        if module in set(holder.modules()):
-            where = f"{there}, which contains this module"
+        holder = None if found is None else found.root.module_states[0].modules[0]
+        if holder is not None and module in set(holder.modules()):
+            where = f"of {type(holder).__name__}, which contains this module"
             instead = "Leave this call out, or compose the model from the inside out with fully_shard"
         else:
-            where = f"{there}, which shares it"
-            instead = "Shard neither by itself: call polyshard.shard or fully_shard on the module that contains both"
+            where = "of a module that shares it"
+            instead = (
+                "Shard neither by itself: call polyshard.shard or fully_shard on the module that contains both, or "
+                "give both as one list to a fully_shard that takes lists"
+            )
         raise AlreadyShardedError(
-            f"Parameter '{name}' of this {type(module).__name__} is sharded already, as {where} (rank {rank}). "
-            f"{instead}."
+            f"Parameter '{name}' of this {type(module).__name__} is sharded already, as '{before}' {where} (rank "
+            f"{rank}). {instead}."
         )
 
 

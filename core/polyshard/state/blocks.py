@@ -4,7 +4,7 @@
 A piece that is made of whole blocks of its parameter has a range of the whole parameter's scales. Codes and scales are
 then saved as parts of the whole's, which any other number of ranks takes over, and so does one process. Other pieces
 count blocks from a place inside of the whole's: their scales are saved by themselves, under a name that says which
-elements they are of (``absmax1[1044:2088]``), and only a rank with the same piece takes them.
+elements they are of (``exp_avg:scale[1024:2048]``), and only a rank with the same piece takes them.
 
 Ranks may have pieces of one parameter in different forms: those of few elements are in full precision. No rank knows
 that of another. A checkpoint writes such tensors piece by piece, too, since rank 0 sees what all have.
@@ -27,7 +27,6 @@ from .source import Entry, Source, opening, problem_with
 
 #: What ``label_of`` gives.
 _LABEL = re.compile(r"\[[\d:,;]*\]$")
-_LAYOUT = "layout={'name': 'blocks', 'size': 4096}"
 
 
 def entry_of(
@@ -184,16 +183,15 @@ class SavedBlocks:
         if "" in self._forms[stem]:
             return (
                 f"{opening(self._source)} has {what} in blocks of {self._blocks.size} elements, and this rank's piece, "
-                f"{self._label}, is not made of whole ones {self._where}. Shard with {_LAYOUT}, or as the model was "
-                "sharded at the save."
+                f"{self._label}, is not made of whole ones {self._where}. Load it at a number of ranks that gives each "
+                "whole blocks, as the one that saved it, or load without the optimizer."
             )
         saved = ", ".join(sorted(self._forms[stem])[:4])
         return (
             f"{opening(self._source)} has {what} for the pieces {saved}, and not for this rank's, {self._label} "
             f"{self._where}: ranks cut it inside of blocks of {self._blocks.size} elements, had pieces too small for "
-            "blocks, or tensor parallelism cut its columns. Load it at the number of ranks, and with the layout and "
-            f"strategy, that saved it. What is trained with {_LAYOUT} resumes at any number of ranks, but for such "
-            "columns."
+            "blocks, or tensor parallelism cut its columns. Load it at the number of ranks, and with the strategy, "
+            "that saved it."
         )
 
     def _key(self, stem: str) -> str | None:

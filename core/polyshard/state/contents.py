@@ -22,7 +22,6 @@ from ..inspect import (
     local_of,
     placed_as,
     savable_model,
-    state_dicts_of_pieces,
     taken_apart,
 )
 from .blocks import entry_of
@@ -92,7 +91,7 @@ class Joint:
 
     def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """What its optimizer has for ``parameter``: of a ``DTensor``, this rank's elements."""
-        found: Mapping[str, Any] = self._optimizer_of[parameter].state.get(parameter, {})
+        found = self.given_state_of(parameter)
         local: torch.Tensor = parameter
         if is_dtensor(parameter):
             local = local_of(parameter)
@@ -101,6 +100,11 @@ class Joint:
         if kind in (nn.Parameter, torch.Tensor):
             return found
         return {key: _plain_inside(value) if type(value) is kind else value for key, value in found.items()}
+
+    def given_state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """What its optimizer has for ``parameter``, as it is."""
+        found: Mapping[str, Any] = self._optimizer_of[parameter].state.get(parameter, {})
+        return found
 
     def blocks_of(self, parameter: nn.Parameter) -> Blocks | None:
         """How its optimizer divides ``parameter``; None where it treats all elements alike."""
@@ -120,14 +124,19 @@ class Joint:
         """Whether of ranks with copies of ``parameter`` one alone may have its state."""
         return hasattr(self._optimizer_of[parameter], "drop_outdated_state")
 
-    def replace_state(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
-        """Let its optimizer have ``state`` for ``parameter``; None or nothing in it for none."""
+    def replace_state(self, parameter: nn.Parameter, state: dict[str, Any] | None, numbers: Collection[str]) -> None:
+        """Let its optimizer have ``state`` for ``parameter``; None or nothing in it for none.
+
+        ``numbers``: what in it is one number for each parameter, a scalar one too.
+        """
         if state and is_dtensor(parameter):
-            # What has this rank's elements.
-            shape = local_of(parameter).shape
+            # What has this rank's elements, or all of something.
+            placed: Any = parameter
+            shape, is_whole = local_of(parameter).shape, all(each.is_replicate() for each in placed.placements)
             state = {
                 key: placed_as(parameter, each)
-                if isinstance(each, torch.Tensor) and each.ndim and each.shape == shape
+                if isinstance(each, torch.Tensor)
+                and ((each.shape == shape and key not in numbers) or (is_whole and each.ndim))
                 else each
                 for key, each in state.items()
             }
@@ -200,8 +209,7 @@ def packed_entries(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     names = {name for unit in sharded.units if unit.packed for each in unit.parameters for name in each.names}
     if not names:
         return {}
-    with state_dicts_of_pieces():
-        state = sharded.module.state_dict()
+    state = sharded.module.state_dict()
     return {
         name: value.detach()
         for name, value in state.items()
@@ -345,8 +353,7 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 def saved_names(module: nn.Module) -> Collection[str]:
     """All names of parameters and persistent buffers."""
-    with state_dicts_of_pieces():
-        return module.state_dict().keys()
+    return module.state_dict().keys()
 
 
 def _entries(

@@ -155,7 +155,7 @@ def _require_whole(everyone: Sequence[tuple[_Specs, Any, Mapping[tuple[str, str]
             raise ConfigError(
                 f"The optimizer's state of '{name}' is in blocks, of which ranks cut some, or have pieces too small "
                 f"for them (rank {rank}): there is no state of the whole. Save it by polyshard.checkpoint, for the "
-                "same number of ranks; or shard with layout={'name': 'blocks', 'size': 4096}."
+                "same number of ranks."
             )
 
 

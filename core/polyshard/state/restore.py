@@ -232,7 +232,7 @@ class _OptimizerRestore:
             if found is not None and like is not None:
                 shape = (local_of(parameter) if is_dtensor(parameter) else parameter).shape
                 found = put_together(found, like, shape)
-            self._optimizer.replace_state(parameter, found)
+            self._optimizer.replace_state(parameter, found, self._numbers)
         for group, settings in zip(self._optimizer.groups, self._settings, strict=True):
             for name, value in settings.items():
                 current = group.get(name)

@@ -278,14 +278,10 @@ def holdings(model: ShardedModel, groups: Sequence[Mapping[str, Any]]) -> dict[n
     known = {id(each): Holding(each, (name,)) for name, each in model.module.named_parameters()}
     for unit in model.units:
         found = unit.parameters
-        for each in found:
-            known[id(each.tensor)] = Holding(each.tensor, (each.name,), (each,))
-        if len(unit.tensors) == len(found):
-            # The user's own objects may be DTensors over the same memory.
-            known.update({id(tensor): known[id(each.tensor)] for tensor, each in zip(unit.tensors, found, strict=True)})
-        flat = unit.flat_parameter
-        if flat is not None:
-            known[id(flat)] = Holding(flat, tuple(each.name for each in found), found, unit.name)
+        known.update({id(each.shown): Holding(each.tensor, (each.name,), (each,)) for each in found})
+        flat, local = unit.flat_parameter, unit.flat_local
+        if flat is not None and local is not None:
+            known[id(flat)] = Holding(local, tuple(each.name for each in found), found, unit.name)
     held: dict[nn.Parameter, Holding] = {}
     taken: set[str] = set()
     for index, group in enumerate(groups):

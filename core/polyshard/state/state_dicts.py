@@ -6,23 +6,19 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError, StateError, UnsupportedError
-from ..inspect import ShardedModel, as_dtensor, is_dtensor, placed_as, placement, savable_model, savable_part
+from ..errors import ConfigError, StateError
+from ..inspect import ShardedModel, is_dtensor, savable_model, savable_part
 from .contents import Joint, Optimizers, frozen_names, in_order, model_state, names_within, optimizer_state
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
 from .restore import Restore, Unmatched
-from .sharded import Holding, holdings, parameters_of
+from .sharded import holdings, parameters_of
 from .source import StateDictSource
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -33,8 +29,7 @@ class StateForm(enum.Enum):
     SHARDED = "sharded"
     """A ``CheckpointTensor`` over this rank's memory, of the whole tensor's shape: nothing is copied or sent."""
     DTENSOR = "dtensor"
-    """A ``DTensor`` over this rank's memory where the layout allows it (see ``polyshard.as_dtensor``), a
-    ``CheckpointTensor`` elsewhere."""
+    """A ``DTensor`` over this rank's memory, as the parameters are."""
     FULL = "full"
     """A whole tensor in host memory, on every rank."""
     FULL_ON_RANK_0 = "full_on_rank_0"
@@ -126,9 +121,9 @@ def get_optimizer_state_dict(
     """The optimizer's state by parameter name, in the asked form: ``{"state": ..., "param_groups": [...]}``.
 
     The form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; several optimizers appear as one.
-    Tensors of a parameter's shape are in the form that its model's state dict has, others as they are. A rank without
-    an element of a parameter has no state of it. State that an optimizer has not made yet is not there: see
-    ``init_optimizer_state``.
+    Tensors of a parameter's shape are in the form that its model's state dict has, others as they are. In the sharded
+    form a rank without an element of a parameter has no state of it. State that an optimizer has not made yet is not
+    there: see ``init_optimizer_state``.
 
     Raises:
         StateError, UnsupportedError, CollectiveError: as ``get_model_state_dict``.
@@ -146,15 +141,10 @@ def get_optimizer_state_dict(
         return full_optimizer_state(sharded, joint, own, receives=receives)
     state = optimizer_state(model, optimizer)
     if options.form is StateForm.DTENSOR:
-        parameters = _parameters_as_dtensors(sharded)
         for parameter, holding in holdings(sharded, joint.groups).items():
-            like = parameters.get(holding.names[0])
-            if like is None or holding.unit is not None:
-                continue
-            for key, value in joint.state_of(parameter).items():
-                shown = _state_like(like, holding, value)
-                if shown is not None:
-                    state["state"][holding.names[0]][key] = shown
+            given = joint.given_state_of(parameter) if holding.unit is None else {}
+            if is_dtensor(parameter) and given:
+                state["state"][holding.names[0]] = dict(given)
     return state
 
 
@@ -230,33 +220,13 @@ def init_optimizer_state(model: nn.Module, optimizer: Optimizers) -> None:
             _make_state(each, sharded.rank)
 
 
-def _parameters_as_dtensors(sharded: ShardedModel) -> dict[str, DTensor]:
-    """The parameters that can be, by name. Every rank calls it, in the same order."""
-    found: dict[str, DTensor] = {}
-    for each in parameters_of(sharded):
-        if type(each.tensor) is not nn.Parameter and not is_dtensor(each.tensor):
-            # Of a class of its own: saved as the tensors inside of it.
-            continue
-        try:
-            found[each.name] = as_dtensor(each.tensor)
-        except UnsupportedError:
-            continue
-    return found
-
-
-def _state_like(parameter: DTensor, holding: Holding, value: object) -> DTensor | None:
-    """The optimizer's state ``value`` of a parameter that ``parameter`` shows, in the same form; None where it cannot.
-
-    Ranks without an element of a parameter have no state of it, and a DTensor must be there on every rank.
-    """
-    if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape != holding.parameter.shape:
-        return None
-    if type(value) not in (torch.Tensor, nn.Parameter):
-        # Saved as the tensors that it is made of.
-        return None
-    if any(stop == start for start, stop in placement(holding.parameter).pieces):
-        return None
-    return placed_as(parameter, value.detach())
+def _parameters_as_dtensors(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """By name, but for those of a class of their own, which are saved as the tensors inside of them."""
+    return {
+        each.name: each.shown.detach()
+        for each in parameters_of(sharded)
+        if type(each.tensor) is nn.Parameter and is_dtensor(each.shown)
+    }
 
 
 def _make_state(optimizer: torch.optim.Optimizer, rank: int) -> None:

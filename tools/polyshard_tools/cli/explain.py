@@ -29,7 +29,7 @@ from .shared import (
 )
 
 #: Groups whose plugins can be constructed anywhere, to see whether their options are right.
-_CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
+_CHOOSE = (Group.POLICIES, Group.PRECISION)
 
 
 def explain_model(arguments: argparse.Namespace) -> int:
@@ -110,7 +110,7 @@ def _unit_rows(explanation: Explanation, *, unfolded: bool) -> list[tuple[str, .
 
 _HEADER = (
     *("class", "parameters", "elements", "padding", "each rank", "master", "compute", "wire", "reduce", "grad"),
-    *("layout", "chosen since", "frozen", "gathered as", "over", "overrides"),
+    *("chosen since", "frozen", "gathered as", "over", "overrides"),
 )
 #: How many columns of the table are there in any case.
 _ALWAYS = 1 + _HEADER.index("frozen")
@@ -123,7 +123,6 @@ def _cells(unit: ExplainedUnit) -> tuple[str, ...]:
         unit.module_class,
         *(f"{number:,}" for number in numbers),
         *(str(dtype).removeprefix("torch.") for dtype in dtypes),
-        unit.layout,
         unit.reason,
         "" if unit.trained else "frozen",
         f"{unit.gather_nbytes:,} bytes encoded" if unit.encoded else "",

@@ -29,7 +29,7 @@ OPTIMIZERS = ("adamw", "adamw-foreach", "sgd", "none")
 ORDERS, GATHERS = ("gpipe", "1f1b", "interleaved_1f1b"), ("schedule", "microbatch")
 SIZES, ROUNDS = "1 MiB,4 MiB,16 MiB,64 MiB,256 MiB", 10
 #: As ``polyshard_tools.scaffold`` has them.
-KINDS = ("collectives", "precision", "offload", "policy", "layout", "listener")
+KINDS = ("collectives", "precision", "offload", "policy", "listener")
 #: As ``polyshard_tools.doctor`` has it.
 LIMIT_S = 120.0
 

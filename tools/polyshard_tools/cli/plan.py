@@ -179,7 +179,7 @@ def _print(found: Plan) -> None:
         print()
         named = any(row.over for row in found.wire)
         rows: list[tuple[str, ...]] = [
-            ("collective", *["over"] * named, "ranks", "launches", "units", f"{unit} received")
+            ("collective", *["over"] * named, "ranks", "launches", "collectives", f"{unit} received")
         ]
         for row in found.wire:
             group = (row.over or "-",) if named else ()

@@ -105,7 +105,7 @@ def _check(arguments: argparse.Namespace) -> int:
     _check_options(resolved)
     if arguments.model and group is not Group.POLICIES:
         raise ConfigError(f"--model is for policies; a plugin of {group.value} is tested without one of yours")
-    devices = _devices(group)
+    devices = _devices()
     tests = _tests(
         group,
         f"{resolved.distribution}:{resolved.name}",
@@ -210,11 +210,10 @@ def _attributes(group: Group, text: str) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def _devices(group: Group) -> tuple[str, ...]:
+def _devices() -> tuple[str, ...]:
     import torch
 
-    # A layout is arithmetic.
-    return ("cpu", "cuda") if torch.cuda.is_available() and group is not Group.LAYOUTS else ("cpu",)
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def _print_unusable(arguments: argparse.Namespace, plugin: dict[str, str], state: str, error: str) -> int:

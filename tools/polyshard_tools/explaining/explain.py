@@ -29,7 +29,6 @@ from polyshard.events import Events
 from polyshard.interfaces import MOST_RANKS, Group, PluginContext, UnitPlan, WrapPolicy
 from polyshard.planning.answers import refuse_unable
 from polyshard.planning.groups import ModelRanks, group_of
-from polyshard.planning.layout import NamedLayout
 from polyshard.planning.units import PlannedModule, PlannedUnit
 from polyshard.registry.make import option_parameters
 from polyshard.setup.build import Request
@@ -99,7 +98,7 @@ def explain(
         setting: workbench.construct(group, _choice(config, setting), context)
         for setting, group in GROUP_OF_SETTING.items()
     }
-    collectives, layout = made["collectives"], made["layout"]
+    collectives = made["collectives"]
     if not collectives.absent:
         refuse_unable(collectives.instance, 0)
         refuse_unserved(collectives, context, world_size)
@@ -111,7 +110,6 @@ def explain(
         made["precision"].instance,
         made["offload"].instance,
         policy,
-        NamedLayout(layout.instance, layout.resolved.label),
         Events([]),
         tuple(made.values()),
         collectives.instance,
@@ -123,10 +121,8 @@ def explain(
     by_policy = Source(Origin.CODE, "the policy")
     units: list[ExplainedUnit] = []
     for each in planned:
-        own = each.plugins.overrides.get("layout")
-        arranged_by = (layout if own is None else own).resolved.name
         reason = _reason(each, policy, model)
-        units += [_unit(each, unit, arranged_by, reason) for unit in each.units]
+        units += [_unit(each, unit, reason) for unit in each.units]
     return Explanation(
         model=type(model).__name__,
         world_size=world_size,
@@ -334,7 +330,7 @@ class StoodInPlugins(ChosenPlugins):
         return self.workbench.construct(group, choice, self.context)
 
 
-def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) -> ExplainedUnit:
+def _unit(module: PlannedModule, unit: PlannedUnit, reason: str) -> ExplainedUnit:
     spec, flat, dtypes = unit.spec, unit.layout, unit.dtypes
     elements = sum(slot.numel for slot in flat.slots)
     gather_nbytes = 0 if flat.world_size == 1 else unit.gathered_nbytes_per_rank
@@ -343,7 +339,7 @@ def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) ->
         name=spec.label,
         module_class=type(module.module).__name__,
         parameters=tuple(
-            ExplainedParameter(name, slot.shape, slot.offset, slot.by_rows)
+            ExplainedParameter(name, slot.shape, slot.offset, slot.dim)
             for name, slot in zip(spec.parameter_names, flat.slots, strict=True)
         ),
         elements=elements,
@@ -357,7 +353,6 @@ def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) ->
         grad=dtypes.grad,
         gather_nbytes=gather_nbytes,
         encoded=unit.wire is not None or bool(unit.forms),
-        layout=layout,
         overrides=dict(module.overrides),
         reason=reason,
         ranks=spec.ranks,

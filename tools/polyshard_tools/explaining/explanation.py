@@ -64,8 +64,8 @@ class ExplainedParameter:
     shape: tuple[int, ...]
     offset: int
     """Its first element in the unit's buffer."""
-    by_rows: bool
-    """Whether ranks cut it between rows of dimension 0 only."""
+    dim: int
+    """The dimension along which ranks cut it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,6 @@ class ExplainedUnit:
     """Bytes that each rank sends when the unit is gathered; 0 where it is not cut."""
     encoded: bool
     """Whether a gather carries something else than the compute dtype."""
-    layout: str
-    """Name of the plugin that arranged it."""
     overrides: Mapping[str, Any]
     """Settings that the policy gave to it alone."""
     reason: str

@@ -163,10 +163,10 @@ def _sizes(row: Row) -> str:
 
 
 def _ways(row: Row) -> str:
-    """How the units are gathered and arranged, and what they have of their own."""
+    """How the units are gathered, and what they have of their own."""
     unit = row.first
     words = [f"{row.together} units a gather" if row.together > 1 else "a gather by itself" if row.together else ""]
-    words += [f"layout {unit.layout}", "" if unit.trained else "frozen"]
+    words += ["" if unit.trained else "frozen"]
     words += [f"{name} of its own" for name in unit.overrides]
     return ", ".join(filter(None, words))
 
@@ -201,7 +201,7 @@ def _whole_nbytes(unit: ExplainedUnit) -> int:
 
 def _likeness(unit: ExplainedUnit) -> Hashable:
     """Equal for units of which the picture says the same."""
-    sizes = unit.elements, unit.shard_elements, unit.gather_nbytes, unit.encoded, unit.trained, unit.layout
+    sizes = unit.elements, unit.shard_elements, unit.gather_nbytes, unit.encoded, unit.trained
     return unit.module_class, _parameters(unit), *sizes, unit.master, unit.compute, *unit.overrides, *_group_of(unit)
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from polyshard.inspect import Stream
+from polyshard.inspect import Stream, is_dtensor, local_of
 
 
 class Operation(enum.Enum):
@@ -246,6 +246,11 @@ class MemoryTimeline:
         return max(self.moments, key=lambda moment: moment.total)
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it, in its memory."""
+    return local_of(tensor) if is_dtensor(tensor) else tensor
+
+
 @dataclass(slots=True)
 class Ledger:
     """Storages that are alive, and all that came and went since ``restart``."""
@@ -260,7 +265,7 @@ class Ledger:
 
     def see(self, tensors: Iterable[torch.Tensor], kind: Kind | None = None) -> None:
         """Note the storages of ``tensors``; ``kind``: None for the one of the current stream and part."""
-        for tensor in tensors:
+        for tensor in map(own_part, tensors):
             if not tensor.is_meta:
                 continue
             storage = tensor.untyped_storage()
@@ -272,7 +277,7 @@ class Ledger:
 
     def name(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Say what storages that are known are for; others are left alone."""
-        self.see((tensor for tensor in tensors if id(tensor.untyped_storage()) in self._held), kind)
+        self.see((each for each in map(own_part, tensors) if id(each.untyped_storage()) in self._held), kind)
 
     def look_again(self) -> None:
         """Note which of the buffers that are resized changed their sizes.

@@ -32,6 +32,7 @@ from polyshard.interfaces import (
     Work,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ._torch_private import TorchDispatchMode, tree_leaves
 from .kernels import fused_as_on_cuda, note_operation
@@ -252,6 +253,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = ledger
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            # What a DTensor makes of it is seen in its place: operations on this rank's part.
+            return NotImplemented
         kwargs = kwargs or {}
         self.ledger.look_again()
         out = func(*args, **kwargs)

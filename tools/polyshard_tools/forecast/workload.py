@@ -14,7 +14,7 @@ from polyshard.errors import ConfigError
 from torch import nn
 
 from ._torch_private import tree_map
-from .recording import Bound, Kind, Ledger, StepRecorder
+from .recording import Bound, Kind, Ledger, StepRecorder, own_part
 
 _SHAPE = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]\w*)\[(?P<sizes>[\d, ]*)\]$")
 
@@ -111,7 +111,7 @@ _TOGETHER = 32
 
 
 class OptimizerModel:
-    """An optimizer of the parameters' pieces."""
+    """An optimizer of the model's parameters."""
 
     def standing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Bytes of its state that no tensor on the meta device stands for."""
@@ -140,10 +140,12 @@ class FusedAdamW(OptimizerModel):
     states: int = 2
 
     def standing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        return self.states * sum(parameter.nbytes for parameter in parameters)
+        return self.states * sum(own_part(parameter).nbytes for parameter in parameters)
 
     def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
-        given = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        given = [
+            (own_part(parameter), own_part(parameter.grad)) for parameter in parameters if parameter.grad is not None
+        ]
         # Master and states are read and written, gradients read.
         nbytes = sum(parameter.nbytes * (2 + 2 * self.states) + gradient.nbytes for parameter, gradient in given)
         launches = -(-len(given) // _TOGETHER)
@@ -152,7 +154,7 @@ class FusedAdamW(OptimizerModel):
 
 
 class RunOptimizer(OptimizerModel):
-    """Any optimizer, made by ``factory`` of the pieces and run on the meta device: what it allocates is seen."""
+    """Any optimizer, made by ``factory`` of the parameters and run on the meta device: what it allocates is seen."""
 
     def __init__(self, factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer], label: str) -> None:
         self._factory = factory
@@ -162,12 +164,13 @@ class RunOptimizer(OptimizerModel):
     def state_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         states = {} if self._optimizer is None else self._optimizer.state
         held = [value for each in parameters for value in states.get(each, {}).values()]
-        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor) and value.is_meta)
+        parts = (own_part(value) for value in held if isinstance(value, torch.Tensor))
+        return sum(part.nbytes for part in parts if part.is_meta)
 
     def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         try:
             if self._optimizer is None:
-                self._optimizer = self._factory([each for each in parameters if each.numel()])
+                self._optimizer = self._factory(list(parameters))
             self._optimizer.step()
         except Exception as error:
             raise ConfigError(

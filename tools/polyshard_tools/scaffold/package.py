@@ -39,15 +39,13 @@ class Kind(enum.Enum):
     """Parks shards between uses."""
     POLICY = "policy"
     """Chooses which modules become units."""
-    LAYOUT = "layout"
-    """Chooses where in its unit each parameter lies."""
     LISTENER = "listener"
     """Watches."""
 
     @property
     def group(self) -> Group:
         """The entry-point group whose plugins are of this kind."""
-        names = {Kind.POLICY: Group.POLICIES, Kind.LAYOUT: Group.LAYOUTS, Kind.LISTENER: Group.PLUGINS}
+        names = {Kind.POLICY: Group.POLICIES, Kind.LISTENER: Group.PLUGINS}
         return names.get(self) or Group[self.name]
 
     def setting(self, name: str) -> str:

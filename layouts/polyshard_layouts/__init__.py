@@ -1,1 +1,0 @@
-"""The layouts that come with polyshard."""
