@@ -37,7 +37,7 @@ WIDTH = 16
 PARAMETER_COUNTS = (1, 9, 27)
 DIRECTIONS = ("forward", "backward")
 #: The drop-in, and the same with an optimizer over plain parameters.
-DROP_IN, LOCAL = "drop-in", "drop-in, local_parameters"
+DROP_IN, FLAT = "drop-in", "drop-in, flat_parameters"
 #: Largest accepted polyshard / FSDP2.
 TARGETS = {
     "forward at 9": 0.32,
@@ -46,7 +46,7 @@ TARGETS = {
     "wrap": 0.3,
     "beside TP": 0.5,
     DROP_IN: 0.8,
-    LOCAL: 0.5,
+    FLAT: 0.5,
 }
 
 
@@ -174,7 +174,7 @@ def time_steps(
     peers: dict[Any, nn.Module], x: torch.Tensor, gradient: torch.Tensor, settings: Settings
 ) -> dict[Any, dict[str, list[float]]]:
     """Microseconds a unit, the median of each round's steps: peer -> direction -> one value a round."""
-    cleared = {peer: polyshard.local_parameters(model) for peer, model in peers.items() if peer == LOCAL}
+    cleared = {peer: polyshard.flat_parameters(model) for peer, model in peers.items() if peer == FLAT}
     for peer, model in peers.items():
         for _ in range(settings.warmup):
             step(model, x, gradient, cleared.get(peer))
@@ -229,17 +229,17 @@ def beside_tensor_parallelism(settings: Settings) -> dict[str, Any]:
 
 
 def of_the_drop_in(mesh: DeviceMesh, settings: Settings) -> dict[str, Any]:
-    """Own microseconds a unit of the drop-in, with DTensors and with ``local_parameters``: precision -> count."""
+    """Own microseconds a unit of the drop-in, with DTensors and with ``flat_parameters``: precision -> count."""
     found: dict[str, Any] = {}
     for precision in PRECISIONS:
         found[precision.name] = {}
         for count in PARAMETER_COUNTS:
             peers: dict[str, nn.Module] = {
                 name: nn.Sequential(*(Chain(count) for _ in range(settings.units)))
-                for name in ("plain", DROP_IN, LOCAL, "fsdp2")
+                for name in ("plain", DROP_IN, FLAT, "fsdp2")
             }
             peers["plain"].to(precision.plain)
-            for name in (DROP_IN, LOCAL):
+            for name in (DROP_IN, FLAT):
                 wrap_with(polyshard_fsdp2.fully_shard, peers[name], mesh, precision.fsdp2)
             wrap_fsdp2(peers["fsdp2"], mesh, precision.fsdp2)
             x = torch.rand(WIDTH, WIDTH, dtype=precision.plain) + 0.5
@@ -249,11 +249,11 @@ def of_the_drop_in(mesh: DeviceMesh, settings: Settings) -> dict[str, Any]:
 
 def optimizer_steps(mesh: DeviceMesh, settings: Settings) -> dict[str, Any]:
     """Microseconds of one step of fused AdamW over 64 blocks of nine parameters."""
-    peers = {name: nn.Sequential(*(Chain(9) for _ in range(64))) for name in (DROP_IN, LOCAL, "fsdp2")}
+    peers = {name: nn.Sequential(*(Chain(9) for _ in range(64))) for name in (DROP_IN, FLAT, "fsdp2")}
     optimizers: dict[str, torch.optim.Optimizer] = {}
     for name, model in peers.items():
         wrap_with(fully_shard if name == "fsdp2" else polyshard_fsdp2.fully_shard, model, mesh, MixedPrecisionPolicy())
-        parameters = polyshard.local_parameters(model) if name == LOCAL else list(model.parameters())
+        parameters = polyshard.flat_parameters(model) if name == FLAT else list(model.parameters())
         optimizers[name] = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
         model(torch.ones(WIDTH, WIDTH)).sum().backward()
     times: dict[str, list[float]] = {name: [] for name in peers}
@@ -437,7 +437,7 @@ def table(report: dict[str, Any]) -> str:
     lines += ["", "beside tensor parallelism over 2 ranks, own µs a unit of 4 DTensor parameters"]
     lines += _rows(report["tensor_parallel"], "polyshard", "", TARGETS["beside TP"])
     for name, of_counts in report["drop_in"].items():
-        for peer in (DROP_IN, LOCAL):
+        for peer in (DROP_IN, FLAT):
             lines += ["", f"{peer}, {name}: own µs a unit"]
             for count, result in of_counts.items():
                 lines += _rows(result, peer, f", k={count}", TARGETS[peer])

@@ -54,7 +54,8 @@ class SymmetricCollectives(NcclCollectives):
     Args:
         context: as for ``nccl``.
         smallest_mib: MiB of a whole unit from which on its gathers and reductions are copies. In a captured step, where
-            the host issues none of them, fewer are worth it: 8.
+            the host issues none of them, fewer are worth it: 8. Reductions of units of several parameters up to 64 MiB
+            are one exchange by NCCL all the same.
         reductions: whether reductions are; their inputs then stay in this memory, and serve nothing else.
         reserve_mib: MiB of a first segment that is divided among buffers; 0 for one segment a buffer. Give all
             that is gathered at once where the warning says that segments do not lie alike on all ranks.

@@ -256,12 +256,6 @@ def captured_without_nccl(rank: int) -> str:
     """How a bf16 step runs that was captured while NCCL gathered and exchanged nothing."""
     device = settle_on_device(rank)
     torch.manual_seed(0)
-    model = sharded(Net().to(device), precision="bf16", collectives=SYMMETRIC, batch_nbytes=0)
-    optimizer = adamw(model.parameters(), device)
-    step = CapturedStep(model, optimizer, stepping(model, optimizer))
-    ids = batch(0).chunk(WORLD_SIZE)[rank].to(device)
-    for _ in range(3):
-        step(ids)
 
     def unless_capturing(usual: Callable[..., T]) -> Callable[..., T]:
         def asked(*args: Any) -> T:
@@ -273,6 +267,12 @@ def captured_without_nccl(rank: int) -> str:
     with pytest.MonkeyPatch.context() as patched:
         # Small units would go side by side, through NCCL.
         patched.setattr(thresholds, "SIDE_BY_SIDE_NBYTES", 0)
+        model = sharded(Net().to(device), precision="bf16", collectives=SYMMETRIC, batch_nbytes=0)
+        optimizer = adamw(model.parameters(), device)
+        step = CapturedStep(model, optimizer, stepping(model, optimizer))
+        ids = batch(0).chunk(WORLD_SIZE)[rank].to(device)
+        for _ in range(3):
+            step(ids)
         # Ranks agree before the capture, by gathers of NCCL.
         for name in ("all_gather", "all_gather_many", "_exchange", "_exchange_many"):
             patched.setattr(NcclCollectives, name, unless_capturing(getattr(NcclCollectives, name)))
