@@ -23,6 +23,15 @@ StreamKey = tuple[int, int, int]
 foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
 
 
+def settle_device_guard() -> None:
+    """Let threads plan operations over ``DTensor`` at once.
+
+    The first plan puts another guard of CUDA devices in place, where torch was built for CUDA and there is none. Two
+    threads that do so at once crashed. Torch does it by this private function alone. (torch 2.11)
+    """
+    torch._C._ensureCUDADeviceGuardSet()
+
+
 def groups_of_this_rank() -> int:
     """The number of process groups that this rank is in.
 

@@ -22,6 +22,8 @@ from polyshard.errors import (
     WorldSizeError,
 )
 
+from . import _torch_private
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -93,6 +95,7 @@ class ThreadedWorld:
             raise WorldSizeError(f"a threaded world of {world_size} ranks does not exist; give at least 1")
         if timeout <= 0:
             raise ConfigError(f"a threaded world cannot wait for {timeout} seconds; give a positive timeout")
+        _torch_private.settle_device_guard()
         self.world_size = world_size
         self.timeout = timeout
         self.lock = threading.RLock()

@@ -44,10 +44,6 @@ class WithoutExchanges(CollectivesDecorator):
         raise AssertionError("nobody may call it")
 
 
-#: Torch 2.11 built for CUDA and without a device exchanges the guard of devices while threads use it.
-IN_THREADS = pytest.mark.skipif(torch.__version__ < (2, 13), reason="DTensor is not safe in threads")
-
-
 def on_ranks(use: Callable[[Collectives, int], Any], around: Callable[[Collectives], Collectives]) -> list[Any]:
     def one(rank: int, world: ThreadedWorld) -> Any:
         return use(around(ThreadedCollectives(CPU, world, rank)), rank)
@@ -60,7 +56,6 @@ def placed(mesh: Any, dim: int = 0) -> DTensor:
     return distribute_tensor(WHOLE, mesh, [Shard(dim)], src_data_rank=None)
 
 
-@IN_THREADS
 @pytest.mark.parametrize("around", [lambda each: each, WithoutExchanges], ids=["threads", "a stranger's"])
 def test_a_dtensor_computes_over_them_as_the_whole_does(around: Callable[[Collectives], Collectives]) -> None:
     def use(collectives: Collectives, rank: int) -> None:
@@ -93,7 +88,6 @@ def test_a_dtensor_computes_over_them_as_the_whole_does(around: Callable[[Collec
     on_ranks(use, around)
 
 
-@IN_THREADS
 def test_torchs_functions_treat_it_as_an_unsharded_parameter() -> None:
     reference = nn.Parameter(WHOLE.clone())
 
