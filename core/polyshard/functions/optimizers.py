@@ -50,10 +50,13 @@ class OptimizerCheck:
         if self._passed.get(optimizer) != len(optimizer.param_groups):
             self._look_at(optimizer)
         make_scales_readable(optimizer)
+        units = [unit for held in self._units.get(optimizer, ()) if (unit := held()) is not None]
+        # Of its own models alone: ranks may be threads, and each is to be told.
+        for step in {unit.step for unit in units}:
+            if isinstance(step, Root):
+                step.refuse_unseen_gradients()
         for reference in self._live.references:
             root = reference()
-            if root is not None:
-                root.refuse_unseen_gradients()
             if root is not None and root.unfilled:
                 self._refuse_unfilled(optimizer)
             if root is not None and root.active is not None and root.runs_here:
@@ -61,10 +64,8 @@ class OptimizerCheck:
             if root is not None and root.awaits_optimizer:
                 # A closure's backward is still to come.
                 self._prepare(optimizer, root, reduced=len(args) == 1 and kwargs.get("closure") is None)
-        for held in self._units.get(optimizer, ()):
-            unit = held()
-            if unit is not None:
-                unit.steps += 1
+        for unit in units:
+            unit.steps += 1
 
     def _refuse_unfilled(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for a flat parameter that is about to update parameters of which no rank had a gradient.
