@@ -308,6 +308,28 @@ def test_penalties_of_parameters_count_in_the_loss() -> None:
         torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
 
 
+def test_attacks_along_gradients_are_those_of_the_unsharded_model() -> None:
+    """The fast gradient method: gradients of the weights, and those where each weight is moved along its own."""
+
+    def attacked(model: nn.Module) -> dict[str, torch.Tensor]:
+        model(INPUTS).square().mean().backward()
+        before = {name: each.detach().clone() for name, each in model.named_parameters() if each.ndim >= 2}
+        with torch.no_grad():
+            for name in before:
+                weight = model.get_parameter(name)
+                assert weight.grad is not None
+                weight.add_(0.1 * weight.grad / weight.grad.norm())
+        model(INPUTS).square().mean().backward()
+        with torch.no_grad():
+            for name, value in before.items():
+                model.get_parameter(name).copy_(value)
+        return {name: whole_value(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+
+    expected = attacked(seeded(Net))
+    found = on_ranks(2, lambda rank, world: attacked(sharded_copy(seeded(Net), rank, world, **BLOCKS)))
+    assert_all_close(found, expected)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_distributed_data_parallel_refuses_a_sharded_model(strategy: Any) -> None:
     fake = {"name": "fake", "world_size": 2}
