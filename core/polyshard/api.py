@@ -346,7 +346,7 @@ def report(model: nn.Module) -> MemoryReport:
 
 
 def plugins(model: nn.Module) -> tuple[UsedPlugin, ...]:
-    """The plugins that a sharded model was given: collectives, precision, offload, policy, layout and listeners.
+    """The plugins that a sharded model was given: collectives, precision, offload, policy and listeners.
 
     Those that the policy named for single units follow, and those of inner modules that were sharded by themselves;
     ``module`` tells which they serve.

@@ -29,19 +29,19 @@ from .whole import load_whole_values
 
 _installing = threading.Lock()
 _checks: list[OptimizerCheck] = []
-_guarded: WeakSet[Unit] = WeakSet()
+_loading: WeakSet[Unit] = WeakSet()
 
 
 def follow(root: Root) -> None:
-    """Let torch's functions and optimizers find the parameters of ``root``; guard its state dicts."""
+    """Let torch's functions and optimizers find the parameters of ``root``; let its modules load whole values."""
     with _installing:
         if not _checks:
             _install()
         _checks[0].forget()
         live_roots.add(root)
-        # Modules that become part of a larger model have their guards.
-        new = [unit for unit in root.units if unit not in _guarded]
-        _guarded.update(new)
+        # Modules that become part of a larger model have their load hooks.
+        new = [unit for unit in root.units if unit not in _loading]
+        _loading.update(new)
     load_whole_values(new)
 
 

@@ -1,4 +1,4 @@
-"""Guards against uses of modules that would take pieces of parameters for whole ones, or train what nobody reduces.
+"""Guards against uses of modules that would take shards of parameters for whole ones, or train what nobody reduces.
 
 ``RegistrationGuard``: parameters registered after the model was sharded. Nobody reduces their gradients: each rank
 would train its own, and a checkpoint would keep rank 0's. Torch calls hooks where a module gets a parameter or another
@@ -103,7 +103,7 @@ class RegistrationGuard:
 
     def refuse_ddp(self) -> None:
         """Raise AlreadyShardedError where ranks share the model: ``DistributedDataParallel`` compares and broadcasts
-        whole parameters, and would wait for ranks whose pieces have other sizes.
+        whole parameters, and would wait for ranks whose shards have other sizes.
         """
         if not self._alone:
             raise AlreadyShardedError(

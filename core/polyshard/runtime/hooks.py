@@ -185,7 +185,7 @@ class ForwardHooks:
             "forward" in module.__dict__
             or type(module).forward is not nn.Embedding.forward
             or module.max_norm is not None
-            # Behind ``pre_forward``, in front of ``post_forward``: other hooks see pieces.
+            # Behind ``pre_forward``, in front of ``post_forward``: other hooks see shards.
             or len(module._forward_pre_hooks) > 1
             or next(iter(module._forward_hooks), self._post_forward_id) != self._post_forward_id
         )

@@ -73,11 +73,6 @@ class ExtendedParameters(PlacedParameters):
             return cut(parameter, unit.ranks.shard_rank, unit.layout.world_size, unit.spec.device)
         return rows
 
-    @property
-    def _found_at(self) -> Sequence[int]:
-        # Classes of programs may have no memory of their own.
-        return ()
-
     def retrained(self) -> bool:
         before = self._trained
         changed = super().retrained()

@@ -114,7 +114,7 @@ class Step:
         if self.phase is Phase.CLOSED:
             raise StateError(
                 f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
-                "more, and its parameters are this rank's pieces. Close a model behind its last use."
+                "more, and its parameters are this rank's shards. Close a model behind its last use."
             )
         self.recorder.refuse_behind_failure(call)
 
