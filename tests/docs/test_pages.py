@@ -374,7 +374,6 @@ def test_the_readme_says_of_its_chart_what_was_measured() -> None:
     assert numbers == pytest.approx([measured[workload] for workload in ("host", "300m", "1b", "8b")], abs=0.005)
 
 
-@pytest.mark.slow
 def test_the_architecture_page_shows_todays_files_and_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import draw_rooms
