@@ -19,7 +19,8 @@ damage, not who wrote a checkpoint.
 
 from ..state.contents import model_state, optimizer_state
 from .folder import latest
-from .loading import DcpKeys, load, load_dcp
+from .foreign import DcpKeys, load_dcp
+from .loading import load
 from .pending import PendingSave
 from .reading import read, verify
 from .saving import async_save, save
