@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed.checkpoint.filesystem
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable, forward_ad
@@ -37,6 +38,13 @@ NO_BACKWARD = -1
 def in_backward() -> bool:
     """Whether the calling thread is executing a backward. Modules ask ``backward_number`` itself, without a call."""
     return backward_number() != NO_BACKWARD
+
+
+#: What ``.metadata`` of a DCP directory has for the place of an item: stock torch writes and reads it, and gives it no
+#: public name. (torch 2.11 to 2.15)
+StorageInfo = torch.distributed.checkpoint.filesystem._StorageInfo
+#: What archives of ``torch.save`` name for a tensor of any dtype, from torch 2.1 on. No public name is written there.
+rebuild_tensor: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v3
 
 
 def in_dispatch_mode() -> bool:

@@ -119,7 +119,10 @@ def test_any_program_reads_whole_tensors_under_ordinary_names(tmp_path: Path) ->
     found = {name.removeprefix("model."): each for name, each in tensors_in(directory).items() if name[:6] == "model."}
     # A shared parameter is written once and found under all names; buffers that are not persistent are not there.
     assert found.keys() == set(reference.state_dict())
-    assert sum(path.stat().st_size for path in directory.glob("rank-*.bin")) < 20_000
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest["aliases"]
+    assert manifest["aliases"].keys() | manifest["model"].keys() == set(reference.state_dict())
+    assert not manifest["aliases"].keys() & manifest["model"].keys()
     assert torch.equal(found["head.weight"], reference.embed.weight)
     assert torch.equal(found["conv.weight"], reference.conv.weight)
 
@@ -181,7 +184,7 @@ def test_only_committed_directories_count(tmp_path: Path) -> None:
     assert json.loads((directory / "COMMITTED").read_text())["world_size"] == 2
     unfinished = tmp_path / "step-00000007"
     unfinished.mkdir()
-    (unfinished / "rank-00000.bin").write_bytes(b"half")
+    (unfinished / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "step-9").mkdir()
     assert checkpoint.latest(tmp_path) == directory
 
@@ -192,7 +195,7 @@ def test_only_committed_directories_count(tmp_path: Path) -> None:
 
     on_threads(2, load)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000007.2"
-    assert (unfinished / "rank-00000.bin").read_bytes() == b"half"
+    assert (unfinished / "__0_0.distcp").read_bytes() == b"half"
 
 
 def test_a_committed_step_is_not_overwritten_and_old_ones_can_go(tmp_path: Path) -> None:
@@ -465,10 +468,10 @@ def test_one_rank_of_a_pretended_world_takes_back_its_own_part_only(tmp_path: Pa
 
 def test_a_damaged_file_is_an_error_on_every_rank(tmp_path: Path) -> None:
     directory = saved(tmp_path)
-    (directory / "rank-00001.bin").unlink()
+    (directory / "__1_0.distcp").unlink()
 
     def load(model: Net) -> None:
-        with pytest.raises(CheckpointDamagedError, match=r"step-00000001 is damaged: 'rank-00001\.bin' is gone"):
+        with pytest.raises(CheckpointDamagedError, match=r"step-00000001 is damaged: '__1_0\.distcp' is gone"):
             checkpoint.load(directory, model)
 
     on_threads(2, load, seed=1)

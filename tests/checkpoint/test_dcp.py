@@ -122,13 +122,3 @@ def test_what_is_of_another_model_is_refused_at_once(tmp_path: Path) -> None:
         train(model, optimizer, 1)
 
     on_ranks(2, body)
-
-
-def test_a_committed_checkpoint_of_ours_is_none_of_torchs(tmp_path: Path) -> None:
-    def body(rank: int, world: ThreadedWorld) -> None:
-        model, optimizer = made(rank, world)
-        directory = checkpoint.save(tmp_path, 1, model, optimizer)
-        with pytest.raises(StateError, match=r"no file '\.metadata'"):
-            checkpoint.load_dcp(directory, model, optimizer)
-
-    on_ranks(2, body)

@@ -162,7 +162,7 @@ def damage(path: Path, how: str) -> None:
         os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
 @pytest.mark.parametrize("how", ["truncated", "gone", "longer"])
 def test_a_damaged_newest_checkpoint_is_refused_and_passed_over(tmp_path: Path, name: str, how: str) -> None:
     line_of_three(tmp_path)
@@ -207,7 +207,7 @@ def test_the_fallback_stays_with_the_run(tmp_path: Path) -> None:
     line_of_three(tmp_path)
     model = alone()
     checkpoint.load(tmp_path / "step-00000100", model)
-    damage(checkpoint.save(tmp_path, 150, model) / "rank-00000.bin", "gone")
+    damage(checkpoint.save(tmp_path, 150, model) / "__0_0.distcp", "gone")
     with pytest.warns(UserWarning, match="step-00000150 is damaged"):
         # 300 was committed later than 100, but is not what 150 goes back to.
         assert checkpoint.latest(tmp_path) == tmp_path / "step-00000100"
@@ -219,14 +219,14 @@ def test_what_an_ended_save_left_is_removed_and_what_a_running_one_writes_is_not
     users = tmp_path / ".unfinished-work"
     for path in (ended, running, users):
         path.mkdir()
-        (path / "rank-00000.bin").write_bytes(b"half")
+        (path / "__0_0.distcp").write_bytes(b"half")
     lock = os.open(running, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         checkpoint.save(tmp_path, 400, model)
         assert names(tmp_path)[:2] == [running.name, users.name]
         assert len(names(tmp_path)) == 6
-        assert (users / "rank-00000.bin").read_bytes() == b"half"
+        assert (users / "__0_0.distcp").read_bytes() == b"half"
     finally:
         os.close(lock)
 
@@ -258,7 +258,7 @@ def test_ranks_that_were_given_different_checkpoints_are_told(tmp_path: Path) ->
 
 def test_what_has_the_name_of_a_save_stays_and_the_save_gets_a_number(tmp_path: Path) -> None:
     notes, copied, link, file = (tmp_path / f"step-{step:08d}" for step in (1, 2, 3, 4))
-    for path, name in ((notes, "notes.txt"), (copied, "rank-00000.bin")):
+    for path, name in ((notes, "notes.txt"), (copied, "__0_0.distcp")):
         (path / "deep").mkdir(parents=True)
         for each in (path / name, path / "deep" / name):
             each.write_text("mine")
@@ -276,7 +276,7 @@ def test_what_has_the_name_of_a_save_stays_and_the_save_gets_a_number(tmp_path: 
     assert checkpoint.latest(tmp_path) == made[-1]
     assert value_of(made[-1]) == {5.0}
     assert names(tmp_path) == [path.name for path in (notes, copied, link, file, made[-1])]
-    for each in (notes / "notes.txt", notes / "deep" / "notes.txt", copied / "rank-00000.bin", file):
+    for each in (notes / "notes.txt", notes / "deep" / "notes.txt", copied / "__0_0.distcp", file):
         assert each.read_text() == "mine"
 
 
@@ -284,14 +284,14 @@ def test_keep_leaves_what_others_put_into_a_checkpoint(tmp_path: Path) -> None:
     model = alone()
     first = checkpoint.save(tmp_path, 1, model)
     (first / "deep").mkdir()
-    mine = [first / "notes.txt", first / "deep" / "rank-00000.bin", first / "rank-00000.bin.bak"]
+    mine = [first / "notes.txt", first / "deep" / "__0_0.distcp", first / "__0_0.distcp.bak"]
     for path in mine:
         path.write_text("mine")
     (first / "written-by-0").symlink_to(mine[0])
     for step in (2, 3):
         checkpoint.save(tmp_path, step, model, keep=1)
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
-    assert sorted(path.name for path in first.iterdir()) == ["deep", "notes.txt", "rank-00000.bin.bak", "written-by-0"]
+    assert sorted(path.name for path in first.iterdir()) == ["__0_0.distcp.bak", "deep", "notes.txt", "written-by-0"]
     assert [path.read_text() for path in mine] == ["mine"] * 3
     # It is no checkpoint any more, and its step can be saved again, beside it.
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import random
@@ -18,7 +19,7 @@ import psutil
 import pytest
 import torch
 import xxhash
-from checkpoints import remark, reseal
+from checkpoints import remark, reseal, written
 from parity import local
 from polyshard import checkpoint
 from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
@@ -96,16 +97,16 @@ def test_every_flipped_bit_is_named(directory: Path) -> None:
 
 def test_a_flipped_bit_is_named_with_what_lies_there(directory: Path) -> None:
     manifest = json.loads((directory / "manifest.json").read_bytes())
-    ((_, _, file, at, _),) = manifest["model"]["0.weight"]["chunks"]
-    flip(directory / file, at, 3)
+    (at,) = manifest["model"]["0.weight"]["at"]
+    flip(directory / "__0_0.distcp", at, 3)
     model, optimizer = alone(1)
-    message = r"'rank-00000\.bin' holds something else .* byte 0 to .*'model\.0\.weight'.*: the digest differs"
+    message = r"'__0_0\.distcp' holds something else .* byte 0 to .*'model\.0\.weight'.*: the digest differs"
     with pytest.raises(CheckpointDamagedError, match=message):
         checkpoint.load(directory, model, optimizer)
     with pytest.raises(CheckpointDamagedError, match=message):
         checkpoint.read(directory)
     assert checkpoint.latest(directory.parent) == directory
-    with pytest.warns(UserWarning, match=r"passed over: .*'rank-00000\.bin' holds something else"):
+    with pytest.warns(UserWarning, match=r"passed over: .*'__0_0\.distcp' holds something else"):
         assert checkpoint.latest(directory.parent, verify=True) is None
 
 
@@ -129,52 +130,53 @@ def test_files_of_other_content_are_refused(change: str, directory: Path) -> Non
 def test_files_of_another_checkpoint_are_refused(directory: Path) -> None:
     model, optimizer = alone(2)
     other = checkpoint.save(directory.parent, 2, model, optimizer, extra={"tensor": torch.arange(5), "text": "hello"})
-    for name in ("rank-00000.bin", "manifest.json", "COMMITTED"):
+    for name in ("__0_0.distcp", "manifest.json", "COMMITTED"):
         before = (directory / name).read_bytes()
         shutil.copy(other / name, directory / name)
-        with pytest.raises(CheckpointDamagedError, match=r"manifest\.json|rank-00000\.bin"):
+        with pytest.raises(CheckpointDamagedError, match=r"manifest\.json|__0_0\.distcp"):
             checkpoint.verify(directory)
         (directory / name).write_bytes(before)
     checkpoint.verify(directory)
 
 
-def chunk_of(manifest: dict[str, Any], name: str = "0.weight") -> list[Any]:
-    found: list[Any] = manifest["model"][name]["chunks"][0]
-    return found
-
-
-def set_chunk(index: int, value: Any) -> Change:
-    def change(manifest: dict[str, Any]) -> None:
-        chunk_of(manifest)[index] = value
-
-    return change
+def put(column: str, *values: Any, name: str = "0.weight") -> Change:
+    """Let the manifest have other numbers in a column of a tensor's only box."""
+    return lambda manifest: manifest["model"][name].update({column: list(values)})
 
 
 def rename(name: str) -> Change:
     """Let the manifest name another file."""
 
     def change(manifest: dict[str, Any]) -> None:
-        manifest["files"][name] = manifest["files"].pop("rank-00000.bin")
+        manifest["files"][name] = manifest["files"].pop("__0_0.distcp")
 
     return change
 
 
 def grown(manifest: dict[str, Any]) -> None:
     # One megabyte of a file for a terabyte of memory: each chunk is there, but it is the same bytes.
+    told, rows = manifest["model"]["0.weight"], 1 << 14
+    offsets = [number for row in range(rows) for number in (row, 0)]
+    told.update(shape=[1 << 20, 15], offsets=offsets, sizes=[1, 15] * rows, files=[0] * rows, at=told["at"] * rows)
+
+
+def doubled(manifest: dict[str, Any]) -> None:
     told = manifest["model"]["0.weight"]
-    _, _, file, at, _ = told["chunks"][0]
-    told.update(shape=[1 << 20, 15], chunks=[[[row, 0], [1, 15], file, at, 60] for row in range(1 << 14)])
+    for column in ("offsets", "sizes", "files", "at"):
+        told[column] += told[column]
+
+
+NO_BOX: dict[str, list[int]] = {"offsets": [], "sizes": [], "files": [], "at": []}
 
 
 HOSTILE: dict[str, tuple[Change, str]] = {
     "no model": (lambda m: m.pop("model"), "KeyError"),
     "no object": (lambda m: m.update(model=[1]), "model is no object"),
     "of no dtype": (lambda m: m["model"]["0.weight"].update(dtype="os"), "KeyError"),
-    "of another dtype": (lambda m: m["model"]["0.weight"].update(dtype="float64"), "60 bytes for 15 elements"),
     "a huge shape": (lambda m: m["model"]["0.weight"].update(shape=[1 << 45, 5]), "has 15 elements"),
     "a shape of no tensor": (lambda m: m["model"]["0.weight"].update(shape=[0, 1 << 61, 1 << 61]), "no tensor has"),
     "a value of no tensor's shape": (
-        lambda m: m["extra"].update(x={"$tensor": {"dtype": "int8", "shape": [0, *[1 << 61] * 60], "chunks": []}}),
+        lambda m: m["extra"].update(x={"$tensor": {"dtype": "int8", "shape": [0, *[1 << 61] * 60], **NO_BOX}}),
         "no tensor has",
     ),
     "a number of 400 digits": (lambda m: m["model"]["0.weight"].update(shape=[10**400, 5]), "no number of anything"),
@@ -182,23 +184,32 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "a shape of fractions": (lambda m: m["model"]["0.weight"].update(shape=[3.0, 5]), "no number of anything"),
     "a shape of truths": (lambda m: m["model"]["0.weight"].update(shape=[True, 15]), "no number of anything"),
     "a thousand dimensions": (lambda m: m["model"]["0.weight"].update(shape=[1] * 1000), "1000 dimensions"),
-    "elements missing": (lambda m: m["model"]["0.weight"].update(chunks=[]), "has 0 elements"),
-    "elements twice": (lambda m: m["model"]["0.weight"]["chunks"].append(chunk_of(m)), "has 30 elements"),
+    "elements missing": (lambda m: m["model"]["0.weight"].update(NO_BOX), "has 0 elements"),
+    "elements twice": (doubled, "has 30 elements"),
     "the same memory": (grown, "elements"),
-    "two in one place": (lambda m: chunk_of(m).__setitem__(3, chunk_of(m, "1.weight")[3]), "is in two chunks"),
-    "outside of the shape": (set_chunk(0, [1, 0]), "has a chunk at"),
-    "of other bytes": (set_chunk(4, 1 << 40), "bytes for 15 elements"),
-    "behind the file's end": (set_chunk(3, 1 << 40), "is said to lie at byte"),
-    "between alignments": (set_chunk(3, 65), "is said to lie at byte"),
-    "in no file": (set_chunk(2, "rank-00001.bin"), "is said to lie at byte"),
-    "in a list": (set_chunk(2, ["rank-00000.bin"]), "TypeError"),
-    "above the folder": (rename("../rank-00000.bin"), "which no rank writes"),
+    "two in one place": (
+        lambda m: m["model"]["0.weight"].update(at=m["model"]["1.weight"]["at"]),
+        "is in two boxes",
+    ),
+    "outside of the shape": (put("offsets", 1, 0), "has a box at"),
+    "of no extent": (put("sizes", 0, 5), "has a box at"),
+    "of huge extents": (put("sizes", (1 << 62) - 1, (1 << 62) - 1), "has a box at"),
+    "of fewer numbers": (put("sizes", 15), "1 boxes with 1 files and 1 extents"),
+    "of fractions": (put("at", 64.0), "something else than numbers"),
+    "of truths": (put("offsets", False, 0), "something else than numbers"),
+    "below nothing": (put("at", -64), "something else than numbers"),
+    "of long numbers": (put("at", 10**30), "something else than numbers"),
+    "behind the file's end": (put("at", 1 << 40), "is said to lie at byte"),
+    "between alignments": (put("at", 65), "is said to lie at byte"),
+    "in no file": (put("files", 1), "is said to lie at byte"),
+    "in a list": (put("files", ["__0_0.distcp"]), "something else than numbers"),
+    "above the folder": (rename("../__0_0.distcp"), "which no rank writes"),
     "an absolute path": (rename("/etc/passwd"), "which no rank writes"),
-    "a name with a line break": (rename("rank-00000.bin\n"), "which no rank writes"),
-    "a name of other digits": (rename("rank-\u0660\u0660\u0660\u0660\u0660.bin"), "which no rank writes"),
-    "another file": (rename("rank-00001.bin"), "not those of 'COMMITTED'"),
-    "too few digests": (lambda m: m["files"]["rank-00000.bin"].update(xxh3_128=[]), "has 0 digests"),
-    "digests that are none": (lambda m: m["files"]["rank-00000.bin"].update(xxh3_128=["x" * 32]), "has 1 digests"),
+    "a name with a line break": (rename("__0_0.distcp\n"), "which no rank writes"),
+    "a name of other digits": (rename("__\u0660_0.distcp"), "which no rank writes"),
+    "another file": (rename("__1_0.distcp"), "not those of 'COMMITTED'"),
+    "too few digests": (lambda m: m["files"]["__0_0.distcp"].update(xxh3_128=[]), "has 0 digests"),
+    "digests that are none": (lambda m: m["files"]["__0_0.distcp"].update(xxh3_128=["x" * 32]), "has 1 digests"),
     "a strange alias": (lambda m: m["aliases"].update({"a": "nowhere"}), "'a' is said to be 'nowhere'"),
     "no values": (lambda m: m.update(extra=[3]), "a value is no object"),
     "a number for values": (lambda m: m.update(extra=3), "extra is no object"),
@@ -305,16 +316,16 @@ def test_a_marker_that_cannot_be_is_refused(name: str, directory: Path) -> None:
     refused(directory, f"'COMMITTED' cannot be what was written .*{words}")
 
 
-@pytest.mark.parametrize("number", [0, 2, 4])
+@pytest.mark.parametrize("number", [0, 2, 5])
 def test_another_format_is_refused_by_number(directory: Path, number: int) -> None:
     remark(directory, lambda marker: marker.update(format=number))
     model, optimizer = alone(1)
     for call in (checkpoint.verify, checkpoint.read, lambda path: checkpoint.load(path, model, optimizer)):
-        with pytest.raises(StateError, match=f"has format {number}, but this polyshard reads format 3"):
+        with pytest.raises(StateError, match=f"has format {number}, but this polyshard reads 3 and 4"):
             call(directory)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json", "COMMITTED"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json", "COMMITTED"])
 def test_links_and_pipes_are_not_followed(name: str, directory: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     (directory / name).rename(elsewhere)
@@ -332,20 +343,20 @@ def test_sizes_are_compared_before_memory_is_asked_for(directory: Path) -> None:
     size = 1 << 50
 
     def change(manifest: dict[str, Any]) -> None:
-        manifest["files"]["rank-00000.bin"].update(size=size)
+        manifest["files"]["__0_0.distcp"].update(size=size)
 
     reseal(directory, change)
-    remark(directory, lambda marker: marker["files"].update({"rank-00000.bin": size}))
-    refused(directory, "rank-00000.bin")
+    remark(directory, lambda marker: marker["files"].update({"__0_0.distcp": size}))
+    refused(directory, "__0_0.distcp")
     # A sparse file of that size could be there.
     reseal(directory, lambda manifest: manifest["model"]["0.weight"].update(shape=[1 << 45, 5]))
-    refused(directory, "rank-00000.bin|0.weight")
+    refused(directory, "__0_0.distcp|0.weight")
 
 
 def test_state_of_one_rank_of_many_has_no_more_elements_than_its_parameter(directory: Path) -> None:
     def change(manifest: dict[str, Any]) -> None:
         step = manifest["optimizer"]["state"]["0.weight"]["step"]["$tensor"]
-        step.update(shape=[1 << 40], chunks=[])
+        step.update(shape=[1 << 40], **NO_BOX)
 
     reseal(directory, change)
     remark(directory, lambda marker: marker.update(complete=False))
@@ -358,25 +369,25 @@ def test_state_of_one_rank_of_many_has_no_more_elements_than_its_parameter(direc
 
 def add_file(directory: Path, size: int, told: dict[str, Any]) -> None:
     """Let a file of ``size`` zeros be there, too, and in ``extra`` the tensor ``told`` of it."""
-    (directory / "rank-00001.bin").touch()
-    os.truncate(directory / "rank-00001.bin", size)
+    (directory / "__1_0.distcp").touch()
+    os.truncate(directory / "__1_0.distcp", size)
     block = 4 << 20
     digests = [xxhash.xxh3_128(bytes(min(block, size))).hexdigest()] * (size // block)
     digests += [xxhash.xxh3_128(bytes(size % block)).hexdigest()] * (size % block > 0)
 
     def change(manifest: dict[str, Any]) -> None:
-        manifest["files"]["rank-00001.bin"] = {"size": size, "xxh3_128": digests}
+        manifest["files"]["__1_0.distcp"] = {"size": size, "xxh3_128": digests}
         manifest["extra"]["more"] = {"$tensor": told}
 
     reseal(directory, change)
-    remark(directory, lambda marker: marker["files"].update({"rank-00001.bin": size}))
+    remark(directory, lambda marker: marker["files"].update({"__1_0.distcp": size}))
 
 
 def test_a_sparse_file_of_more_than_the_machines_memory_is_refused(directory: Path) -> None:
     size = psutil.virtual_memory().total + psutil.swap_memory().total + (4 << 20)
     size -= size % (4 << 20)
-    chunk = [[0], [size], "rank-00001.bin", 0, size]
-    add_file(directory, size, {"dtype": "uint8", "shape": [size], "chunks": [chunk]})
+    told = {"dtype": "uint8", "shape": [size], "offsets": [0], "sizes": [size], "files": [1], "at": [0]}
+    add_file(directory, size, told)
     model, optimizer = alone(1)
     before = values(model)
     for call in (lambda: checkpoint.load(directory, model, optimizer), lambda: checkpoint.read(directory)):
@@ -386,7 +397,7 @@ def test_a_sparse_file_of_more_than_the_machines_memory_is_refused(directory: Pa
 
     def shared(manifest: dict[str, Any]) -> None:
         told = manifest["extra"].pop("more")["$tensor"]
-        told.update(shape=[size // 2], chunks=[[[0], [size // 2], "rank-00001.bin", 0, size // 2]])
+        told.update(shape=[size // 2], sizes=[size // 2])
         manifest["model"]["large"] = told
         manifest["aliases"].update({"again": "large", "once more": "large"})
 
@@ -400,16 +411,18 @@ def test_a_sparse_file_of_more_than_the_machines_memory_is_refused(directory: Pa
 @pytest.mark.timeout(60)
 def test_thousands_of_chunks_beside_each_other_take_no_minutes(directory: Path) -> None:
     count = 8000
-    chunks = [[[0, column], [2, 1], "rank-00001.bin", 64 * column, 2] for column in range(count)]
-    random.Random(0).shuffle(chunks)
-    add_file(directory, 64 * count, {"dtype": "uint8", "shape": [2, count], "chunks": chunks})
+    columns = list(range(count))
+    random.Random(0).shuffle(columns)
+    told = {"dtype": "uint8", "shape": [2, count], "sizes": [2, 1] * count, "files": [1] * count}
+    told.update(offsets=[number for column in columns for number in (0, column)], at=[64 * each for each in columns])
+    add_file(directory, 64 * count, told)
     checkpoint.verify(directory)
     model, optimizer = alone(1)
     assert torch.equal(checkpoint.load(directory, model, optimizer)["more"], torch.zeros(2, count, dtype=torch.uint8))
 
     def twice(manifest: dict[str, Any]) -> None:
-        told = manifest["extra"]["more"]["$tensor"]["chunks"]
-        told[0][0] = told[1][0]
+        offsets = manifest["extra"]["more"]["$tensor"]["offsets"]
+        offsets[1] = offsets[3]
 
     reseal(directory, twice)
     refused(directory, "'manifest.json' .*has elements twice")
@@ -502,10 +515,59 @@ def test_a_write_that_fails_names_its_file_and_leaves_nothing(
     polyshard.shard(model, config)
     for limit in (512, 4096, 5 << 20):
         small_files(limit)
-        with pytest.raises(OSError, match=r"File too large.*rank-00000\.bin"):
+        with pytest.raises(OSError, match=r"File too large.*__0_0\.distcp"):
             checkpoint.save(tmp_path, 1, model)
-        with pytest.raises(OSError, match=r"File too large.*rank-00000\.bin"):
+        with pytest.raises(OSError, match=r"File too large.*__0_0\.distcp"):
             checkpoint.async_save(tmp_path, 1, model).result(20)
         assert [path.name for path in tmp_path.iterdir()] == [".job-lock"]
     small_files(1 << 30)
     checkpoint.verify(checkpoint.save(tmp_path, 1, model))
+
+
+def as_0_2_wrote_it(directory: Path) -> None:
+    """Put the same state in the files of format 3 in the place of those of format 4."""
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    (old,) = manifest["files"]
+    content = (directory / old).read_bytes()
+    (directory / old).rename(directory / "rank-00000.bin")
+    (directory / ".metadata").unlink()
+
+    def rewritten(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(rewritten, value))
+        if not isinstance(value, dict):
+            return value
+        if value.keys() >= {"dtype", "shape", "at"}:
+            nbytes = getattr(torch, value["dtype"]).itemsize * math.prod(value["shape"])
+            rows = [[value["offsets"], value["sizes"], "rank-00000.bin", at, nbytes] for at in value["at"]]
+            return {"dtype": value["dtype"], "shape": value["shape"], "chunks": rows}
+        return {key: rewritten(each) for key, each in value.items()}
+
+    told = {"size": len(content), "xxh3_128": [xxhash.xxh3_128(content).hexdigest()]}
+    new = written({**rewritten(manifest), "format": 3, "files": {"rank-00000.bin": told}})
+    reseal(directory, new)
+
+    def change(marker: dict[str, Any]) -> None:
+        del marker["described"]
+        marker.update(format=3, files={"manifest.json": len(new), "rank-00000.bin": len(content)})
+
+    remark(directory, change)
+
+
+def test_what_polyshard_0_2_wrote_is_read(directory: Path) -> None:
+    before = checkpoint.read(directory)
+    as_0_2_wrote_it(directory)
+    assert {path.name for path in directory.iterdir()} == {"COMMITTED", "manifest.json", "rank-00000.bin"}
+    checkpoint.verify(directory)
+    after = checkpoint.read(directory)
+    assert before["model"].keys() == after["model"].keys()
+    assert all(torch.equal(value, after["model"][name]) for name, value in before["model"].items())
+    model, optimizer = alone(1)
+    checkpoint.load(directory, model, optimizer)
+    assert all(torch.equal(value, before["model"][name]) for name, value in values(model).items())
+    flip(
+        directory / "rank-00000.bin",
+        json.loads((directory / "manifest.json").read_bytes())["model"]["0.weight"]["chunks"][0][3],
+        1,
+    )
+    refused(directory, r"'rank-00000\.bin' holds something else")

@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
     model = sharded()
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, model, keep=3)
-    (tmp_path / "step-00000003" / "rank-00000.bin").unlink()
+    (tmp_path / "step-00000003" / "__0_0.distcp").unlink()
     checkpoint.save(tmp_path, 4, model, keep=2)
     assert steps(tmp_path) == [2, 3, 4]
     checkpoint.save(tmp_path, 5, model, keep=2)

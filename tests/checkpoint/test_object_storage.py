@@ -126,7 +126,7 @@ def test_a_checkpoint_that_is_copied_to_a_disk_is_one_there(
     for key, content in objects().items():
         if key.startswith(f"b/r/{directory.name}/"):
             (copied / key.rpartition("/")[2]).write_bytes(content)
-    assert len(list(copied.iterdir())) == 4
+    assert len(list(copied.iterdir())) == 5
     assert checkpoint.latest(copied.parent, verify=True) == copied
     assert same(held(copied), plains[2])
 
@@ -140,17 +140,17 @@ def test_a_large_file_is_sent_in_parts_and_read_in_ranges(store: type[ObjectStor
     counting = Counting(lambda turn: None)
     with disturbed(counting):
         directory = checkpoint.save(URL("store://b/r"), 1, model)
-    kinds = [kind for kind, path in counting.requests if path.endswith("rank-00000.bin")]
+    kinds = [kind for kind, path in counting.requests if path.endswith("__0_0.distcp")]
     assert kinds == ["part"] * (len(kinds) - 1) + ["put"]
     assert len(kinds) > 3
     assert not [key for key in objects() if key.endswith(".part")]
     counting = Counting(lambda turn: None)
     with disturbed(counting):
         assert torch.equal(checkpoint.read(directory)["model"]["weight"], expected)
-    assert [kind for kind, path in counting.requests if path.endswith("rank-00000.bin")] == ["info"] + ["get"] * 6
+    assert [kind for kind, path in counting.requests if path.endswith("__0_0.distcp")] == ["info"] + ["get"] * 6
     # What fails in the middle leaves no object of a part.
-    ends = lambda kind, path: fail() if kind == "put" and path.endswith("rank-00000.bin") else None  # noqa: E731
-    with disturbed(ends), pytest.raises(OSError, match=r"Input/output error.*rank-00000\.bin"):
+    ends = lambda kind, path: fail() if kind == "put" and path.endswith("__0_0.distcp") else None  # noqa: E731
+    with disturbed(ends), pytest.raises(OSError, match=r"Input/output error.*__0_0\.distcp"):
         checkpoint.save(URL("store://b/r"), 2, model)
     assert not [key for key in objects() if "step-00000002" in key]
 
@@ -222,7 +222,7 @@ def test_keep_removes_the_marker_first(store: type[ObjectStore]) -> None:
     for directory in made[:2]:
         of_it = [path.rpartition("/")[2] for path in removed if f"/{directory.name}/" in path]
         assert of_it[0] == "COMMITTED"
-        assert sorted(of_it[1:]) == ["manifest.json", "rank-00000.bin"]
+        assert sorted(of_it[1:]) == [".metadata", "__0_0.distcp", "manifest.json"]
     assert {key.split("/")[2] for key in objects()} == {".job-lock", made[2].name}
 
 
@@ -230,10 +230,10 @@ def test_what_others_put_beside_the_files_of_a_save_stays(store: type[ObjectStor
     root, model = URL("store://bucket/run"), alone()
     first = checkpoint.save(root, 1, model)
     torn = "step-00000009.0123456789ab"
-    mine = [f"bucket/run/{name}/{key}" for name in (first.name, torn) for key in ("notes.txt", "deep/rank-00000.bin")]
+    mine = [f"bucket/run/{name}/{key}" for name in (first.name, torn) for key in ("notes.txt", "deep/__0_0.distcp")]
     for key in mine:
         put(key, b"mine")
-    for name in ("SAVING", "rank-00000.bin", "rank-00001.bin.part", "manifest.json"):
+    for name in ("SAVING", "__0_0.distcp", "__1_0.distcp.part", "manifest.json"):
         put(f"bucket/run/{torn}/{name}", b"half")
     kept = checkpoint.save(root, 2, model, keep=1)
     assert {key for key in objects() if kept.name not in key} == {"bucket/run/.job-lock", *mine}
@@ -257,12 +257,12 @@ def test_damage_is_named(store: type[ObjectStore], plains: dict[int, State]) -> 
         return [checkpoint.save(root, step, model, optimizer) for step in (1, 2)]
 
     first, second = on_ranks(2, save)[0]
-    key = f"bucket/run/{second.name}/rank-00001.bin"
+    key = f"bucket/run/{second.name}/__1_0.distcp"
     content = objects()[key]
     for changed, words in (
-        (bytes([content[0] ^ 1]) + content[1:], "'rank-00001.bin' holds something else than was written from byte 0"),
-        (content[:-1], f"'rank-00001.bin' has {len(content) - 1:,} bytes, and had {len(content):,}"),
-        (None, "'rank-00001.bin' is gone"),
+        (bytes([content[0] ^ 1]) + content[1:], "'__1_0.distcp' holds something else than was written from byte 0"),
+        (content[:-1], f"'__1_0.distcp' has {len(content) - 1:,} bytes, and had {len(content):,}"),
+        (None, "'__1_0.distcp' is gone"),
     ):
         if changed is None:
             (store.folder / key.replace("/", "%2F")).unlink()
@@ -468,7 +468,7 @@ def test_a_rank_that_sends_for_long_is_waited_for_as_long_as_it_sends(
 ) -> None:
     """A large file is in no listing before its end, and rank 0 gives up where nothing more comes."""
     monkeypatch.setattr(remote, "_SHOWN_NBYTES", 4 << 20)
-    store.before = lambda kind, path: time.sleep(0.5) if kind == "part" and "rank-00001" in path else None
+    store.before = lambda kind, path: time.sleep(0.5) if kind == "part" and "__1_0" in path else None
 
     def body(rank: int, world: ThreadedWorld) -> float:
         with world.lock:

@@ -119,13 +119,13 @@ def test_any_shapes_come_back_to_the_bit_at_any_number_of_ranks(
     "run", [{"strategy": "no_shard"}, {"strategy": "hybrid_shard", "shard_size": 2}], ids=lambda run: run["strategy"]
 )
 def test_what_ranks_hold_alike_is_written_once_and_shared_out(run: dict[str, Any], tmp_path: Path) -> None:
-    parts: Parts = [(torch.float32, [(size, 17)]) for size in (300, 20, 90, 200, 64, 150, 31, 280)]
+    parts: Parts = [(torch.float32, [(size, 17 * 40)]) for size in (300, 20, 90, 200, 64, 150, 31, 280)]
 
     def save(rank: int, world: ThreadedWorld) -> Path:
         return checkpoint.save(tmp_path, 1, sharded(rank, world, parts, 0, run))
 
     directory = on_ranks(4, save)[0]
-    sizes = [path.stat().st_size for path in sorted(directory.glob("rank-*.bin"))]
+    sizes = [path.stat().st_size for path in sorted(directory.glob("__*_0.distcp"))]
     total = sum(math.prod(shape) * 4 for _, shapes in parts for shape in shapes)
     assert len(sizes) == 4
     assert total <= sum(sizes) < 1.02 * total
@@ -172,7 +172,7 @@ def test_blocks_of_large_files_are_read_by_those_that_need_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync"])
-@pytest.mark.parametrize("failing", ["rank-00000.bin", "rank-00001.bin", "manifest.json", "COMMITTED.tmp"])
+@pytest.mark.parametrize("failing", ["__0_0.distcp", "__1_0.distcp", "manifest.json", "COMMITTED.tmp"])
 @pytest.mark.parametrize("background", [False, True], ids=["save", "async_save"])
 def test_a_disk_that_fails_commits_nothing_and_is_told_on_all_ranks(
     call: str, failing: str, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +194,7 @@ def test_a_disk_that_fails_commits_nothing_and_is_told_on_all_ranks(
             save = lambda *rest: checkpoint.async_save(*rest).result(20)  # noqa: E731
         with pytest.raises((OSError, PolyshardError), match=rf"Input/output error.*{failing}") as caught:
             save(tmp_path, 1, model)
-        assert isinstance(caught.value, OSError) == (rank == int(failing == "rank-00001.bin"))
+        assert isinstance(caught.value, OSError) == (rank == int(failing == "__1_0.distcp"))
         polyshard.state.get_model_state_dict(model, polyshard.state.StateOptions(form="full"))
         found = [path.name for path in tmp_path.iterdir() if path.name.startswith("step")]
         broken.clear()

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from polyshard.checkpoint.writing import offered, share_out
 from polyshard.inspect import ShardedParameter
-from polyshard.io.boxes import Box, BoxIndex, box_within
+from polyshard.io.boxes import Box, box_within
 from polyshard.planning.layout import FlatLayout, rows_layout
 from polyshard.planning.meshes import WorldMesh
 from polyshard.planning.parts import TensorPart
@@ -131,29 +131,28 @@ def goes_through(case: tuple[Shapes, Topology, Topology]) -> None:
     of, one, other = case
     wholes = {name: torch.arange(math.prod(shape)).view(shape) for name, shape in of.items()}
     ranks = [each for place in one.coordinates() for each in held_by(one, wholes, place)]
-    offers = [offered({MODEL: each}, ()) for each in ranks]
-    shares, _ = share_out([offer for offer, _ in offers], [str(rank) for rank in range(len(ranks))], complete=True)
+    offers = [offered({MODEL: each}) for each in ranks]
+    shares = share_out([offer for offer, _ in offers], complete=True)
     written: dict[str, list[tuple[Box, torch.Tensor]]] = {name: [] for name in of}
-    for share, (_, views) in zip(shares, offers, strict=True):
-        for key, index, part in share:
-            chunk = views[key][index]
-            box = chunk.box if part is None else Box(*part)
-            written[key[1]].append((box, box_within(chunk.view, chunk.box, box).clone()))
+    for share, (offer, chunks) in zip(shares.of_ranks, offers, strict=True):
+        for place, row in enumerate(share.rows.tolist()):
+            chunk, name = chunks[row], offer.kinds[offer.rows[row, 0]][0][1]
+            box = share.parts.get(place, chunk.box)
+            written[name].append((box, box_within(chunk.view, chunk.box, box).clone()))
     for name, whole in wholes.items():
         # Each element once, and at its place.
         assert sum(box.numel for box, _ in written[name]) == whole.numel()
         for box, value in written[name]:
             assert torch.equal(value, box_within(whole, Box.whole(whole.shape), box))
     blank = {name: torch.full(shape, -2) for name, shape in of.items()}
-    indices = {name: BoxIndex(box for box, _ in chunks) for name, chunks in written.items()}
     got = {name: torch.full(shape, -3) for name, shape in of.items()}
     for place in other.coordinates():
         for state in held_by(other, blank, place):
             for name, target in state.items():
                 for chunk in target.chunks:
-                    for number, common in indices[name].overlapping(chunk.box):
-                        box, value = written[name][number]
-                        box_within(chunk.view, chunk.box, common).copy_(box_within(value, box, common))
+                    for box, value in written[name]:
+                        if (common := box.overlap(chunk.box)) is not None:
+                            box_within(chunk.view, chunk.box, common).copy_(box_within(value, box, common))
                     assert torch.equal(chunk.view, box_within(wholes[name], Box.whole(of[name]), chunk.box))
                     box_within(got[name], Box.whole(of[name]), chunk.box).copy_(chunk.view)
     for name, whole in wholes.items():

@@ -63,7 +63,7 @@ def test_lower_bounds_are_those_of_the_package() -> None:
 
 def test_formats_of_files_are_those_that_are_written_and_read() -> None:
     told = {re.sub(r"`", "", name): cells for name, cells in rows("Files").items()}
-    assert told["checkpoints of polyshard.checkpoint"] == [str(manifest.FORMAT)] * 2
+    assert told["checkpoints of polyshard.checkpoint"] == [str(manifest.FORMAT), ", ".join(map(str, manifest.READ))]
     assert told["state of polyshard_accelerate"] == [str(accelerate_state._FORMAT)] * 2
     assert told["traces of the listener trace"] == [str(trace_step.FORMAT)] * 2
 

@@ -108,14 +108,13 @@ def carried(rank: int, cut: str, folder: str, wanted: dict[str, Any]) -> None:
     model, optimizer = made(OURS, cut, seed=2)
     checkpoint.load_dcp(Path(folder, "stock"), model, optimizer)
     same(whole(model, optimizer), wanted, rtol=0, atol=0)
-    one, other = states.get_state_dict(model, optimizer)
-    dcp.save({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/ours")
+    checkpoint.save(Path(folder, "ours"), 1, model, optimizer)
 
 
 def loaded_by_torch(rank: int, cut: str, folder: str, wanted: dict[str, Any]) -> None:
     model, optimizer = made(FACES[0], cut, seed=2, steps=1)
     one, other = get_state_dict(model, optimizer)
-    dcp.load({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/ours")
+    dcp.load({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/ours/step-00000001")
     set_state_dict(model, optimizer, model_state_dict=one, optim_state_dict=other)
     same(whole(model, optimizer), wanted, rtol=0, atol=0)
 

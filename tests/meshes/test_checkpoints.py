@@ -136,6 +136,7 @@ def in_all_forms(rank: int, plan: Plan, folder: str) -> State:
                 each.zero_grad()
         shown = states.get_state_dict(model, held)
         dcp.save({"model": shown[0], "optimizer": shown[1]}, checkpoint_id=f"{folder}/stock")
+        checkpoint.save(Path(folder, "own"), 1, model, held)
         for ranks in ("all", "first"):
             polyshard_huggingface.save(model, f"{folder}/{ranks}", ranks=ranks)
         first = states.get_state_dict(model, held, states.StateOptions(form="full_on_rank_0"))
@@ -148,7 +149,7 @@ def in_all_forms(rank: int, plan: Plan, folder: str) -> State:
 def from_all_forms(rank: int, plan: Plan, folder: str, given: State) -> list[State]:
     """What a model has that was given it from memory, by each rank or the first, and from the files of others."""
     found = []
-    for way in ("every_rank", "rank_0", "stock", "load_dcp", "all", "first"):
+    for way in ("every_rank", "rank_0", "stock", "own/step-00000001", "load_dcp", "all", "first"):
         with meshed(plan, rank) as (model, mesh):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -160,11 +161,11 @@ def from_all_forms(rank: int, plan: Plan, folder: str, given: State) -> list[Sta
                 found.append({"whole": trainer.whole()})
                 trainer.close()
                 continue
-            if way == "stock":
+            if way.startswith(("stock", "own")):
                 for each in held:
                     states.init_optimizer_state(model, each)
                 one, other = states.get_state_dict(model, held)
-                dcp.load({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/stock")
+                dcp.load({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/{way}")
                 states.set_state_dict(model, held, model_state_dict=one, optim_state_dict=other)
             elif way == "load_dcp":
                 checkpoint.load_dcp(Path(folder, "stock"), model, held)
@@ -220,8 +221,8 @@ def parts_stepped_apart(rank: int, folder: str, missing: range) -> str:
     ("missing", "words"),
     [
         # Two of three experts, of 10 rows of 8.
-        (range(2), "Ranks hold 160 of the 240 elements of 'optimizer.blocks.0.feed.experts.up.exp_avg'"),
-        (range(1, 2), "'optimizer.blocks.0.feed.experts.up.step' is 2.0 on rank 0 and 1.0 on rank 1"),
+        (range(2), "Ranks hold 160 of the 240 elements of 'optimizer.state.blocks.0.feed.experts.up.exp_avg'"),
+        (range(1, 2), "'optimizer.state.blocks.0.feed.experts.up.step' is 2.0 on rank 0 and 1.0 on rank 1"),
     ],
 )
 def test_experts_whose_state_is_no_whole_are_refused(missing: range, words: str, tmp_path: Path) -> None:

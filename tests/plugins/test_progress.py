@@ -79,7 +79,7 @@ def test_listeners_hear_of_each_block_until_all_bytes_are_there(tmp_path: Path) 
     heard = Heard()
     model = sharded(heard)
     directory = checkpoint.save(tmp_path, 3, model)
-    size = (directory / "rank-00000.bin").stat().st_size
+    size = (directory / "__0_0.distcp").stat().st_size
     assert size > 2 * BLOCK
     saved = [(f"Saving {directory}", done, size) for done in (BLOCK, 2 * BLOCK, size)]
     assert heard.said.pop(id(model)) == saved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of model and optimizer state: ``model.<name>``, ``optimizer.state.<name>.<key>``."""
     manifest = json.loads((directory / "manifest.json").read_text())
-    return {name: _tensor(directory, told) for name, told in _told(manifest)}
+    files = list(manifest["files"])
+    return {name: _tensor(directory, files, told) for name, told in _told(manifest)}
 
 
 def _told(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -29,11 +31,13 @@ def _told(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"optimizer.state.{name}.{key}", value["$tensor"]
 
 
-def _tensor(directory: Path, told: dict[str, Any]) -> torch.Tensor:
+def _tensor(directory: Path, files: list[str], told: dict[str, Any]) -> torch.Tensor:
     dtype = getattr(torch, told["dtype"])
     whole = torch.full(told["shape"], 77, dtype=dtype) if dtype != torch.bool else torch.zeros(told["shape"]).bool()
-    for offsets, sizes, file, at, nbytes in told["chunks"]:
-        raw = np.fromfile(directory / file, np.uint8, nbytes, offset=at)
+    for number, (file, at) in enumerate(zip(told["files"], told["at"], strict=True)):
+        row = slice(number * whole.ndim, (number + 1) * whole.ndim)
+        offsets, sizes = told["offsets"][row], told["sizes"][row]
+        raw = np.fromfile(directory / files[file], np.uint8, math.prod(sizes) * whole.element_size(), offset=at)
         part = torch.from_numpy(raw).view(dtype).view(sizes)
         whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
     return whole

@@ -1,4 +1,4 @@
-"""Checkpoints that do not depend on how a model was sharded, made of JSON and raw bytes with digests.
+"""Checkpoints that do not depend on how a model was sharded: directories of DCP, with digests and a commit.
 
 A checkpoint holds every parameter whole, under its ordinary name, so it loads at another world size or strategy, and
 into a model that is not sharded::
@@ -11,10 +11,10 @@ into a model that is not sharded::
 ``async_save`` writes in the background, ``verify`` compares all of a checkpoint with its digests, and ``load_dcp``
 reads what FSDP2 or plain torch wrote.
 
-A directory has ``rank-00000.bin`` and so on with the elements, ``manifest.json`` that says what lies where, with the
-xxh3 of every 4 MiB of those, and ``COMMITTED`` with the sha256 of the manifest and its own. Nothing that is loaded is
-executed, and no name in a checkpoint is looked up outside of its directory and the table of dtypes. Digests show
-damage, not who wrote a checkpoint.
+A directory is one that stock ``torch.distributed.checkpoint`` reads. Beside its ``.metadata`` and ``__0_0.distcp`` and
+so on there is ``manifest.json`` with the same, and the xxh3 of every 4 MiB of those, and ``COMMITTED`` with the sha256
+of both and its own. Loads go by the manifest alone: nothing that is loaded is executed, and no name in a checkpoint is
+looked up outside of its directory and the table of dtypes. Digests show damage, not who wrote a checkpoint.
 """
 
 from ..state.contents import model_state, optimizer_state

@@ -118,7 +118,8 @@ def require_saveable(
             also()
             if writes:
                 state = state_of(sharded, model, optimizer, frozen=frozen)
-                offered(state, Document.of(state, {}, None, caster_states(sharded), {}).tensors)
+                Document.of(state, {}, None, caster_states(sharded), {})
+                offered(state)
             elif optimizer is not None:
                 optimizer_state(model, optimizer)
             if optimizer is not None:

@@ -121,10 +121,10 @@ class Encoder:
         if not isinstance(value, torch.Tensor):
             return None
         require_plain(value, where)
-        return self._beside("tensor", value.detach())
+        return self._beside("tensor", value)
 
     def _beside(self, tag: str, tensor: torch.Tensor) -> Json:
-        entry: dict[str, Json] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "chunks": []}
+        entry: dict[str, Json] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
         self.tensors.append((entry, tensor))
         return _tagged(tag, entry)
 
@@ -197,6 +197,11 @@ def decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int = 0) 
     raise MalformedError(f"it has a value of kind {kind!r}, which this polyshard does not know")
 
 
+def no_tensor(entry: Json) -> torch.Tensor:
+    """For ``decode`` of a value that has no tensor in it."""
+    raise MalformedError("it has a tensor where none can be")
+
+
 def _require_hashes(keys: list[Any]) -> None:
     """Raise MalformedError where so many keys have one hash that to put them together would take minutes."""
     if len(keys) - len(set(map(hash, keys))) > _MOST_ALIKE:
@@ -256,9 +261,12 @@ class MalformedError(ValueError):
     """What a document must not have; ``checked`` names the file."""
 
 
-def render(content: Any) -> bytes:
-    """``content`` as it is written: the same bytes for the same content, so that these can be compared."""
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"), sort_keys=False, ensure_ascii=True)
+def render(content: Any, other: Callable[[Any], Json] | None = None) -> bytes:
+    """``content`` as it is written: the same bytes for the same content, so that these can be compared.
+
+    ``other``: what stands for a value that JSON does not have, made when it is written.
+    """
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"), ensure_ascii=True, default=other)
     return text.encode() + b"\n"
 
 

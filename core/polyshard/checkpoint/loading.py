@@ -107,6 +107,7 @@ def load_parts(
         marker = Marker.read(directory)
         if coordinates(everyone):
             marker.require_files(directory)
+            marker.require_described(directory)
         with readable(directory, everyone.rank):
             manifest = Manifest.read(directory, marker)
             source = StoredSource(manifest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
 import math
@@ -10,18 +9,19 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import StateError
-from ..io.boxes import Box, BoxIndex, span
+from ..io.boxes import Box, row_major
 from ..io.files import DIGEST, REMEDY, damaged, is_digest
-from ..io.memory import DTYPES
+from ..io.memory import DTYPES, NAMES
 from ..state.source import listed
+from .archive import ALIGNMENT, lengths
 from .encoding import (
+    MOST,
     Json,
     MalformedError,
     a_count,
@@ -32,6 +32,7 @@ from .encoding import (
     checked,
     counts,
     decode,
+    no_tensor,
     parse,
     render,
     tensor_entry,
@@ -39,43 +40,74 @@ from .encoding import (
 from .storage import MARKER, Place, storage_of
 
 NAME = "manifest.json"
+#: What stock torch reads of a directory.
+DESCRIBED = ".metadata"
 #: Bytes of a file that have a digest of their own, and are read together.
 BLOCK = 4 << 20
-#: Of what begins in a file.
-ALIGNMENT = 64
-_FILE = re.compile(r"rank-\d{5,9}\.bin", re.ASCII)
-#: Of markers and manifests; a checkpoint of another number is refused.
-FORMAT = 3
+#: Of markers and manifests.
+FORMAT = 4
+#: The names of files with elements, by the formats that are read: 3 is that of polyshard 0.2.
+_FILES = {3: re.compile(r"rank-\d{5,9}\.bin", re.ASCII), FORMAT: re.compile(r"__\d{1,9}_0\.distcp", re.ASCII)}
+READ = tuple(_FILES)
 _DIGEST = "sha256"
 #: Bytes: a hundred for each rank's file, and there are not more ranks than half a million.
 _MOST = 64 << 20
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def file_of(rank: int) -> str:
-    return f"rank-{rank:05d}.bin"
+    return f"__{rank}_0.distcp"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A box of a tensor, in row-major order."""
-
-    box: Box
-    file: str
-    at: int
-    """First byte in the file."""
-    nbytes: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredTensor:
+    """A tensor in files: boxes of it, each in row-major order. There may be one for each rank of the save."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
+    offsets: Numbers
+    """First indices of each box, shape ``[boxes, dimensions]``."""
+    sizes: Numbers
+    """Extents, of the same shape."""
+    files: Numbers
+    """The number of each one's file, shape ``[boxes]``."""
+    at: Numbers
+    """The first byte of its elements there."""
 
-    @cached_property
-    def index(self) -> BoxIndex:
-        """Finds those of ``chunks`` that a box needs: there may be one for each rank of the save."""
-        return BoxIndex(chunk.box for chunk in self.chunks)
+    @property
+    def nbytes(self) -> Numbers:
+        """Of each box's elements."""
+        found: Numbers = self.sizes.prod(axis=1) * self.dtype.itemsize
+        return found
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all elements are there."""
+        return int(self.sizes.prod(axis=1).sum()) == math.prod(self.shape)
+
+    def box(self, number: int) -> Box:
+        return Box(tuple(self.offsets[number].tolist()), tuple(self.sizes[number].tolist()))
+
+    def boxes(self) -> list[Box]:
+        return [self.box(number) for number in range(len(self.at))]
+
+    def overlapping(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """The number of each box that has elements of ``box``, and these."""
+        low, high = np.maximum(self.offsets, box.offsets), np.add(box.offsets, box.sizes)
+        common = np.minimum(self.offsets + self.sizes, high) - low
+        for number in np.flatnonzero((common > 0).all(axis=1)).tolist():
+            yield number, Box(tuple(low[number].tolist()), tuple(common[number].tolist()))
+
+    def archives(self) -> tuple[Numbers, Numbers]:
+        """The first byte of each box's archive in its file, and how many bytes it has."""
+        heads, tails = lengths(self.dtype, self.sizes)
+        return self.at - heads, heads + self.nbytes + tails
+
+    def entry(self) -> dict[str, Json]:
+        """As a manifest has it."""
+        columns = {"offsets": self.offsets, "sizes": self.sizes, "files": self.files, "at": self.at}
+        numbers = {name: column.reshape(-1).tolist() for name, column in columns.items()}
+        return {"dtype": NAMES[self.dtype], "shape": list(self.shape), **numbers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +161,12 @@ class Manifest:
             raise damaged(directory, f"'{NAME}' is not what was committed: its sha256 is another")
         with checked(directory, NAME):
             top = an_object(parse(content), "the manifest")
-            if top["format"] != 3:
-                raise MalformedError(f"it is of format {top['format']!r}, and 'COMMITTED' of format 3")
-            known = {name: _file(name, each) for name, each in an_object(top["files"], "files").items()}
+            if top["format"] != marker.format:
+                raise MalformedError(f"it is of format {top['format']!r}, and 'COMMITTED' of format {marker.format}")
+            names = _FILES[marker.format]
+            known = {name: _file(name, each, names) for name, each in an_object(top["files"], "files").items()}
             nbytes = {name: each.size for name, each in known.items()}
-            if {NAME: len(content), **nbytes} != marker.files:
+            if {NAME: len(content), **nbytes} != {name: n for name, n in marker.files.items() if name != DESCRIBED}:
                 raise MalformedError("its files are not those of 'COMMITTED'")
             read = _Tensors(known, complete=marker.complete)
             model = {name: read.tensor(each, name) for name, each in an_object(top["model"], "model").items()}
@@ -182,23 +215,17 @@ class Manifest:
         for stored in self.in_values:
             yield "a tensor in extra, precision or param_groups", stored
 
-    @cached_property
-    def _in_order(self) -> Mapping[str, list[tuple[int, int, str]]]:
-        """The chunks of each file as they lie there: their first byte, the one behind them, and what they are of."""
-        found: dict[str, list[tuple[int, int, str]]] = {}
-        for name, stored in self.tensors():
-            for chunk in stored.chunks:
-                found.setdefault(chunk.file, []).append((chunk.at, chunk.at + chunk.nbytes, name))
-        return {file: sorted(chunks) for file, chunks in found.items()}
-
     def block_damaged(self, file: str, index: int) -> Exception:
         """The error for a block whose content is not what was written."""
         low = index * BLOCK
         high = min(low + BLOCK, self.files[file].size)
-        order = self._in_order.get(file, [])
-        first = bisect.bisect_right(order, low, key=lambda each: each[1])
-        hit = {name: None for *_, name in order[first : bisect.bisect_left(order, high, key=lambda each: each[0])]}
-        what = f", where {listed(list(hit))} lie" if hit else ""
+        number = list(self.files).index(file)
+        hit = [
+            name
+            for name, stored in self.tensors()
+            if ((stored.files == number) & (stored.at < high) & (stored.at + stored.nbytes > low)).any()
+        ]
+        what = f", where {listed(hit)} lie" if hit else ""
         return damaged(
             self.directory,
             f"'{file}' holds something else than was written from byte {low:,} to {high:,}{what}: the digest differs",
@@ -209,9 +236,10 @@ class _Tensors:
     """Takes descriptions of tensors, and sees that they fit the files."""
 
     def __init__(self, files: Mapping[str, StoredFile], *, complete: bool) -> None:
-        self._files = files
+        self._numbers = {name: number for number, name in enumerate(files)}
+        self._sizes = np.array([each.size for each in files.values()], np.int64)
         self._complete = complete
-        self._chunks: list[StoredChunk] = []
+        self._taken: list[StoredTensor] = []
 
     def stand_in(self, entry: Json, found: dict[int, StoredTensor]) -> torch.Tensor:
         """Without elements, for a tensor in an encoded value, which must be whole; it is noted in ``found``."""
@@ -222,47 +250,85 @@ class _Tensors:
     def tensor(self, entry: Json, name: str, most: int | None = None) -> StoredTensor:
         """One of the manifest's. ``most``: how many elements it has at most, where they are not all in the files.
 
-        Raises MalformedError: its chunks are not what its shape says, or not in the files.
+        Raises MalformedError: its boxes are not what its shape says, or not in the files.
         """
         what = f"'{name}'"
         entry = an_object(entry, what)
         dtype, shape = DTYPES[a_text(entry["dtype"], what)], a_shape(entry["shape"], what)
-        whole = Box.whole(shape)
-        chunks = tuple(self._chunk(each, what, dtype, whole) for each in a_list(entry["chunks"], what))
-        held = sum(chunk.box.numel for chunk in chunks)
-        missing = whole.numel - held
-        if missing < 0 or (missing and (self._complete or (most is not None and whole.numel > most))):
+        columns = self._of_format_3(entry, what, dtype) if "chunks" in entry else entry
+        at = _column(columns["at"], what)
+        boxes = (len(at), len(shape))
+        files = _column(columns["files"], what)
+        offsets, sizes = (_column(columns[each], what) for each in ("offsets", "sizes"))
+        if len(files) != len(at) or not len(offsets) == len(sizes) == len(at) * len(shape):
+            raise MalformedError(f"{what} has {len(at)} boxes with {len(files)} files and {len(sizes)} extents")
+        stored = StoredTensor(dtype, shape, offsets.reshape(boxes), sizes.reshape(boxes), files, at)
+        self._require_inside(stored, what)
+        held, wanted = int(stored.sizes.prod(axis=1).sum()), math.prod(shape)
+        missing = wanted - held
+        if missing < 0 or (missing and (self._complete or (most is not None and wanted > most))):
             raise MalformedError(f"{what} of shape {shape} has {held} elements")
-        if len(chunks) > 1 and _overlapping([chunk.box for chunk in chunks], shape):
+        if len(at) > 1 and _overlapping(stored):
             raise MalformedError(f"{what} has elements twice")
-        self._chunks += chunks
-        return StoredTensor(dtype, shape, chunks)
+        self._taken.append(stored)
+        return stored
 
-    def _chunk(self, entry: Json, what: str, dtype: torch.dtype, whole: Box) -> StoredChunk:
-        offsets, sizes, file, at, nbytes = a_list(entry, what)
-        box = Box(counts(offsets, what), counts(sizes, what))
-        inside = len(box.offsets) == len(box.sizes) == len(whole.sizes) and all(
-            start + size <= extent for start, size, extent in zip(box.offsets, box.sizes, whole.sizes, strict=True)
-        )
-        if not inside:
-            raise MalformedError(f"{what} of shape {whole.sizes} has a chunk at {box.offsets} of {box.sizes}")
-        at, nbytes = a_count(at, what), a_count(nbytes, what)
-        if box.numel == 0 or box.numel * dtype.itemsize != nbytes:
-            raise MalformedError(f"{what} has a chunk of {nbytes} bytes for {box.numel} elements of {dtype}")
-        if file not in self._files or at % ALIGNMENT or at + nbytes > self._files[file].size:
-            raise MalformedError(f"{what} is said to lie at byte {at} of {file!r}")
-        return StoredChunk(box, file, at, nbytes)
+    def _of_format_3(self, entry: Mapping[str, Json], what: str, dtype: torch.dtype) -> dict[str, list[int]]:
+        """What polyshard 0.2 wrote, a list for each box."""
+        columns: dict[str, list[int]] = {"offsets": [], "sizes": [], "files": [], "at": []}
+        for each in a_list(entry["chunks"], what):
+            offsets, sizes, file, at, nbytes = a_list(each, what)
+            if len(a_list(offsets, what)) != len(entry["shape"]) or file not in self._numbers:
+                raise MalformedError(f"{what} has a chunk at {offsets!r} of {file!r}")
+            if math.prod(counts(sizes, what)) * dtype.itemsize != nbytes:
+                raise MalformedError(f"{what} has a chunk of {nbytes!r} bytes for {sizes} elements of {dtype}")
+            columns["offsets"] += offsets
+            columns["sizes"] += sizes
+            columns["files"].append(self._numbers[file])
+            columns["at"].append(at)
+        return columns
+
+    def _require_inside(self, stored: StoredTensor, what: str) -> None:
+        outside = (stored.offsets + stored.sizes > np.array(stored.shape, np.int64)).any(axis=1)
+        outside |= (stored.sizes == 0).any(axis=1)
+        if outside.any():
+            box = stored.box(int(outside.argmax()))
+            raise MalformedError(f"{what} of shape {stored.shape} has a box at {box.offsets} of {box.sizes}")
+        if math.prod(stored.shape) * stored.dtype.itemsize >= MOST:
+            raise MalformedError(f"{what} has the shape {stored.shape}, which no file has room for")
+        unknown = stored.files >= len(self._sizes)
+        if not unknown.any():
+            unknown = (stored.at % ALIGNMENT != 0) | (stored.at + stored.nbytes > self._sizes[stored.files])
+        if unknown.any():
+            number = int(unknown.argmax())
+            raise MalformedError(f"{what} is said to lie at byte {stored.at[number]} of file {stored.files[number]}")
 
     def require_apart(self) -> None:
-        """Raise MalformedError where two chunks share bytes: a small file would become any amount of memory."""
-        order = sorted(self._chunks, key=lambda chunk: (chunk.file, chunk.at))
-        for one, other in pairwise(order):
-            if one.file == other.file and one.at + one.nbytes > other.at:
-                raise MalformedError(f"byte {other.at} of '{one.file}' is in two chunks")
+        """Raise MalformedError where two boxes share bytes: a small file would become any amount of memory."""
+        if not self._taken:
+            return
+        files = np.concatenate([each.files for each in self._taken])
+        at = np.concatenate([each.at for each in self._taken])
+        nbytes = np.concatenate([each.nbytes for each in self._taken])
+        order = np.lexsort((at, files))
+        files, at, ends = files[order], at[order], (at + nbytes)[order]
+        shared = (files[1:] == files[:-1]) & (at[1:] < ends[:-1])
+        if shared.any():
+            number = int(shared.argmax()) + 1
+            name = list(self._numbers)[files[number]]
+            raise MalformedError(f"byte {at[number]} of '{name}' is in two boxes")
 
 
-def _file(name: str, entry: Json) -> StoredFile:
-    if _FILE.fullmatch(name) is None:
+def _column(value: Json, what: str) -> Numbers:
+    """``value``, which must be a list of numbers from 0 to 2**62."""
+    given = a_list(value, what)
+    if not set(map(type, given)) <= {int} or (given and not 0 <= min(given) <= max(given) < MOST):
+        raise MalformedError(f"{what} has a list of something else than numbers of anything")
+    return np.array(given, np.int64)
+
+
+def _file(name: str, entry: Json, names: re.Pattern[str]) -> StoredFile:
+    if names.fullmatch(name) is None:
         raise MalformedError(f"it names a file {name!r}, which no rank writes")
     entry = an_object(entry, name)
     size = a_count(entry["size"], name)
@@ -282,7 +348,7 @@ def _optimizer(entry: Json, read: _Tensors, sizes: Mapping[str, int]) -> StoredO
             tensor = tensor_entry(value)
             if tensor is None:
                 # State that is no tensor has none in it: no rank but the first could write one.
-                decode(value, _no_tensor)
+                decode(value, no_tensor)
             own[key] = value if tensor is None else read.tensor(tensor, f"{name}.{key}", sizes.get(name, 0))
     groups = [an_object(each, "a group") for each in a_list(entry["groups"], "groups")]
     members = [a_list(an_object(group["params"], "params")["$list"], "params") for group in groups]
@@ -301,24 +367,25 @@ def _kind(entry: Json) -> Any:
     return entry
 
 
-def _no_tensor(entry: Json) -> torch.Tensor:
-    raise MalformedError("it has a tensor where none can be")
-
-
-def _overlapping(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    ranges = [span(shape, box) for box in boxes]
-    if all(stop - start == box.numel for (start, stop), box in zip(ranges, boxes, strict=True)):
-        return any(stop > start for (_, stop), (start, _) in pairwise(sorted(ranges)))
+def _overlapping(stored: StoredTensor) -> bool:
+    strides = np.array(row_major(stored.shape), np.int64)
+    starts = stored.offsets @ strides
+    extents = 1 + (stored.sizes - 1) @ strides
+    shape = stored.shape
+    if (extents == stored.sizes.prod(axis=1)).all():
+        order = np.argsort(starts)
+        return bool((starts[order][1:] < (starts + extents)[order][:-1]).any())
+    boxes = stored.boxes()
     # Halved by planes between their first elements, and boxes that a plane meets with them.
-    groups = [list(boxes)]
+    groups = [boxes]
     while groups:
         group = groups.pop()
-        starts = [sorted(set(column)) for column in zip(*(box.offsets for box in group), strict=True)]
-        dim = max(range(len(shape)), key=lambda dim: len(starts[dim]))
-        if len(starts[dim]) == 1:
+        columns = [sorted(set(column)) for column in zip(*(box.offsets for box in group), strict=True)]
+        dim = max(range(len(shape)), key=lambda dim: len(columns[dim]))
+        if len(columns[dim]) == 1:
             # All begin with one element.
             return True
-        plane = starts[dim][len(starts[dim]) // 2]
+        plane = columns[dim][len(columns[dim]) // 2]
         below, above = [], []
         for box in group:
             room, size = plane - box.offsets[dim], box.sizes[dim]
@@ -351,6 +418,8 @@ class Marker:
     """Whether all parameters were finite."""
     manifest: str
     """The sha256 of ``manifest.json``."""
+    described: str | None = None
+    """The sha256 of ``.metadata``; None where there is none, as of one rank of a pretended world."""
     format: int = FORMAT
 
     def rendered(self) -> bytes:
@@ -385,7 +454,7 @@ class Marker:
         with checked(directory, MARKER):
             content = an_object(parse(raw), "the marker")
             number = a_count(content["format"], "format")
-            if number == FORMAT:
+            if number in _FILES:
                 if raw != _render({name: each for name, each in content.items() if name != _DIGEST}):
                     raise MalformedError("its own sha256 differs")
                 checked_fields: dict[str, Any] = {
@@ -394,16 +463,29 @@ class Marker:
                     **{name: _a_bool(content[name], name) for name in ("complete", "finite")},
                     "parent": None if content["parent"] is None else a_text(content["parent"], "parent"),
                     "files": _sizes(content["files"]),
+                    "described": a_text(content["described"], "described") if content.get("described") else None,
+                    "format": number,
                 }
                 return cls(**checked_fields)
         raise StateError(
-            f"{directory} has format {number}, but this polyshard reads format {FORMAT}. Load it with the version that "
-            "wrote it."
+            f"{directory} has format {number}, but this polyshard reads {' and '.join(map(str, READ))}. Load it with "
+            "the version that wrote it."
         )
 
     def require_files(self, directory: Place) -> None:
         """Raise CheckpointDamagedError where a file is gone, or has another size than at the commit."""
         storage_of(directory).require_files(directory, self.files)
+
+    def require_described(self, directory: Place) -> None:
+        """Raise CheckpointDamagedError where ``.metadata`` is not what was written.
+
+        Nothing here reads it: whoever keeps the directory for others should hear of it all the same.
+        """
+        if self.described is None:
+            return
+        content = storage_of(directory).read_whole(directory, DESCRIBED, self.files.get(DESCRIBED))
+        if hashlib.sha256(content).hexdigest() != self.described:
+            raise damaged(directory, f"'{DESCRIBED}' is not what was committed: its sha256 is another")
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

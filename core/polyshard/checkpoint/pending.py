@@ -36,6 +36,7 @@ from .encoding import a_count, a_list, a_text, an_object, checked, parse, render
 from .folder import Contents, Line
 from .manifest import Marker
 from .storage import LOCK, MARKER, AnyPlace, JobLock, Place, is_written, storage_of
+from .writing import Plan
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -375,6 +376,8 @@ class History:
     """The checkpoints of the folder that it saved to or loaded from last; on the rank that coordinates."""
     pending: PendingSave[Any] | None = None
     """The last save in the background, until it is known how it ended."""
+    plan: Plan | None = None
+    """Of the last save: the next one is mostly of the same tensors."""
     lock: JobLock[Any] | None = None
     """The claim to the folder that it saved to last; on the rank that coordinates."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -74,7 +74,8 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
         CheckpointDamagedError: a file is gone, of another size, or holds something else than was written.
         OSError: reading failed.
     """
-    wanted = sorted((each for one in fillings for each in _wanted(*one)), key=lambda each: (each.file, each.low))
+    names = list(manifest.files)
+    wanted = sorted((each for one in fillings for each in _wanted(names, *one)), key=lambda each: (each.file, each.low))
     blocks: dict[tuple[str, int], list[_Wanted]] = {}
     for each in wanted:
         numbers = range(each.low // BLOCK, -(-each.high // BLOCK))
@@ -102,17 +103,17 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
             report_progress(done, ends[-1])
 
 
-def _wanted(target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
+def _wanted(names: Sequence[str], target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
     itemsize = stored.dtype.itemsize
     for have in chunks_of(target):
-        for number, common in stored.index.overlapping(have.box):
-            chunk = stored.chunks[number]
-            if common.numel:
-                start = tuple(map(operator.sub, common.offsets, chunk.box.offsets))
-                first, stop = span(chunk.box.sizes, Box(start, common.sizes))
-                part = box_within(have.view, have.box, common)
-                strides = None if stop - first == common.numel else row_major(chunk.box.sizes)
-                yield _Wanted(chunk.file, chunk.at + first * itemsize, chunk.at + stop * itemsize, part, strides)
+        for number, common in stored.overlapping(have.box):
+            box, at = stored.box(number), int(stored.at[number])
+            start = tuple(map(operator.sub, common.offsets, box.offsets))
+            first, stop = span(box.sizes, Box(start, common.sizes))
+            part = box_within(have.view, have.box, common)
+            strides = None if stop - first == common.numel else row_major(box.sizes)
+            file = names[stored.files[number]]
+            yield _Wanted(file, at + first * itemsize, at + stop * itemsize, part, strides)
 
 
 def _calls(
@@ -269,7 +270,7 @@ class StoredSource(Source):
         stored = self._stored.get(key)
         if not isinstance(stored, StoredTensor):
             return None
-        return Entry(stored.shape, stored.dtype, [chunk.box for chunk in stored.chunks])
+        return Entry(stored.shape, stored.dtype, [Box.whole(stored.shape)] if stored.is_whole else stored.boxes())
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -321,6 +322,7 @@ def read(directory: Place) -> dict[str, Any]:
     marker = Marker.read(directory)
     if not marker.complete:
         raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
+    marker.require_described(directory)
     manifest = Manifest.read(directory, marker)
     aliases = (manifest.model[first] for first in manifest.aliases.values())
     _require_memory(manifest, (*(stored for _, stored in manifest.tensors()), *aliases))
@@ -361,8 +363,13 @@ def verify(directory: Place) -> None:
         OSError: reading failed.
     """
     directory = place_of(directory, "directory")
-    manifest = Manifest.read(directory, Marker.read(directory))
+    marker = Marker.read(directory)
+    manifest = Manifest.read(directory, marker)
     found: list[str] = []
+    try:
+        marker.require_described(directory)
+    except CheckpointDamagedError as error:
+        found.append(str(error))
     buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
     for _ in range(MOST):
         buffers.put(bytearray(BLOCK))

@@ -22,7 +22,7 @@ from .folder import Line
 from .manifest import Marker
 from .pending import History, Notes, PendingSave
 from .storage import AnyPlace, Attempt, Place, place_of, storage_of
-from .writing import Document, Writing, Written, plan_writing, write_all
+from .writing import Document, Ended, Writing, Written, plan_writing, write_all
 
 
 def save(
@@ -121,11 +121,16 @@ class _Commit:
     """But for the files."""
     keep: int | None
 
-    def run(self, files: Mapping[str, int], manifest: str) -> None:
-        """``files``: how many bytes each has; ``manifest``: its sha256."""
+    def run(self, ended: Ended) -> None:
         target = self.attempt.target
-        storage_of(target).require_written(self.attempt.path, files)
-        marker = replace(self.marker, turn=self.line.next_turn(), files=files, manifest=manifest)
+        storage_of(target).require_written(self.attempt.path, ended.sizes)
+        marker = replace(
+            self.marker,
+            turn=self.line.next_turn(),
+            files=ended.sizes,
+            manifest=ended.manifest,
+            described=ended.described,
+        )
         try:
             self.attempt.commit(marker.rendered())
         finally:
@@ -199,10 +204,10 @@ def save_now(
         task = _prepare(collectives, models, root, step, keep, stack, taking)
         first, module = models[0]
         with first.reporting_progress(module, f"Saving {task.named}"):
-            files, manifest = write_all(task.writing, collectives)
+            ended = write_all(task.writing, collectives)
         with together(collectives, f"Committing {task.label}"):
-            if task.commit is not None:
-                task.commit.run(files, manifest)
+            if task.commit is not None and ended is not None:
+                task.commit.run(ended)
     done = f"the save of {task.named}, which is committed"
     for sharded, module in models:
         notify_listeners(sharded.collectives, done, partial(sharded.notify_saved, module, task.named))
@@ -281,7 +286,8 @@ def _prepare(
     mine = None if commit is None else (commit.attempt.path.name, commit.attempt.target.name, commit.attempt.identity)
     path, name, identity = from_first(collectives, mine)
     require_seen(collectives, here / path, storage_of(here).sees(here / path))
-    writing = plan_writing(here / path, taken.state, document, collectives)
+    writing = plan_writing(here / path, taken.state, document, collectives, history.plan)
+    history.plan = writing.plan
     return _Task(what, here / name, root / name, identity, writing, commit)
 
 
@@ -306,9 +312,9 @@ def _in_background(
             writing = replace(writing, copied=None)
             notes.leave(results, None)
             written()
-            if commit is not None:
+            if commit is not None and writing.ending is not None:
                 everything: list[Written] = notes.collect()
-                commit.run(*writing.finish(everything))
+                commit.run(writing.ending.write(everything))
         except BaseException as error:
             if commit is None:
                 over = notes.given_up(target)

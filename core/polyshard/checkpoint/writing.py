@@ -1,46 +1,43 @@
-"""The files of a checkpoint on their way to disk: which rank writes what, and how."""
+"""The files of a checkpoint on their way to disk: what each rank writes, and what the first one writes beside."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..errors import ConfigTypeError, PolyshardError
+from ..errors import ConfigTypeError
 from ..interfaces import Collectives
-from ..io.boxes import Box, Chunk, box_within, disjoint
+from ..io.boxes import Box, Chunk, box_within
 from ..io.files import DIGEST, carried_out, digest_of
-from ..io.memory import DTYPES, NAMES, HostCopy, pieces_of
+from ..io.memory import NAMES, HostCopy, pieces_of
 from ..io.progress import report_progress
-from ..state.exchange import coordinates, gather_to_first, scatter_from_first, speaks, together
+from ..state.exchange import Answers, gather_to_first, scatter_from_first, speaks, together
 from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor
 from ..state.source import chunks_of
-from .encoding import Encoder, Json, render, require_plain
-from .manifest import ALIGNMENT, BLOCK, NAME, file_of
+from . import metadata
+from .archive import ALIGNMENT, around, of_value
+from .encoding import Encoder, Json, decode, no_tensor, render, require_plain
+from .manifest import BLOCK, DESCRIBED, FORMAT, NAME, StoredTensor, file_of
+from .shares import Key, Kind, Offer, Share, Shares, piece_of, require_alike, share_out
 from .storage import OutputFile, Place, storage_of
 
 #: Pieces up to here are put together, since a call to the system costs more than the copy.
 _SMALL = 64 << 10
-_WITHIN = "within"
 #: A rank's report of the file that it wrote: plain JSON, which goes through files too.
 Written = dict[str, Any]
-#: ``("model", name)``, ``("optimizer", name, state)``, or ``("within", number)`` of a tensor in an encoded value.
-Key = tuple[str, ...]
-#: First indices and extents. Plain tuples: there are some for each tensor, and they travel.
-Extent = tuple[tuple[int, ...], tuple[int, ...]]
-#: Up to here a chunk is put to the front of its file, where one block has many that are read by themselves.
-_IN_FRONT = 4096
 
 
 @dataclass(frozen=True)
 class Document:
-    """What the manifest says beside tensors, of the rank that coordinates."""
+    """What a checkpoint has beside tensors by name, of the rank that coordinates."""
 
     aliases: Mapping[str, str]
     """Further names in the model, and the first one."""
@@ -52,6 +49,8 @@ class Document:
     extra: Json
     tensors: Sequence[tuple[dict[str, Json], torch.Tensor]]
     """Those in encoded values, each with its description there."""
+    values: Mapping[metadata.Path, Any]
+    """Settings and ``extra`` as they are, for stock torch."""
 
     @classmethod
     def of(
@@ -67,13 +66,40 @@ class Document:
         Raises ConfigTypeError: there is something that cannot be written; names the way there.
         """
         encoder = Encoder()
+        given = state.get(OPTIMIZER, {}).get("param_groups", ())
         groups = [
             {name: encoder.encode(value, f"param_groups[{index}][{name!r}]") for name, value in group.items()}
-            for index, group in enumerate(state.get(OPTIMIZER, {}).get("param_groups", ()))
+            for index, group in enumerate(given)
         ]
         where = "the state of the precision caster of unit"
         states = {name: encoder.encode(value, f"{where} {name!r}") for name, value in precision.items()}
-        return cls(aliases, kind, groups, states, encoder.encode(dict(extra), "extra"), encoder.tensors)
+        encoded = encoder.encode(dict(extra), "extra")
+        values: dict[metadata.Path, Any] = {
+            (OPTIMIZER, "param_groups", index, name): value
+            for index, group in enumerate(given)
+            for name, value in group.items()
+        }
+        values.update(_flattened(extra, ("extra",)))
+        return cls(aliases, kind, groups, states, encoded, encoder.tensors, values)
+
+
+def _flattened(values: Mapping[Any, Any], path: metadata.Path) -> Iterator[tuple[metadata.Path, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value and all(isinstance(each, str) for each in value):
+            yield from _flattened(value, (*path, name))
+        elif isinstance(name, str):
+            yield (*path, name), value
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who writes what, as all ranks agreed: again for the next save, where every rank offers the same."""
+
+    offered: str
+    """The digest of what this rank offers."""
+    share: Share
+    shares: Shares | None
+    """On the rank that coordinates."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +109,13 @@ class Writing:
     directory: Place
     file: str
     tensors: Sequence[torch.Tensor]
-    """In the order of the file."""
+    """In the order of the file, with what archives have around them."""
     starts: Sequence[int]
     """The first byte of each."""
     size: int
-    manifest: dict[str, Json] | None
-    """But for the files; on the rank that coordinates."""
+    ending: Ending | None
+    """On the rank that coordinates."""
+    plan: Plan
     copied: HostCopy | None = None
 
     def detached(self) -> Writing:
@@ -96,7 +123,7 @@ class Writing:
         return dataclasses.replace(self, tensors=(), copied=HostCopy(self.tensors, self.starts, self.size))
 
     def write(self) -> Written:
-        """Write it, to be on disk when this returns; returns what ``finish`` takes. Exchanges nothing.
+        """Write it, to be on disk when this returns; returns what ``Ending.write`` takes. Exchanges nothing.
 
         Raises OSError: writing failed; names the file.
         """
@@ -115,15 +142,6 @@ class Writing:
                 report_progress(min(len(found) * BLOCK, self.size), self.size)
         return {"file": self.file, "size": self.size, "digests": found}
 
-    def finish(self, everything: Sequence[Written]) -> tuple[dict[str, int], str]:
-        """Write the manifest of what ranks' ``write`` returned; returns sizes of files in bytes, and its sha256."""
-        assert self.manifest is not None
-        files = {each["file"]: {"size": each["size"], DIGEST: each["digests"]} for each in everything if each["size"]}
-        content = render({**self.manifest, "files": files})
-        storage_of(self.directory).write_whole(self.directory / NAME, content)
-        sizes = {NAME: len(content), **{name: int(each["size"]) for name, each in files.items()}}
-        return sizes, hashlib.sha256(content).hexdigest()
-
     def _pieces(self) -> Iterator[memoryview]:
         end = 0
         for tensor, start in zip(self.tensors, self.starts, strict=True):
@@ -133,53 +151,168 @@ class Writing:
             end = start + tensor.numel() * tensor.element_size()
 
 
+@dataclass(frozen=True)
+class Ended:
+    """What stands in the directory beside elements."""
+
+    sizes: Mapping[str, int]
+    """Of all files, in bytes."""
+    manifest: str
+    """Its sha256."""
+    described: str | None
+    """That of ``.metadata``."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the rank that coordinates writes when all have written."""
+
+    directory: Place
+    files: Sequence[str]
+    """The names of files with elements, by number."""
+    manifest: Mapping[str, Any]
+    """But for the files."""
+    tensors: Mapping[metadata.Path, StoredTensor]
+    values: Mapping[metadata.Path, metadata.Bytes]
+    complete: bool
+
+    def write(self, everything: Sequence[Written]) -> Ended:
+        """Write ``manifest.json``, and ``.metadata``, of what ranks' ``write`` returned.
+
+        Raises PolyshardError: not all bytes of all ranks are there; OSError: writing failed.
+        """
+        storage = storage_of(self.directory)
+        sizes = {each["file"]: int(each["size"]) for each in everything if each["size"]}
+        storage.require_written(self.directory, sizes)
+        manifest, described = self.composed(everything)
+        storage.write_whole(self.directory / NAME, manifest)
+        sizes[NAME] = len(manifest)
+        if described is not None:
+            # Last: to stock torch it says that everything is there.
+            storage.write_whole(self.directory / DESCRIBED, described)
+            sizes[DESCRIBED] = len(described)
+        digests = [None if each is None else hashlib.sha256(each).hexdigest() for each in (manifest, described)]
+        assert digests[0] is not None
+        return Ended(sizes, digests[0], digests[1])
+
+    def composed(self, everything: Sequence[Written]) -> tuple[bytes, bytes | None]:
+        """What both have to say. None: an incomplete state is nothing for stock torch."""
+        found = {each["file"]: {"size": each["size"], DIGEST: each["digests"]} for each in everything}
+        manifest = render({**self.manifest, "files": {name: found[name] for name in self.files}}, StoredTensor.entry)
+        if not self.complete:
+            return manifest, None
+        return manifest, b"".join(metadata.rendered(self.tensors, self.values, self.files))
+
+
 def plan_writing(
-    directory: Place, state: Mapping[str, Any], document: Document | None, collectives: Collectives
+    directory: Place,
+    state: Mapping[str, Any],
+    document: Document | None,
+    collectives: Collectives,
+    before: Plan | None = None,
 ) -> Writing:
     """Share out ``state`` to be written into ``directory``: what ranks hold alike is written by one of them.
 
-    Where the collectives cannot communicate, this rank's part alone is. ``document``: on the rank that coordinates.
+    Every rank calls it. ``document``: on the rank that coordinates. ``before``: the plan of the save before.
+
+    Raises:
+        PolyshardError: as ``share_out``; on the ranks that see it, and RankMismatchError on the others.
+        ConfigTypeError: there is something that no checkpoint holds.
     """
-    what = f"Sharing out {directory}"
+    what = f"Laying out {directory}"
     with together(collectives, what):
-        offer, views = offered(state, () if document is None else document.tensors)
-    offers = gather_to_first(collectives, offer)
-    numbers = range(collectives.world_size) if speaks(collectives) else (collectives.rank,)
-    shares = manifest = None
-    with together(collectives, what):
-        if offers is not None and document is not None:
-            complete = len(offers) == collectives.world_size
-            shares, stored = share_out(offers, [file_of(number) for number in numbers], complete=complete)
-            manifest = _manifest(offers, stored, document)
-    share = scatter_from_first(collectives, shares)
-    tensors = [_part_of(views[key][index], part) for key, index, part in share]
-    starts, size = places(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return Writing(directory, file_of(collectives.rank), tensors, starts, size, manifest)
+        offer, chunks = offered(state)
+    complete = collectives.world_size == 1 or speaks(collectives)
+    plan, values = _agreed(offer, collectives, what, before, complete=complete)
+    file = FileLayout()
+    for place, row in enumerate(plan.share.rows.tolist()):
+        chunk = chunks[row]
+        part = plan.share.parts.get(place)
+        file.add_tensor(chunk.view if part is None else box_within(chunk.view, chunk.box, part))
+    ending = None
+    if document is not None:
+        assert plan.shares is not None
+        ending = ending_of(directory, plan.shares, document, values, file, collectives.rank, complete=complete)
+    return Writing(directory, file_of(collectives.rank), file.tensors, file.starts, file.size, ending, plan)
 
 
-def write_all(writing: Writing, collectives: Collectives) -> tuple[dict[str, int], str]:
-    """Write every rank's part, and the manifest; returns what ``Writing.finish`` does, on the rank that coordinates."""
-    what = f"Writing {writing.directory}"
-    with together(collectives, what):
-        written = writing.write()
-    everything = gather_to_first(collectives, written)
-    finished: tuple[dict[str, int], str] = ({}, "")
-    with together(collectives, what):
-        if coordinates(collectives):
-            assert everything is not None
-            finished = writing.finish(everything)
-    return finished
+class FileLayout:
+    """One rank's file, as it is laid out."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.starts: list[int] = []
+        self.size = 0
+
+    def add_tensor(self, tensor: torch.Tensor) -> int:
+        """Add an archive of ``tensor``; returns where its elements begin."""
+        head, tail = around(tensor.dtype, tuple(tensor.shape))
+        start = self.add(_bytes(head)) + len(head)
+        self._put(tensor.detach(), start)
+        self._put(_bytes(tail), self.size)
+        return start
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Add elements; returns where they begin."""
+        start = -(-self.size // ALIGNMENT) * ALIGNMENT
+        self._put(tensor.detach(), start)
+        return start
+
+    def _put(self, tensor: torch.Tensor, start: int) -> None:
+        self.tensors.append(tensor)
+        self.starts.append(start)
+        self.size = start + tensor.numel() * tensor.element_size()
 
 
-def offered(
-    state: Mapping[str, Any], within: Iterable[tuple[Any, torch.Tensor]]
-) -> tuple[Offer, dict[Key, list[Chunk]]]:
-    """What this rank can write of ``state`` and of tensors ``within`` a document, and the memory of each chunk of it.
+@functools.lru_cache(maxsize=1 << 14)
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _agreed(
+    offer: Offer, collectives: Collectives, what: str, before: Plan | None, *, complete: bool
+) -> tuple[Plan, dict[Key, Json]]:
+    """Who writes what; and the optimizer state that is no tensor, on the rank that coordinates."""
+    kinds = repr((offer.kinds, dict(offer.kept)))
+    ranks = (collectives.world_size, collectives.rank)
+    offered_here = hashlib.sha256(repr(ranks).encode() + kinds.encode() + offer.rows.tobytes()).hexdigest()
+    is_known = before is not None and before.offered == offered_here
+    answers = Answers(collectives, int(is_known), "", key=kinds)
+    beside = gather_to_first(collectives, (offer.values, offer.numbers))
+    values: dict[Key, Json] = {}
+    for of_rank, _ in beside or ():
+        values = {**of_rank, **values}
+    if before is not None and all(answers.numbers):
+        with together(collectives, what):
+            require_alike([numbers for _, numbers in beside or ()])
+        return before, values
+    # One of all ranks with the same kinds says what these are.
+    groups = answers.alike(range(len(answers.numbers)))
+    says = any(group[0] == collectives.rank for group in groups) or not speaks(collectives)
+    offers = gather_to_first(collectives, offer if says else dataclasses.replace(offer, kinds=(), kept={}))
+    shares = None
+    with together(collectives, what):
+        if offers is not None:
+            known = {rank: offers[group[0]] for group in groups for rank in group}
+            offers = [
+                dataclasses.replace(each, kinds=known[rank].kinds, kept=known[rank].kept)
+                for rank, each in enumerate(offers)
+            ]
+            shares = share_out(offers, complete=complete)
+    share: Share = scatter_from_first(collectives, None if shares is None else shares.of_ranks)
+    return Plan(offered_here, share, shares), values
+
+
+def offered(state: Mapping[str, Any]) -> tuple[Offer, list[Chunk]]:
+    """What this rank can write of ``state``, and the memory of each row of it.
 
     Raises ConfigTypeError: there is a tensor, or a value, that no checkpoint holds; names it.
     """
-    offer = Offer()
-    views: dict[Key, list[Chunk]] = {}
+    boxes: list[tuple[Kind, Sequence[Box]]] = []
+    memory: list[Chunk] = []
+    values: dict[Key, Json] = {}
+    numbers: dict[Key, str] = {}
+    kept: dict[Key, tuple[str, int, int]] = {}
 
     def take(key: Key, value: torch.Tensor, where: str) -> None:
         # What says of itself which chunks it has is no plain tensor, and need not be.
@@ -188,59 +321,103 @@ def offered(
         elif value.dtype not in NAMES:
             raise ConfigTypeError(f"{where} is of {value.dtype}, which no checkpoint holds.")
         chunks = [chunk for chunk in chunks_of(value) if chunk.box.numel]
-        if chunks or not value.numel():
-            extents = tuple((chunk.box.offsets, chunk.box.sizes) for chunk in chunks)
-            offer.tensors[key] = (NAMES[value.dtype], tuple(value.shape), extents)
-            views[key] = chunks
-            kept = value.kept if isinstance(value, CheckpointTensor) else None
-            if kept is not None:
-                # Whether it goes by itself is seen where all ranks' are.
-                offer.kept[key] = (kept.label, kept.flat.numel(), kept.numel, kept.whole)
-                views[_by_itself(key, kept.label)] = [Chunk(Box.whole(kept.flat.shape), kept.flat)]
+        if not chunks and value.numel():
+            return
+        boxes.append(((key, NAMES[value.dtype], tuple(value.shape)), [chunk.box for chunk in chunks]))
+        memory.extend(chunks)
+        piece = value.kept if isinstance(value, CheckpointTensor) else None
+        if piece is not None:
+            # Whether it goes by itself is seen where all ranks' are.
+            kept[key] = (piece.label, piece.numel, piece.whole)
+            box = Box.whole(piece.flat.shape)
+            boxes.append(((piece_of(key, piece.label), NAMES[value.dtype], box.sizes), [box]))
+            memory.append(Chunk(box, piece.flat))
 
     for name, value in state[MODEL].items():
         take((MODEL, name), value, f"model[{name!r}]")
     encoder = Encoder()
     for name, states in state.get(OPTIMIZER, {}).get("state", {}).items():
         is_part = any(isinstance(value, CheckpointTensor) and value.is_part for value in states.values())
-        for key, value in states.items():
-            where = f"optimizer.state[{name!r}][{key!r}]"
+        for name_of_state, value in states.items():
+            key = (OPTIMIZER, "state", name, name_of_state)
+            where = f"optimizer.state[{name!r}][{name_of_state!r}]"
             if isinstance(value, torch.Tensor):
-                take((OPTIMIZER, name, key), value, where)
+                take(key, value, where)
                 if is_part and value.numel() == 1 and not isinstance(value, CheckpointTensor):
-                    offer.numbers[OPTIMIZER, name, key] = repr(value.item())
+                    numbers[key] = repr(value.item())
             else:
-                offer.values[OPTIMIZER, name, key] = encoder.encode(value, where)
-    for number, (_, tensor) in enumerate(within):
-        take((_WITHIN, str(number)), tensor, "a tensor")
-    return offer, views
+                values[key] = encoder.encode(value, where)
+    return Offer.of(boxes, values=values, numbers=numbers, kept=kept), memory
 
 
-def _manifest(offers: Sequence[Offer], stored: Mapping[Key, Json], document: Document) -> dict[str, Json]:
-    model: dict[str, Json] = {}
+def ending_of(
+    directory: Place,
+    shares: Shares,
+    document: Document,
+    values: Mapping[Key, Json],
+    file: FileLayout,
+    rank: int,
+    *,
+    complete: bool,
+) -> Ending:
+    """What is written last. Adds to ``file`` what no other rank has."""
+    paths = {id(value): path for path, value in document.values.items() if isinstance(value, torch.Tensor)}
+    tensors: dict[metadata.Path, StoredTensor] = {}
+    for entry, tensor in document.tensors:
+        path = paths.pop(id(tensor), None)
+        add = file.add if path is None else file.add_tensor
+        at = np.array([add(tensor)] if tensor.numel() else [], np.int64)
+        extents = np.array(tuple(tensor.shape) * len(at), np.int64).reshape(len(at), tensor.ndim)
+        stored = StoredTensor(tensor.dtype, tuple(tensor.shape), extents * 0, extents, at * 0, at)
+        entry.update(stored.entry())
+        if path is not None:
+            tensors[path] = stored
+    # What is no tensor by name stands in the manifest; stock torch has it as an archive each.
+    others: dict[metadata.Path, metadata.Bytes] = {}
+    own = {path: value for path, value in document.values.items() if path not in tensors}
+    own.update({key: decode(value, no_tensor) for key, value in values.items() if key not in shares.stored})
+    for path, value in own.items() if complete else ():
+        content = of_value(value)
+        others[path] = (0, file.add(torch.frombuffer(bytearray(content), dtype=torch.uint8)), len(content))
+    # Files are numbered in the order of ranks, without those that have none.
+    has_file = np.array([*([file.size > 0] if shares.ends else []), *(end > 0 for end in shares.ends[1:])])
+    numbers = np.cumsum(has_file) - 1
+    named = {key: dataclasses.replace(each, files=numbers[each.files]) for key, each in shares.stored.items()}
+    model = {key[1]: each for key, each in named.items() if key[0] == MODEL}
+    aliases = {name: first for name, first in document.aliases.items() if first in model}
     state: dict[str, dict[str, Json]] = {}
-    for key, entry in stored.items():
-        match key:
-            case (first, name) if first == MODEL:
-                model[name] = entry
-            case (first, number) if first == _WITHIN:
-                document.tensors[int(number)][0].update(entry)
-            case (_, name, value):
-                state.setdefault(name, {})[value] = {"$tensor": entry}
-    for offer in offers:
-        for (_, name, value), encoded in offer.values.items():
-            state.setdefault(name, {}).setdefault(value, encoded)
-    optimizer = None
-    if document.kind is not None:
-        optimizer = {"kind": document.kind, "groups": list(document.groups), "state": state}
-    return {
-        "format": 3,
+    for key, each in named.items():
+        if key[0] == OPTIMIZER:
+            state.setdefault(key[2], {})[key[3]] = {"$tensor": each}
+    for key, encoded in values.items():
+        state.setdefault(key[2], {}).setdefault(key[3], encoded)
+    manifest = {
+        "format": FORMAT,
         "model": model,
-        "aliases": {name: first for name, first in document.aliases.items() if first in model},
-        "optimizer": optimizer,
+        "aliases": aliases,
+        "optimizer": document.kind and {"kind": document.kind, "groups": list(document.groups), "state": state},
         "precision": document.precision,
         "extra": document.extra,
     }
+    tensors.update(named.items())
+    tensors.update({(MODEL, name): model[first] for name, first in aliases.items()})
+    # One rank of a pretended world stands alone, whatever its number.
+    names = [file_of(number or rank) for number in np.flatnonzero(has_file).tolist()]
+    return Ending(directory, names, manifest, tensors, others, complete)
+
+
+def write_all(writing: Writing, collectives: Collectives) -> Ended | None:
+    """Write every rank's part, and what stands beside; returns what ``Ending.write`` does, on that rank."""
+    what = f"Writing {writing.directory}"
+    with together(collectives, what):
+        written = writing.write()
+    everything = gather_to_first(collectives, written)
+    ended = None
+    with together(collectives, what):
+        if writing.ending is not None:
+            assert everything is not None
+            ended = writing.ending.write(everything)
+    return ended
 
 
 def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -282,175 +459,3 @@ def _write_block(file: OutputFile, block: Sequence[memoryview], at: int) -> tupl
     digest = digest_of(block)
     file.write(block, at)
     return digest, block
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What one rank holds."""
-
-    tensors: dict[Key, tuple[str, tuple[int, ...], tuple[Extent, ...]]] = field(default_factory=dict)
-    """Name of the dtype, shape of the whole tensor, and the boxes of it, each with elements."""
-    values: dict[Key, Json] = field(default_factory=dict)
-    """Optimizer state that is no tensor, encoded."""
-    numbers: dict[Key, str] = field(default_factory=dict)
-    """Of ``tensors``, those of one element that other ranks have of other parts of the parameter, in words."""
-    kept: dict[Key, tuple[str, int, int, int]] = field(default_factory=dict)
-    """Of ``tensors``, those that may be written piece by piece: the label of the piece, how many numbers there are of
-    it, its elements, and the parameter's."""
-
-
-#: One rank's chunks in the order of its file: keys, which of the boxes that it offered, and the part of that box to be
-#: written; None for all of it.
-Share = list[tuple[Key, int, Extent | None]]
-
-
-def share_out(
-    offers: Sequence[Offer], files: Sequence[str], *, complete: bool = False
-) -> tuple[list[Share], dict[Key, Json]]:
-    """Let each chunk be written by one rank, of those that hold it the one that has least to write so far.
-
-    Where ranks cut their copies otherwise than others do, a chunk is the part of a box that no other chunk has.
-
-    Returns each rank's share, and every tensor as the manifest has it. ``files``: the name of each rank's file;
-    ``complete``: whether all ranks offer, so that nothing may be missing.
-
-    Raises PolyshardError: ranks differ in what a tensor is, or lack parts of it.
-    """
-    offers = _piece_by_piece(offers) if complete else offers
-    kinds: dict[Key, tuple[str, tuple[int, ...]]] = {}
-    holders: dict[tuple[Key, Extent], list[tuple[int, int]]] = {}
-    for rank, offer in enumerate(offers):
-        for key, (dtype, shape, extents) in offer.tensors.items():
-            if kinds.setdefault(key, (dtype, shape)) != (dtype, shape):
-                raise PolyshardError(
-                    f"'{'.'.join(key)}' is {dtype} of shape {shape} on rank {rank} and {kinds[key][0]} of shape "
-                    f"{kinds[key][1]} on another. Make the same model and optimizer on every rank."
-                )
-            for index, extent in enumerate(extents):
-                holders.setdefault((key, extent), []).append((rank, index))
-    chosen = _apart(kinds, holders, complete=complete)
-    _require_alike(offers)
-    shares: list[list[tuple[int, Key, int, Extent | None, Extent]]] = [[] for _ in offers]
-    loads = [0] * len(offers)
-    shared = []
-    for key, extent, part, candidates in chosen:
-        nbytes = math.prod((part or extent)[1]) * DTYPES[kinds[key][0]].itemsize
-        if len(candidates) > 1:
-            shared.append((nbytes, key, extent, part, candidates))
-            continue
-        ((rank, index),) = candidates
-        shares[rank].append((nbytes, key, index, part, part or extent))
-        loads[rank] += nbytes
-    # The largest first: smaller ones even out the rest.
-    for nbytes, key, extent, part, candidates in sorted(shared, key=lambda each: -each[0]):
-        rank, index = min(candidates, key=lambda each: loads[each[0]])
-        shares[rank].append((nbytes, key, index, part, part or extent))
-        loads[rank] += nbytes
-    chunks: dict[Key, list[Json]] = {key: [] for key in kinds}
-    found: list[Share] = []
-    for file, share in zip(files, shares, strict=True):
-        share.sort(key=lambda each: each[0] > _IN_FRONT)
-        starts, _ = places(each[0] for each in share)
-        for at, (nbytes, key, _, _, (offsets, sizes)) in zip(starts, share, strict=True):
-            chunks[key].append([list(offsets), list(sizes), file, at, nbytes])
-        found.append([(key, index, part) for _, key, index, part, _ in share])
-    return found, {
-        key: {"dtype": dtype, "shape": list(shape), "chunks": chunks[key]} for key, (dtype, shape) in kinds.items()
-    }
-
-
-def _piece_by_piece(offers: Sequence[Offer]) -> Sequence[Offer]:
-    """``offers`` with tensors by themselves of those pieces whose parameter has its state in several forms."""
-    kept: dict[str, dict[str, tuple[int, int]]] = {}
-    for offer in offers:
-        for key, (label, _, numel, wanted) in offer.kept.items():
-            kept.setdefault(key[1], {})[label] = (numel, wanted)
-    # Otherwise some rank has no state at all.
-    complete = {name for name, each in kept.items() if sum(n for n, _ in each.values()) >= max(each.values())[1]}
-    parted: set[Key] = set()
-    for key in {key for offer in offers for key in offer.kept if key[1] in complete}:
-        found = [offer.tensors[key] for offer in offers if key in offer.tensors]
-        kinds = {(dtype, shape) for dtype, shape, _ in found}
-        boxes = {Box(*extent) for *_, extents in found for extent in extents}
-        held, wanted = sum(box.numel for box in boxes), math.prod(found[0][1])
-        if held > wanted:
-            held = sum(part.numel for _, part in disjoint(list(boxes)))
-        if len(kinds) > 1 or held < wanted:
-            parted.add(key)
-    if not parted:
-        return offers
-    changed = []
-    for offer in offers:
-        tensors = {key: value for key, value in offer.tensors.items() if key not in parted}
-        for key, (label, numbers, *_) in offer.kept.items():
-            if key in parted:
-                tensors[_by_itself(key, label)] = offer.tensors[key][0], (numbers,), (((0,), (numbers,)),)
-        changed.append(Offer(tensors, offer.values, offer.numbers))
-    return changed
-
-
-def _by_itself(key: Key, label: str) -> Key:
-    return (*key[:-1], f"{key[-1]}{label}")
-
-
-def places(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """The first byte of each chunk in its file, and the file's size. ``sizes``: of the chunks, in bytes."""
-    starts, end = [], 0
-    for nbytes in sizes:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        starts.append(start)
-        end = start + nbytes
-    return starts, end
-
-
-#: Ranks, and which of the boxes that they offered.
-_Candidates = list[tuple[int, int]]
-
-
-def _apart(
-    kinds: Mapping[Key, tuple[str, tuple[int, ...]]],
-    holders: Mapping[tuple[Key, Extent], _Candidates],
-    *,
-    complete: bool,
-) -> Iterator[tuple[Key, Extent, Extent | None, _Candidates]]:
-    """Boxes that have each element once: with the part of the box, where it is not all of it, and who holds it.
-
-    Raises PolyshardError: together they are no whole tensor, though they are to be.
-    """
-    held: dict[Key, list[tuple[Extent, _Candidates]]] = {key: [] for key in kinds}
-    for (key, extent), candidates in holders.items():
-        held[key].append((extent, candidates))
-    for key, boxes in held.items():
-        numel, wanted = sum(math.prod(sizes) for (_, sizes), _ in boxes), math.prod(kinds[key][1])
-        parts: list[tuple[int, Extent | None]] = [(number, None) for number in range(len(boxes))]
-        if numel > wanted:
-            cut = [
-                (number, (box.offsets, box.sizes)) for number, box in disjoint([Box(*extent) for extent, _ in boxes])
-            ]
-            parts = [(number, None if part == boxes[number][0] else part) for number, part in cut]
-            numel = sum(math.prod(sizes) for _, (_, sizes) in cut)
-        if numel < wanted and complete:
-            raise PolyshardError(
-                f"Ranks hold {numel} of the {wanted} elements of '{'.'.join(key)}': some have no such state of their "
-                "part of the parameter. Let every rank step its part, by a gradient of zeros where it has no other."
-            )
-        for number, part in parts:
-            yield key, boxes[number][0], part, boxes[number][1]
-
-
-def _require_alike(offers: Sequence[Offer]) -> None:
-    """Raise PolyshardError where ranks with different parts of a parameter have another number each for its state."""
-    known: dict[Key, tuple[int, str]] = {}
-    for rank, offer in enumerate(offers):
-        for key, number in offer.numbers.items():
-            first, other = known.setdefault(key, (rank, number))
-            if number != other:
-                raise PolyshardError(
-                    f"'{'.'.join(key)}' is {other} on rank {first} and {number} on rank {rank}, which hold different "
-                    "parts of the parameter: a checkpoint has one for all of it. Let every rank step its part as "
-                    "often, by a gradient of zeros where it has no other."
-                )
-
-
-def _part_of(chunk: Chunk, part: Extent | None) -> torch.Tensor:
-    return chunk.view if part is None else box_within(chunk.view, chunk.box, Box(*part))

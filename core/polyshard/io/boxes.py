@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,25 +116,6 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 def _in_row(row: int, boxes: list[Box]) -> list[Box]:
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
-
-
-class BoxIndex:
-    """Boxes of one tensor, to be asked which of them overlap another without a look at all."""
-
-    def __init__(self, boxes: Iterable[Box]) -> None:
-        self._boxes = sorted(enumerate(boxes), key=lambda each: each[1].offsets[:1])
-        self._starts = [_rows(box)[0] for _, box in self._boxes]
-        #: The furthest end of any box up to each: ascending, whatever their sizes are.
-        self._ends = list(itertools.accumulate((_rows(box)[1] for _, box in self._boxes), max))
-
-    def overlapping(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """The number of each box that has elements of ``box``, and these."""
-        start, stop = _rows(box)
-        for index in range(bisect.bisect_right(self._ends, start), bisect.bisect_left(self._starts, stop)):
-            number, each = self._boxes[index]
-            common = each.overlap(box)
-            if common is not None:
-                yield number, common
 
 
 def _rows(box: Box) -> tuple[int, int]:

@@ -33,7 +33,9 @@ LOCK = ".job-lock"
 MOST_OF_LOCK = 4096
 #: What saves write into their directories. Other names there are the user's, whose files stay.
 _WRITTEN = re.compile(
-    r"(?:rank-\d{5,9}\.bin(?:\.part)?|manifest\.json|COMMITTED|SAVING|written-by-\d+|given-up\.txt)(?:\.tmp)?", re.ASCII
+    r"(?:(?:__\d{1,9}_0\.distcp|rank-\d{5,9}\.bin)(?:\.part)?|manifest\.json|\.metadata|COMMITTED|SAVING|written-by-\d+"
+    r"|given-up\.txt)(?:\.tmp)?",
+    re.ASCII,
 )
 #: No file that is read whole is as large: each has some hundred bytes a tensor.
 _MOST_WHOLE = 1 << 32
