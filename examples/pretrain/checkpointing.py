@@ -81,20 +81,11 @@ class Checkpoints:
 
         It waits for the one before, and raises what became of that where it failed.
         """
-        extra, keep = asdict(progress), self._settings.keep
-        where = self._folder, progress.step
-        if progress.settings["parallel.pp"] > 1:
-            tied = {"lm_head.weight": "model.embed_tokens.weight"} if progress.settings[_TIED] else None
-            if self._settings.asynchronous:
-                self._pending = polyshard.checkpoint.async_save_stages(
-                    *where, models, optimizers, tied=tied, extra=extra, keep=keep
-                )
-            else:
-                polyshard.checkpoint.save_stages(*where, models, optimizers, tied=tied, extra=extra, keep=keep)
-        elif self._settings.asynchronous:
-            self._pending = polyshard.checkpoint.async_save(*where, models[0], optimizers[0], extra=extra, keep=keep)
-        else:
-            polyshard.checkpoint.save(*where, models[0], optimizers[0], extra=extra, keep=keep)
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if progress.settings[_TIED] else {}
+        model = _saved(models, progress.settings["parallel.pp"], tied)
+        save = polyshard.checkpoint.async_save if self._settings.asynchronous else polyshard.checkpoint.save
+        made = save(self._folder, progress.step, model, optimizers, extra=asdict(progress), keep=self._settings.keep)
+        self._pending = made if isinstance(made, polyshard.checkpoint.PendingSave) else None
 
     def finish(self) -> None:
         """Return when all that was saved is on disk; raise where it could not be written."""
@@ -106,11 +97,13 @@ def load(
     directory: Path, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], settings: Settings
 ) -> Progress:
     """Read the checkpoint ``directory``. Every rank calls it. Raises ``ConfigError`` where it is of another model."""
-    if settings.parallel.pp > 1:
-        extra = polyshard.checkpoint.load_stages(directory, models, optimizers)
-    else:
-        extra = polyshard.checkpoint.load(directory, models[0], optimizers[0])
+    extra = polyshard.checkpoint.load(directory, _saved(models, settings.parallel.pp, {}), optimizers)
     return Progress(**extra)
+
+
+def _saved(models: Sequence[nn.Module], pp: int, tied: Mapping[str, str]) -> nn.Module | polyshard.checkpoint.Stages:
+    """What a checkpoint is of: the model, or its stages."""
+    return polyshard.checkpoint.Stages(models, tied=tied) if pp > 1 else models[0]
 
 
 def require_same(changes: Mapping[str, str], directory: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from parity import Block, units_of
 from pipelines import Plan, Trainer, part_of
+from polyshard.checkpoint import Stages
 from polyshard.errors import ConfigError
 from processes import KeptRanks
 from torch import nn
@@ -190,9 +191,9 @@ def message_of(rank: int, case: str, folder: Path) -> str:
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1 * (1 + rank * (case == "rates")))]
     optimizers *= 1 + (case == "optimizers")
     try:
-        directory = polyshard.checkpoint.save_stages(folder, 1, [part], optimizers)
+        directory = polyshard.checkpoint.save(folder, 1, Stages([part]), optimizers)
         if case == "left over":
-            polyshard.checkpoint.load_stages(directory, [part] if rank == 0 else [whole_head(mesh)])
+            polyshard.checkpoint.load(directory, Stages([part] if rank == 0 else [whole_head(mesh)]))
     except (ConfigError, RuntimeError) as error:
         return str(error)
     return ""

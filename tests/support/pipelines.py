@@ -11,6 +11,7 @@ import polyshard
 import polyshard.checkpoint
 import torch
 from parity import Block, seeded
+from polyshard.checkpoint import Stages
 from polyshard.pipelining import PipelineStage, TiedParameter, clip_grad_norm_
 from polyshard_fsdp2 import fully_shard
 from torch import nn
@@ -224,20 +225,16 @@ class Trainer:
 
     def save(self, folder: Path, step: int, *, trains_on: bool = False) -> Path:
         """A checkpoint of all stages; in the background of another step where the rank ``trains_on``."""
-        tied = {"head.weight": "embedding.weight"} if self.plan.tied else None
+        stages = Stages(self.models, tied={"head.weight": "embedding.weight"} if self.plan.tied else {})
         if trains_on:
-            pending = polyshard.checkpoint.async_save_stages(
-                folder, step, self.models, self.optimizers, tied=tied, extra={"turn": step}
-            )
+            pending = polyshard.checkpoint.async_save(folder, step, stages, self.optimizers, extra={"turn": step})
             self.step(step)
             return pending.result()
-        return polyshard.checkpoint.save_stages(
-            folder, step, self.models, self.optimizers, tied=tied, extra={"turn": step}
-        )
+        return polyshard.checkpoint.save(folder, step, stages, self.optimizers, extra={"turn": step})
 
     def load(self, directory: Path) -> Any:
         """What ``save`` wrote, for as many stages as there are."""
-        return polyshard.checkpoint.load_stages(directory, self.models, self.optimizers)
+        return polyshard.checkpoint.load(directory, Stages(self.models), self.optimizers)
 
     def values(self) -> dict[str, torch.Tensor]:
         """The whole parameters of this rank's stages by name."""

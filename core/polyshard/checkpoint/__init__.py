@@ -21,26 +21,24 @@ from ..state.contents import model_state, optimizer_state
 from .folder import latest
 from .foreign import DcpKeys, load_dcp
 from .loading import load
+from .parts import Stages
 from .pending import PendingSave
 from .reading import read, verify
 from .saving import async_save, save
-from .stages import async_save_stages, load_stages, save_stages
 from .storage import URL
 
 __all__ = [
     "URL",
     "DcpKeys",
     "PendingSave",
+    "Stages",
     "async_save",
-    "async_save_stages",
     "latest",
     "load",
     "load_dcp",
-    "load_stages",
     "model_state",
     "optimizer_state",
     "read",
     "save",
-    "save_stages",
     "verify",
 ]

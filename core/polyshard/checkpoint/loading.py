@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError
-from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives
-from ..state.contents import Joint, Optimizers, names_of
+from ..state.contents import Optimizers
 from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
 from ..state.restore import Restore
-from ..state.source import Source
 from .contents import restore_casters
 from .folder import Line
 from .manifest import Manifest, Marker
+from .parts import Models, Stages
 from .pending import History
 from .reading import StoredSource, readable
 from .storage import MARKER, Place, place_of, storage_of
@@ -28,7 +26,7 @@ REMEDY = "Let one rank ask latest() and tell the others."
 
 
 def load(
-    directory: Place, model: nn.Module, optimizer: Optimizers | None = None, *, frozen: bool = True
+    directory: Place, model: nn.Module | Stages, optimizer: Optimizers | None = None, *, frozen: bool = True
 ) -> Mapping[str, Any]:
     """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
 
@@ -39,7 +37,8 @@ def load(
 
     Args:
         directory: What ``save`` or ``latest`` returned.
-        model: The outermost sharded module.
+        model: The outermost sharded module, or the ``Stages`` of a pipeline: any number of them loads what any other
+            saved, or a model without any.
         optimizer: Those that were saved; None leaves saved ones alone.
         frozen: Whether parameters that need no gradient must be in the checkpoint. Without, those that are not there
             keep their values, which are not compared with those at the save: they have to be the same.
@@ -55,55 +54,20 @@ def load(
             alike. Nothing was changed.
         Exception: a listener's, on its rank, once everything is loaded.
     """
-    sharded = savable_model(model, "checkpoint.load()")
+    with Models.meeting(model, "checkpoint.load()", "load of a checkpoint") as models:
+        for each in models.handles:
+            each.attached(History).finish_pending(each)
+        return _load(models, directory, optimizer, frozen=frozen)
+
+
+def _load(models: Models, directory: Place, optimizer: Optimizers | None, *, frozen: bool) -> Mapping[str, Any]:
+    everyone = models.collectives
     called: dict[str, object] = {}
-
-    def parts() -> Sequence[Part]:
-        joint = None if optimizer is None else Joint(optimizer)
-        called.update(optimizer=str(joint and joint.signature), frozen=frozen)
-        return [Part(model, sharded, joint)]
-
-    with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
-        sharded.attached(History).finish_pending(sharded)
-        return load_parts(sharded.collectives, directory, parts, called, frozen=frozen)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A sharded model that is saved or loaded, and its optimizer."""
-
-    module: nn.Module
-    sharded: ShardedModel
-    joint: Joint | None
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Every name of a parameter or buffer, and the first one of the same."""
-        return {name: first for first, names in names_of(self.module).items() for name in names}
-
-    def source_in(self, source: StoredSource) -> Source:
-        """What ``source`` has for this part."""
-        return source
-
-
-def load_parts(
-    everyone: Collectives,
-    directory: Place,
-    parts_of: Callable[[], Sequence[Part]],
-    called: Mapping[str, object],
-    matched: Callable[[StoredSource, Sequence[Part]], None] = lambda source, parts: None,
-    *,
-    frozen: bool,
-) -> Mapping[str, Any]:
-    """Read a checkpoint into this rank's parts of a model; returns ``extra``. Every rank of ``everyone`` calls it.
-
-    ``parts_of``: gives the parts, and fills ``called``, which must be equal on all ranks. ``matched``: called when all
-    parts fit.
-    """
     require_file_seen(everyone, directory, MARKER)
     with together(everyone, f"Opening the checkpoint {directory}", called):
         directory = place_of(directory, "directory")
-        parts = parts_of()
+        parts = models.parts(optimizer)
+        called.update(optimizer=str(parts[0].joint and parts[0].joint.signature), frozen=frozen)
         marker = Marker.read(directory)
         if coordinates(everyone):
             marker.require_files(directory)
@@ -116,12 +80,12 @@ def load_parts(
     require_same(everyone, directory, marker.identity, REMEDY)
     kind = manifest.optimizer.kind if manifest.optimizer else None
     with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone.rank):
-        sources = [part.source_in(source) for part in parts]
+        sources = [models.source_of(part, source) for part in parts]
         restores = [
             Restore(each, part.sharded, part.module, part.joint, kind, rank=everyone.rank, frozen=frozen)
             for each, part in zip(sources, parts, strict=True)
         ]
-    matched(source, parts)
+    models.refuse_left_over(source, parts)
     # What its manifest does not say is in blocks with digests: other errors are not the checkpoint's.
     with together(everyone, f"Reading the checkpoint {directory}"):
         for part, each, restore in zip(parts, sources, restores, strict=True):

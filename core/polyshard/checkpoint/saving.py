@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,14 +12,13 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import words
-from ..inspect import ShardedModel, savable_model
-from ..interfaces import Collectives
-from ..state.contents import Joint, Optimizers, names_of
+from ..state.contents import Optimizers
 from ..state.exchange import coordinates, from_first, notify_listeners, require_seen, speaks, together
 from ..state.source import listed
-from .contents import caster_states, extra_of, not_finite, not_finite_anywhere, number_of, state_of
+from .contents import not_finite_anywhere, number_of
 from .folder import Line
 from .manifest import Marker
+from .parts import Models, Stages, Taken
 from .pending import History, Notes, PendingSave
 from .storage import AnyPlace, Attempt, Place, place_of, storage_of
 from .writing import Document, Ended, Writing, Written, plan_writing, write_all
@@ -28,7 +27,7 @@ from .writing import Document, Ended, Writing, Written, plan_writing, write_all
 def save(
     root: AnyPlace,
     step: int,
-    model: nn.Module,
+    model: nn.Module | Stages,
     optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -48,9 +47,9 @@ def save(
     Args:
         root: Directory of all checkpoints of a run, or the ``URL`` of one; made where missing. For one job at a time.
         step: Not negative; the checkpoint's number.
-        model: The outermost sharded module.
+        model: The outermost sharded module, or the ``Stages`` of a pipeline.
         optimizer: Over the model's parameters; saved with its state and its groups' settings. Several, in a sequence,
-            hold different parameters.
+            hold different parameters. Of stages a sequence with one for each.
         extra: Values (data position, random states); rank 0's are kept. Buffers, too, are rank 0's. ``None``, ``bool``,
             ``int``, ``float``, ``str``, ``bytes``, ``complex``, lists, tuples, sets, dicts, paths, dates, tensors on
             any device (which come back on the host), numpy arrays and numbers; no other objects: there are no pickles
@@ -72,16 +71,26 @@ def save(
         PolyshardError, OSError: writing failed; nothing is left of it.
         Exception: a listener's, on its rank, once the checkpoint is there.
     """
-    sharded = savable_model(model, "checkpoint.save()")
-    with sharded.meeting("save of a checkpoint", (sharded.collectives,)):
-        taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
-        return save_now(sharded.collectives, [(sharded, model)], root, step, keep, taking)
+    with Models.meeting(model, "checkpoint.save()", "save of a checkpoint") as models:
+        collectives = models.collectives
+        with ExitStack() as stack:
+            taking = models.taking(optimizer, extra, step, frozen=frozen)
+            task = _prepare(models, root, step, keep, stack, taking)
+            with models.handles[0].reporting_progress(models.modules[0], f"Saving {task.named}"):
+                ended = write_all(task.writing, collectives)
+            with together(collectives, f"Committing {task.label}"):
+                if task.commit is not None and ended is not None:
+                    task.commit.run(ended)
+        done = f"the save of {task.named}, which is committed"
+        for sharded, module in zip(models.handles, models.modules, strict=True):
+            notify_listeners(sharded.collectives, done, partial(sharded.notify_saved, module, task.named))
+        return cast(AnyPlace, task.named)
 
 
 def async_save(
     root: AnyPlace,
     step: int,
-    model: nn.Module,
+    model: nn.Module | Stages,
     optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -104,10 +113,8 @@ def async_save(
 
     Raises what ``save`` does, but for what happens in the background.
     """
-    sharded = savable_model(model, "checkpoint.async_save()")
-    with sharded.meeting("save of a checkpoint", (sharded.collectives,)):
-        taking = partial(take, sharded, model, optimizer, extra, frozen=frozen)
-        return save_later(sharded.collectives, [(sharded, model)], root, step, keep, taking)
+    with Models.meeting(model, "checkpoint.async_save()", "save of a checkpoint") as models:
+        return _save_later(models, root, step, keep, models.taking(optimizer, extra, step, frozen=frozen))
 
 
 @dataclass(frozen=True)
@@ -157,75 +164,19 @@ class _Task:
     """On the rank that coordinates."""
 
 
-@dataclass(frozen=True)
-class Taken:
-    """What a save writes of this rank's models."""
-
-    state: dict[str, Any]
-    broken: Sequence[str]
-    """Names of what is not finite here."""
-    called: Mapping[str, object]
-    """What must be equal on all ranks, by name."""
-    document: Callable[[], Document]
-    """To be called on the rank that coordinates."""
-
-
-def take(
-    sharded: ShardedModel,
-    model: nn.Module,
-    optimizer: Optimizers | None,
-    extra: Mapping[str, Any] | None,
-    *,
-    frozen: bool,
-) -> Taken:
-    beside = extra_of(extra)
-    joint = None if optimizer is None else Joint(optimizer)
-    state = state_of(sharded, model, optimizer, frozen=frozen)
-
-    def document() -> Document:
-        kind = None if joint is None else joint.kind
-        aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
-        return Document.of(state, aliases, kind, caster_states(sharded), beside)
-
-    called: dict[str, object] = {"frozen": frozen, "optimizer": str(joint and joint.signature)}
-    called.update({} if joint is None else joint.settings())
-    return Taken(state, not_finite(sharded, joint), called, document)
-
-
-#: This rank's models, the first of which remembers what was saved, each with its outermost module.
-_Models = Sequence[tuple[ShardedModel, nn.Module]]
-
-
-def save_now(
-    collectives: Collectives, models: _Models, root: AnyPlace, step: int, keep: int | None, taking: Callable[[], Taken]
-) -> AnyPlace:
-    """Save what ``taking`` gives, of all ranks of ``collectives``, and call listeners; returns the directory."""
-    with ExitStack() as stack:
-        task = _prepare(collectives, models, root, step, keep, stack, taking)
-        first, module = models[0]
-        with first.reporting_progress(module, f"Saving {task.named}"):
-            ended = write_all(task.writing, collectives)
-        with together(collectives, f"Committing {task.label}"):
-            if task.commit is not None and ended is not None:
-                task.commit.run(ended)
-    done = f"the save of {task.named}, which is committed"
-    for sharded, module in models:
-        notify_listeners(sharded.collectives, done, partial(sharded.notify_saved, module, task.named))
-    return cast(AnyPlace, task.named)
-
-
-def save_later(
-    collectives: Collectives, models: _Models, root: AnyPlace, step: int, keep: int | None, taking: Callable[[], Taken]
+def _save_later(
+    models: Models, root: AnyPlace, step: int, keep: int | None, taking: Callable[[], Taken]
 ) -> PendingSave[AnyPlace]:
-    """As ``save_now``, of a copy that is written in the background."""
+    """As ``save``, of a copy that is written in the background."""
+    collectives, first = models.collectives, models.handles[0]
     with ExitStack() as stack:
-        task = _prepare(collectives, models, root, step, keep, stack, taking)
+        task = _prepare(models, root, step, keep, stack, taking)
         with together(collectives, f"Copying {task.label}"):
             parts = [task.writing.detached()]
-        named, first = cast(AnyPlace, task.named), models[0][0]
+        named = cast(AnyPlace, task.named)
 
         def notify() -> None:
-            for sharded, module in models:
+            for sharded, module in zip(models.handles, models.modules, strict=True):
                 sharded.notify_saved(module, named)
 
         ranks = collectives.world_size if speaks(collectives) else 1
@@ -237,19 +188,13 @@ def save_later(
 
 
 def _prepare(
-    collectives: Collectives,
-    models: _Models,
-    root: Place,
-    step: int,
-    keep: int | None,
-    stack: ExitStack,
-    taking: Callable[[], Taken],
+    models: Models, root: Place, step: int, keep: int | None, stack: ExitStack, taking: Callable[[], Taken]
 ) -> _Task:
     """Everything up to the writing. ``stack``, which is left behind the commit, gives the directory back."""
-    handles = [sharded for sharded, _ in models]
-    for each in handles:
+    collectives = models.collectives
+    for each in models.handles:
         each.attached(History).finish_pending(each)
-    history = handles[0].attached(History)
+    history = models.handles[0].attached(History)
     what = f"the checkpoint of step {step} in {root}"
     commit: _Commit | None = None
     document: Document | None = None
@@ -272,7 +217,7 @@ def _prepare(
             complete = collectives.world_size == 1 or speaks(collectives)
             marker = Marker(step, collectives.world_size, complete, attempt.identity, line.newest, 0, {}, True, "")
             commit = _Commit(history, attempt, line, marker, keep)
-    broken = not_finite_anywhere(collectives, handles, taken.broken)
+    broken = not_finite_anywhere(collectives, models.handles, taken.broken)
     # A program may let warnings raise.
     with together(collectives, f"Preparing {what}"):
         if commit is not None and broken:
