@@ -224,15 +224,15 @@ def plan_writing(
         offer, chunks = offered(state)
     complete = collectives.world_size == 1 or speaks(collectives)
     plan, values = _agreed(offer, collectives, what, before, complete=complete)
-    file = FileLayout()
-    for place, row in enumerate(plan.share.rows.tolist()):
-        chunk = chunks[row]
-        part = plan.share.parts.get(place)
-        file.add_tensor(chunk.view if part is None else box_within(chunk.view, chunk.box, part))
-    ending = None
-    if document is not None:
-        assert plan.shares is not None
-        ending = ending_of(directory, plan.shares, document, values, file, collectives.rank, complete=complete)
+    file, ending = FileLayout(), None
+    with together(collectives, what):
+        for place, row in enumerate(plan.share.rows.tolist()):
+            chunk = chunks[row]
+            part = plan.share.parts.get(place)
+            file.add_tensor(chunk.view if part is None else box_within(chunk.view, chunk.box, part))
+        if document is not None:
+            assert plan.shares is not None
+            ending = ending_of(directory, plan.shares, document, values, file, collectives.rank, complete=complete)
     return Writing(directory, file_of(collectives.rank), file.tensors, file.starts, file.size, ending, plan)
 
 
