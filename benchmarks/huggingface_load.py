@@ -37,7 +37,7 @@ from runs import FailedError, environment, job, make_parser, not_started, togeth
 from torch.distributed.tensor import DTensor, distribute_tensor
 from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value, initializer, meta_model
 
-#: As in polyshard/huggingface/files.py.
+#: Of the plain reads and writes.
 _REQUEST_NBYTES = 16 * 2**20
 _THREADS = 4
 _GIB = 2**30

@@ -10,16 +10,14 @@ A model is built on the meta device, sharded, and read: each rank reads the elem
     polyshard_huggingface.save(model, "trained")
     LlamaForCausalLM.from_pretrained("trained")
 
-Neither Transformers nor safetensors is needed: a file is a header in JSON and the tensors behind it, and the library
-that reads it has no call for a range of elements, which is what a rank holds.
+Transformers is needed for its own models, and where tensors are renamed or joined.
 """
 
 from __future__ import annotations
 
-from .conversion import Conversion
 from .engines import as_saved, merged
 from .loading import load
 from .saving import save
 from .unloaded import to_be_loaded
 
-__all__ = ["Conversion", "as_saved", "load", "merged", "save", "to_be_loaded"]
+__all__ = ["as_saved", "load", "merged", "save", "to_be_loaded"]

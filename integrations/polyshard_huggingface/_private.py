@@ -1,10 +1,12 @@
 """Names of Transformers that it does not promise to keep, as they are in version 5.23.
 
 - ``core_model_loading`` and ``conversion_mapping``: which names and shapes a checkpoint on the Hub has for a model
-  whose modules were renamed or fused since. ``from_pretrained`` and ``save_pretrained`` alone apply them, to whole
-  tensors.
+  whose modules were renamed or fused since. ``from_pretrained`` and ``save_pretrained`` alone apply them, to a whole
+  model at once.
+- ``_weight_conversions``: those by which ``from_pretrained`` made a model.
 - ``_init_weights``: the one place where a model says how buffers that no file holds are computed.
-- ``_keys_to_ignore_on_*``: which tensors a class leaves out of its files, or does not want from them.
+- ``all_tied_weights_keys``, ``_keys_to_ignore_on_save``, ``_adjust_missing_and_unexpected_keys``: which tensors a class
+  leaves out of its files, or does not want from them.
 
 ``tests/huggingface/test_transformers.py`` compares each with ``from_pretrained`` and ``save_pretrained``.
 """
@@ -12,18 +14,18 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from polyshard.errors import UnsupportedError
+from polyshard.errors import ConfigError, UnsupportedError
 from torch import nn
 
-from .conversion import Conversion, listed, unchanged
+from .conversion import Conversion, Made, Step, unchanged
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -32,157 +34,119 @@ def is_pretrained(model: nn.Module) -> bool:
     return known is not None and isinstance(model, known)
 
 
-def _conversions(model: nn.Module) -> tuple[Any, Any]:
+def _library(model: nn.Module) -> tuple[Any, Any]:
     """The modules ``conversion_mapping`` and ``core_model_loading``.
 
-    Raises UnsupportedError: this version of Transformers does not have them as 5.23 has.
+    Raises UnsupportedError: there is no Transformers, or it is older than 5.23.
     """
-    needed = {
-        "conversion_mapping": ("get_model_conversion_mapping",),
-        "core_model_loading": (
-            "WeightConverter",
-            "WeightRenaming",
-            "dot_natural_key",
-            "rename_source_key",
-            "revert_weight_conversion",
-        ),
-    }
     try:
-        found = {name: importlib.import_module(f"transformers.{name}") for name in needed}
-        lost = [f"{name}.{key}" for name, keys in needed.items() for key in keys if not hasattr(found[name], key)]
+        from transformers import __version__, conversion_mapping, core_model_loading
+
+        lacks = f"version {__version__}" if tuple(map(int, __version__.split(".")[:2])) < (5, 23) else ""
     except ImportError as error:
-        lost = [str(error)]
-    if lost:
+        lacks = str(error)
+    if lacks:
         raise UnsupportedError(
-            f"This version of Transformers does not say how the files of {type(model).__name__} become the model "
-            f"({', '.join(lost)}). Take version 5.23, or pass a convert function."
+            f"How the files of {type(model).__name__} become the model, Transformers says from version 5.23 on "
+            f"({lacks}). Install that."
         )
-    return found["conversion_mapping"], found["core_model_loading"]
+    return conversion_mapping, core_model_loading
 
 
-class _WithWholeShapes:
-    """A model whose parameters have their whole shapes: conversions ask for them, and pieces have others."""
+def steps_of(
+    model: Any, names: Collection[str], convert: Conversion | None, known: Collection[str] | None = None
+) -> list[Step]:
+    """How files with ``names`` become a model with the names ``known``; without, how a model with ``names`` is saved.
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._model = model
-        self._shapes = shapes
+    By ``convert``, or as ``from_pretrained`` and ``save_pretrained`` do.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        """A tensor of the whole parameter's shape, without values."""
-        return torch.empty(self._shapes[name], device="meta")
-
-
-def from_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
-    """The conversion that ``from_pretrained`` applies to a checkpoint of ``model``. ``shapes``: of all its tensors."""
-    if not is_pretrained(model):
-        return unchanged
-    conversion_mapping, core_model_loading = _conversions(model)
-
-    def convert(saved: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        transforms = conversion_mapping.get_model_conversion_mapping(model)
-        renamings = [each for each in transforms if isinstance(each, core_model_loading.WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
-        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        prefix, known = model.base_model_prefix or None, dict.fromkeys(shapes, True)
-
-        def renamed(name: str, rename: list[Any], convert: list[Any]) -> tuple[str, str | None]:
-            found: tuple[str, str | None] = core_model_loading.rename_source_key(name, rename, convert, prefix, known)
-            return found
-
-        made: dict[str, torch.Tensor] = {}
-        waiting: dict[str, Any] = {}
-        # Experts are stacked in the order of this loop.
-        for name in sorted(saved, key=core_model_loading.dot_natural_key):
-            target, pattern = renamed(name, renamings, converters)
-            if target not in known and name in known:
-                target, pattern = renamed(name, [], [])
-            if pattern is None or target not in known:
-                made[target] = saved[name]
-                continue
-            waiting.setdefault(target, copy.deepcopy(by_pattern[pattern]))
-            waiting[target].add_tensor(target, name, pattern, saved[name])
-        made.update(_carried_out(waiting, _WithWholeShapes(model, shapes)))
-        return made
-
-    return convert
-
-
-def to_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
-    """The conversion that ``save_pretrained`` applies: the names and shapes that checkpoints on the Hub have."""
-    if not is_pretrained(model):
-        return unchanged
-    _, core_model_loading = _conversions(model)
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-
-    def convert(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    Raises ConfigError: ``convert`` has something else; UnsupportedError: a conversion has no way back.
+    """
+    if convert is None and not is_pretrained(model):
+        return unchanged(names)
+    mapping, loading = _library(model)
+    transforms = convert
+    if transforms is None and known is None:
+        transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:
+        transforms = mapping.get_model_conversion_mapping(model, add_legacy=known is not None)
+        if known is None:
+            # Whether files have such a prefix, only those say that a model was read from.
+            transforms = [each for each in transforms if not isinstance(each, loading.PrefixChange)]
+    kinds = loading.WeightRenaming, loading.WeightConverter
+    if not isinstance(transforms, list | tuple) or not all(isinstance(each, kinds) for each in transforms):
+        raise ConfigError(
+            f"convert is {transforms!r}, and must be a list of WeightRenaming and WeightConverter of "
+            "transformers.core_model_loading."
+        )
+    if known is None:
         try:
-            made: Mapping[str, Any] = core_model_loading.revert_weight_conversion(_WithWholeShapes(model, shapes), kept)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{type(model).__name__} cannot be saved as Transformers does: {error}") from error
+            transforms = [each.reverse_transform() for each in transforms[::-1]]
+        except (NotImplementedError, ValueError) as error:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be saved as its files were: a conversion has no way back "
+                f"({type(error).__name__}: {error})."
+            ) from error
+    return _steps(loading, model, names, transforms, known)
+
+
+def _steps(
+    loading: Any, model: Any, names: Collection[str], transforms: Sequence[Any], known: Collection[str] | None
+) -> list[Step]:
+    rename = loading.rename_source_key
+    renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix, meta = getattr(model, "base_model_prefix", None) or None, dict.fromkeys(known or (), True)
+    groups: dict[tuple[str, str], list[tuple[str, str | None]]] = {}
+    # Experts are stacked in this order.
+    for name in sorted(names, key=loading.dot_natural_key) if transforms else names:
+        # Backwards, what comes out of converters is renamed.
+        target, pattern = rename(name, renamings if known is not None else [], converters, prefix, meta)
+        if known is not None and target not in meta and (name in meta or pattern is not None):
+            target, pattern = rename(name, [], [], prefix, meta) if name in meta else (name, None)
+        groups.setdefault((target, name if pattern is None else ""), []).append((name, pattern))
+
+    def make(target: str, sources: Sequence[tuple[str, str | None]], tensors: Sequence[torch.Tensor]) -> Made:
+        made: Mapping[str, Any] = {target: tensors[0]}
+        if sources[0][1] is not None:
+            converter = copy.deepcopy(by_pattern[sources[0][1]])
+            for (name, each), tensor in zip(sources, tensors, strict=True):
+                converter.add_tensor(target, name, each, tensor)
+            made = converter.convert(target, model=model, config=getattr(model, "config", None))
+        if known is None:
+            made = {rename(name, renamings, [])[0]: each for name, each in made.items()}
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
-    return convert
+    return [
+        Step(tuple(name for name, _ in sources), partial(make, target, sources))
+        for (target, _), sources in groups.items()
+    ]
 
 
-def left_out_of_files(model: Any) -> Callable[[str], bool]:
-    """Whether the class of ``model`` leaves a tensor out when it saves."""
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if is_pretrained(model) else set()
-    return ignored.__contains__
+def left_out_of_files(model: Any) -> tuple[Collection[str], Collection[str]]:
+    """Names of tied tensors that ``save_pretrained`` does not keep, and of tensors that it leaves out."""
+    found = (getattr(model, name, None) or () for name in ("all_tied_weights_keys", "_keys_to_ignore_on_save"))
+    away, left_out = map(set, found)
+    return away, left_out
 
 
-def unwanted(model: Any) -> Callable[[str], bool]:
-    """Whether the class of ``model`` does not want a tensor that older checkpoints have."""
+def unwanted(model: Any, names: Collection[str]) -> set[str]:
+    """Those of ``names`` that older checkpoints have, and the class of ``model`` does not want."""
     if not is_pretrained(model):
-        return lambda name: False
-    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    # Buffers that no file has today; files of some years ago have them, under the names of then.
-    buffers = [name for name, _ in model.named_buffers()]
-    for name in ("rotary_emb.inv_freq", "position_ids"):
-        if any(each.endswith(name) for each in buffers):
-            patterns.add(rf"(^|\.){re.escape(name)}$")
-    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+        return set()
+    told = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    model._adjust_missing_and_unexpected_keys(told)
+    return {name for name in names if name not in told.unexpected_keys}
 
 
-def tied_away(model: Any) -> frozenset[str]:
-    """Names of tied tensors that ``save_pretrained`` does not keep."""
+def write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write the files beside weights in ``dtype``, or the model's, by which ``from_pretrained`` knows it."""
     if not is_pretrained(model):
-        return frozenset()
-    return frozenset(getattr(model, "all_tied_weights_keys", None) or ())
-
-
-def write_config(model: Any, folder: Path, dtype: torch.dtype) -> list[str]:
-    """Write the files beside the weights by which ``from_pretrained`` knows the model; returns their names."""
-    if not is_pretrained(model):
-        return []
-    before = {path.name for path in folder.iterdir()}
+        return
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = str(dtype).removeprefix("torch.")
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    return sorted({path.name for path in folder.iterdir()} - before)
-
-
-def _carried_out(waiting: Mapping[str, Any], model: _WithWholeShapes) -> dict[str, torch.Tensor]:
-    made: dict[str, torch.Tensor] = {}
-    refused: dict[str, str] = {}
-    for target, converter in waiting.items():
-        try:
-            found = converter.convert(target, model=model, config=model.config)
-        except UnsupportedError as error:
-            refused[target] = str(error)
-            continue
-        made.update({name: each[0] if isinstance(each, list) else each for name, each in found.items()})
-    if refused:
-        reasons = "\n".join(f"  {reason}" for reason in dict.fromkeys(refused.values()))
-        raise UnsupportedError(
-            f"What Transformers does to load {listed(list(refused))} cannot be done in parts:\n{reasons}\nPass a "
-            "convert function that puts them together, or convert the checkpoint once by from_pretrained and "
-            "save_pretrained(save_original_format=False)."
-        )
-    return made

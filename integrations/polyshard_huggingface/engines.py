@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import polyshard
@@ -13,12 +13,13 @@ import torch
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import ShardedModel, savable_part
 from polyshard.state.contents import names_within
+from polyshard.state.source import listed
 from polyshard.state.streaming import Ranks, Weights, copy_kept
 from torch import nn
 
-from .conversion import Conversion, Part, listed, whole
-from .saving import files_of
-from .tensors import joined, tensors_of
+from . import _private
+from .conversion import Conversion, Outcomes, Step, foreseen
+from .tensors import Held, joined, tensors_of
 
 
 def merged(
@@ -29,11 +30,11 @@ def merged(
     bucket_nbytes: int | None = None,
     ranks: Ranks = "all",
 ) -> Generator[Weights, None, None]:
-    """``polyshard.stream`` of a model with LoRA adapters of PEFT, merged into the weights of the base model.
+    """``polyshard.stream`` of a model with adapters of PEFT, merged into the weights of the base model.
 
-    Under the base model's own names, to the bit what ``merge_and_unload()`` makes of the unsharded model; the sharded
-    one stays as it is. Adapters are gathered first and kept, then the base model unit by unit. Weights travel in the
-    dtype in which they are kept: they are cast when adapters were added.
+    Under the base model's own names, to the bit what ``merge_and_unload()`` makes of the unsharded model: each layer's
+    own ``merge`` works on whole weights. The sharded model stays as it is. Adapters are gathered first and kept, then
+    the base model unit by unit. Weights travel in the dtype in which they are kept: they are cast behind the merge.
 
     Args:
         model: What ``get_peft_model`` or ``inject_adapter_in_model`` made, sharded or inside a sharded model.
@@ -44,14 +45,17 @@ def merged(
 
     Raises:
         ConfigError: no layer has an adapter of such a name, or as ``polyshard.stream``.
-        UnsupportedError: an adapter is no LoRA of a linear layer or an embedding, or is merged already.
+        UnsupportedError: PEFT cannot merge an adapter layer by layer, or has merged it already.
         StateError, RankMismatchError, CollectiveError: as ``polyshard.stream``.
     """
     sharded, module = savable_part(model, "merged()")
-    base, merge = _base_of(module), _Merge(sharded, module, adapters)
+    base = _base_of(module)
+    names = _Names(base, adapters)
+    layers = _layers(sharded, module, names, adapters)
+    factors = {name for layer in layers for name in layer.factors}
     settings: dict[str, Any] = {"bucket_nbytes": bucket_nbytes, "ranks": ranks}
-    factors = polyshard.stream(base, names=merge.factor, **settings)
-    return _merged(merge, factors, lambda: polyshard.stream(base, names=merge.renamed, **settings), dtype)
+    first = polyshard.stream(base, names=lambda name: name if name in factors else None, **settings)
+    return _merged(layers, first, lambda: polyshard.stream(base, names=names.renamed, **settings), dtype)
 
 
 def as_saved(
@@ -61,8 +65,8 @@ def as_saved(
 
     For models of Transformers whose modules differ from their files, as where the experts of a layer are one tensor:
     engines read names and shapes of files. ``as_saved(model, polyshard.stream(model))``, and the same around
-    ``merged(model)``. A tensor is a view of what it is made of, or a copy where several were joined. It comes when the
-    last of these came: what waits for another list is kept. Tensors without elements are left out.
+    ``merged(model)``. A tensor comes when the last of those came that it is made of: what waits for another list is
+    kept.
 
     Args:
         model: What ``weights`` is of.
@@ -70,40 +74,42 @@ def as_saved(
         convert: As in ``save``.
 
     Raises:
-        ConfigError: ``weights`` hands out another name, or a part of what makes a tensor; ``convert`` leaves out
-            elements.
-        UnsupportedError: what is to be done to a tensor cannot be done in parts.
+        ConfigError: ``weights`` hands out another name, or a part of what makes a tensor; a conversion fails.
+        UnsupportedError: a conversion has no way back.
         StateError: inside a step, or ``model`` is in no sharded model.
     """
     sharded, module = savable_part(model, "as_saved()")
-    merge, base = _Merge(sharded, module, None, checks=False), _base_of(module)
-    within = names_within(sharded, base)
-    held = []
-    for each in tensors_of(sharded):
-        names = tuple(new for name in within.get(each.names[0], ()) if (new := merge.renamed(name)) is not None)
-        held += [replace(each, names=names)] if names else []
-    kept, made = files_of(base, held, convert)
-    return _as_saved(
-        {each.names[0]: name for name, each in kept.items()},
-        {name: each.parts for name, each in made.items() if each.parts},
-        {name: tuple(each.shape) for name, each in made.items()},
-        weights,
-        sharded.rank,
-    )
+    base = _base_of(module)
+    within, renamed = names_within(sharded, base), _Names(base, None).renamed
+    held = {}
+    for (first, *_), value in tensors_of(sharded).items():
+        if names := tuple(new for name in within.get(first, ()) if (new := renamed(name)) is not None):
+            held[names] = value
+    kept, outcomes = saved_as(base, held, convert)
+    return _as_saved(kept, list(dict.fromkeys(step for _, step in outcomes.values())), weights, sharded.rank)
+
+
+def saved_as(module: nn.Module, held: Held, convert: Conversion | None) -> tuple[dict[str, str], Outcomes]:
+    """By the first name of each tensor the one that it has for files, and what the files have, made of these.
+
+    ``convert``: None for what the class of ``module`` does when it saves.
+
+    Raises ConfigError, UnsupportedError: as ``as_saved``.
+    """
+    away, left_out = _private.left_out_of_files(module)
+    kept = {names[0]: next((name for name in names if name not in away), names[0]) for names in held}
+    given = {kept[names[0]]: value for names, value in held.items()}
+    # In the model's order: so the library divides them into files.
+    order = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
+    wanted = [name for name in dict.fromkeys([*order, *given]) if name in given and name not in left_out]
+    return kept, foreseen(_private.steps_of(module, wanted, convert), given)
 
 
 def _as_saved(
-    source_of: Mapping[str, str],
-    recipes: Mapping[str, Sequence[Part]],
-    shapes: Mapping[str, tuple[int, ...]],
-    weights: Iterable[Weights],
-    rank: int,
+    source_of: Mapping[str, str], steps: Sequence[Step], weights: Iterable[Weights], rank: int
 ) -> Generator[Weights, None, None]:
-    lacking = {name: {part.source for part in parts} for name, parts in recipes.items()}
-    users: dict[str, list[str]] = {}
-    for name, sources in lacking.items():
-        for source in sources:
-            users.setdefault(source, []).append(name)
+    lacking = {step: set(step.sources) for step in steps}
+    user_of = {source: step for step in steps for source in step.sources}
     here: dict[str, torch.Tensor] = {}
     for names, tensors in weights:
         found: dict[str, torch.Tensor] = {}
@@ -114,14 +120,13 @@ def _as_saved(
                     "merged(model), with the names that it gives by itself."
                 )
             source = source_of[name]
+            step = user_of.get(source)
+            if step is None:
+                continue
             here[source] = tensor
-            for user in users.get(source, ()):
-                lacking[user].remove(source)
-                if not lacking[user]:
-                    found[user] = _put_together(recipes[user], shapes[user], here)
-        here = {
-            source: tensor for source, tensor in here.items() if any(lacking[user] for user in users.get(source, ()))
-        }
+            lacking[step].discard(source)
+            if not lacking[step]:
+                found.update(step.run([here.pop(each) for each in step.sources]))
         names, tensors = list(found), list(found.values())
         del found
         tensor = None  # type: ignore[assignment]
@@ -130,84 +135,75 @@ def _as_saved(
         tensors.clear()
         copy_kept(kept)
     if here:
-        waiting = {user: lacking[user] for source in here for user in users[source] if lacking[user]}
+        waiting = sorted(set().union(*(lacking[user_of[source]] for source in here)))
         raise ConfigError(
-            f"as_saved() got no {listed(sorted(set().union(*waiting.values())))}, of which {listed(list(waiting))} are "
-            f"made, too (rank {rank}). Hand out all of them or none."
+            f"as_saved() got no {listed(waiting)}, which one tensor of the files is made of together with "
+            f"{listed(sorted(here))} (rank {rank}). Hand out all of them or none."
         )
 
 
 @torch.no_grad()
-def _put_together(parts: Sequence[Part], shape: tuple[int, ...], sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if len(parts) == 1 and parts[0] == whole(parts[0].source, shape):
-        return sources[parts[0].source]
-    views = [part.view_of(sources[part.source]) for part in parts]
-    if len(views) == 1 and tuple(views[0].shape) == shape:
-        found: torch.Tensor = views[0]
-        return found
-    made = views[0].new_empty(shape)
-    for part, view in zip(parts, views, strict=True):
-        box = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))
-        made[box].copy_(view)
-    return made
-
-
-@torch.no_grad()
 def _merged(
-    merge: _Merge, factors: Iterator[Weights], base: Callable[[], Iterator[Weights]], dtype: torch.dtype | None
+    layers: Sequence[_Layer],
+    factors: Iterator[Weights],
+    base: Callable[[], Iterator[Weights]],
+    dtype: torch.dtype | None,
 ) -> Generator[Weights, None, None]:
     given = {name: tensor for names, tensors in factors for name, tensor in zip(names, tensors, strict=True)}
     for names, tensors in base():
-        for index, name in enumerate(names):
-            for each in merge.products.get(name, ()):
+        here = dict(zip(names, tensors, strict=True))
+        for layer in layers:
+            if not layer.kept.keys().isdisjoint(here):
                 # The memory is this list's own.
-                tensors[index] += each.value(given)
-            if dtype is not None and tensors[index].is_floating_point():
-                tensors[index] = tensors[index].to(dtype)
+                layer.merge({**given, **here})
+        if dtype is not None:
+            tensors[:] = [each.to(dtype) if each.is_floating_point() else each for each in tensors]
+        del here
         yield names, tensors
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """What an adapter adds to a weight."""
+class _Layer(nn.Module):
+    """A layer with adapters, which its own ``merge`` adds to other tensors in the place of its parameters."""
 
-    a: str
-    b: str
-    """Names of the two factors in the base model."""
-    scale: float
-    turned: bool
-    """Whether the weight is the product's transpose."""
+    def __init__(self, layer: nn.Module, adapters: list[str], factors: dict[str, str], kept: dict[str, str]) -> None:
+        """``factors``, ``kept``: the adapters' parameters, and what they change, by their names in a stream."""
+        super().__init__()
+        self.layer = layer
+        self.adapters = adapters
+        self.factors = factors
+        self.kept = kept
 
-    def value(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Computed as PEFT does, in fp32 where a CPU multiplies matrices of 16 bits."""
-        a, b = given[self.a], given[self.b]
-        dtype = b.dtype
-        if a.device.type == "cpu" and dtype.itemsize == 2:
-            a, b = a.float(), b.float()
-        product = b @ a
-        return ((product.T if self.turned else product) * self.scale).to(dtype)
+    def merge(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Change those of ``given`` that are ``kept``."""
+        own = {f"layer.{inner}": given[name] for name, inner in (self.factors | self.kept).items()}
+        torch.func.functional_call(self, own, ())
+
+    def forward(self) -> None:
+        layer: Any = self.layer
+        # What it notes is true of these tensors, not of the layer's.
+        noted = {name: getattr(layer, name) for name in ("merged_adapters", "_caches") if hasattr(layer, name)}
+        try:
+            for name, value in noted.items():
+                setattr(layer, name, copy.copy(value))
+            layer.merge(adapter_names=self.adapters)
+        finally:
+            for name, value in noted.items():
+                setattr(layer, name, value)
 
 
-class _Merge:
-    """The names of a base model behind adapters, and what these add to it."""
+class _Names:
+    """The names of a base model behind adapters."""
 
-    def __init__(
-        self, sharded: ShardedModel, model: nn.Module, adapters: Collection[str] | None, *, checks: bool = True
-    ) -> None:
-        """``checks``: raise for what cannot be merged."""
+    def __init__(self, base: nn.Module, adapters: Collection[str] | None) -> None:
         # By the name of a module inside an adapter's, where its parameters are in the base model; None for nowhere.
         self._places: dict[str, str | None] = {}
-        #: By the name in the base model.
-        self.products: dict[str, list[_Product]] = {}
-        self._factors: set[str] = set()
-        base = _base_of(model)
+        self.saved: set[str] = set()
+        """Adapters with modules that come in the place of the base model's."""
         if "peft" not in sys.modules:
             return
         from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+        from peft.utils.other import ModulesToSaveWrapper
 
-        first = {name: names[0] for names in names_within(sharded, base).values() for name in names}
-        found: set[str] = set()
         for path, module in base.named_modules():
             if isinstance(module, BaseTunerLayer):
                 self._places |= {joined(path, each): None for each in module.adapter_layer_names}
@@ -216,30 +212,7 @@ class _Merge:
                 active = [each for each in adapters or module.active_adapters if each in module.modules_to_save]
                 self._places |= {joined(path, each): None for each in ("modules_to_save", "original_module")}
                 self._places[joined(path, f"modules_to_save.{active[0]}" if active else "original_module")] = path
-                found.update(active)
-            elif isinstance(module, AuxiliaryTrainingWrapper) and checks:
-                raise _not_merged(path, module, sharded.rank)
-        if not checks:
-            return
-        for path, module in base.named_modules():
-            if isinstance(module, BaseTunerLayer):
-                made = list(_products(path, module, adapters, sharded.rank))
-                found.update(adapter for adapter, _ in made)
-                name = self.renamed(first[joined(path, "base_layer.weight")]) if made else None
-                if name is not None:
-                    self.products.setdefault(name, []).extend(product for _, product in made)
-        self._factors |= {
-            name for each in self.products.values() for product in each for name in (product.a, product.b)
-        }
-        unknown = sorted(set(adapters or ()) - found)
-        if unknown:
-            raise ConfigError(f"merged(): no layer has an adapter {listed(unknown)} (rank {sharded.rank}).")
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise _not_merged("", model, sharded.rank)
-
-    def factor(self, name: str) -> str | None:
-        """The name of what is multiplied, and None for others."""
-        return name if name in self._factors else None
+                self.saved.update(active)
 
     def renamed(self, name: str) -> str | None:
         """The name in the base model alone; None for what is an adapter's."""
@@ -254,34 +227,62 @@ class _Merge:
         return found
 
 
-def _products(path: str, layer: Any, adapters: Collection[str] | None, rank: int) -> Iterator[tuple[str, _Product]]:
-    """By adapter, what is added to the weight of ``layer``. Raises UnsupportedError: something else is."""
-    from peft.tuners import lora
+def _layers(sharded: ShardedModel, model: nn.Module, names: _Names, adapters: Collection[str] | None) -> list[_Layer]:
+    """Raises ConfigError, UnsupportedError: as ``merged``. Merges are tried without values, on all ranks alike."""
+    base = _base_of(model)
+    layers: list[_Layer] = []
+    first = {name: given[0] for given in names_within(sharded, base).values() for name in given}
+    for path, module in (("", model), *base.named_modules()) if "peft" in sys.modules else ():
+        try:
+            layers += _layer(path, module, first, names, adapters)
+        except Exception as error:
+            raise UnsupportedError(
+                f"merged(): '{path}' has an adapter of {type(module).__module__}.{type(module).__name__} (rank "
+                f"{sharded.rank}), which is not merged here: {error}. Call merge_and_unload() on an unsharded model."
+            ) from error
+    unknown = sorted(set(adapters or ()) - names.saved - {name for layer in layers for name in layer.adapters})
+    if unknown:
+        raise ConfigError(f"merged(): no layer has an adapter {listed(unknown)} (rank {sharded.rank}).")
+    return layers
 
-    active = layer.active_adapters if adapters is None else list(adapters)
-    if layer.merged:
-        raise UnsupportedError(
-            f"merged(): '{path}' has an adapter that is merged (rank {rank}). Call unmerge_adapter()."
-        )
-    kinds = {lora.Linear: ("lora_A", "lora_B", ".weight"), lora.Embedding: ("lora_embedding_A", "lora_embedding_B", "")}
-    for adapter in active:
-        if not any(adapter in getattr(layer, each) for each in layer.adapter_layer_names if hasattr(layer, each)):
+
+def _layer(
+    path: str, module: Any, first: Mapping[str, str], names: _Names, adapters: Collection[str] | None
+) -> Iterator[_Layer]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("it changes no weights")
+    if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
+        raise ValueError("its weights are no layer's")
+    if not isinstance(module, BaseTunerLayer):
+        return
+    if module.merged:
+        raise ValueError("it is merged already; call unmerge_adapter()")
+    held = [getattr(module, each) for each in module.adapter_layer_names if hasattr(module, each)]
+    asked = module.active_adapters if adapters is None else adapters
+    chosen = [adapter for adapter in asked if any(adapter in each for each in held)]
+    if not chosen:
+        return
+    factors: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    hollow: dict[str, torch.Tensor] = {}
+    for inner, parameter in module.named_parameters():
+        name = first[joined(path, inner)]
+        if inner.startswith("base_layer."):
+            if "base_layer" in inner[len("base_layer.") :] or not parameter.is_floating_point():
+                raise ValueError("its base is quantized, or an adapter too")
+            name = names.renamed(name) or name
+            kept[name] = inner
+        elif not set(inner.split(".")).isdisjoint(chosen):
+            factors[name] = inner
+        else:
             continue
-        if type(layer) not in kinds or adapter in layer.lora_variant or layer.lora_bias.get(adapter):
-            raise _not_merged(path, layer, rank)
-        a, b, suffix = kinds[type(layer)]
-        if adapter in getattr(layer, a):
-            turned = isinstance(layer, lora.Embedding) or layer.fan_in_fan_out
-            first, second = (joined(path, f"{each}.{adapter}{suffix}") for each in (a, b))
-            yield adapter, _Product(first, second, layer.scaling[adapter], turned)
-
-
-def _not_merged(path: str, module: nn.Module, rank: int) -> UnsupportedError:
-    return UnsupportedError(
-        f"merged(): '{path}' has an adapter of {type(module).__module__}.{type(module).__name__} that is no plain LoRA "
-        f"of a linear layer or an embedding (rank {rank}), and is not merged here. Call merge_and_unload() on an "
-        "unsharded model."
-    )
+        hollow[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    layer = _Layer(module, chosen, factors, kept)
+    layer.merge(hollow)
+    yield layer
 
 
 def _base_of(model: Any) -> nn.Module:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from polyshard.errors import ParameterError
 from polyshard.inspect import Initializer
+from polyshard.io.memory import flat_bytes
 from polyshard.nested import iter_tensors
+from polyshard.state.source import listed
 from torch import nn
 
 from . import _private
@@ -34,99 +37,76 @@ def to_be_loaded(model: nn.Module, *, fresh: Collection[str] = ()) -> Initialize
             and nothing computes, and for a fresh parameter that nothing initialises.
     """
     _refuse_attributes(model)
-    return _ToBeLoaded(model, tuple(fresh))
+    names = {module: name for name, module in model.named_modules()}
+    persistent = frozenset(model.state_dict())
+    hollow = frozenset(name for name, each in model.named_buffers(remove_duplicate=False) if each.is_meta)
+    owners: dict[nn.Module, Any] = {}
+    for owner in filter(_private.is_pretrained, model.modules()):
+        # Of several around a module the innermost.
+        owners.update(dict.fromkeys(owner.modules(), owner))
 
+    def initialise(module: nn.Module) -> None:
+        if module in owners:
+            owners[module]._init_weights(module)
+        else:
+            getattr(module, "reset_parameters", bool)()
 
-class _ToBeLoaded:
-    def __init__(self, model: nn.Module, fresh: tuple[str, ...]) -> None:
-        self._names = {module: name for name, module in model.named_modules()}
-        self._owners = _owners(model)
-        self._persistent = frozenset(model.state_dict())
-        self._hollow = frozenset(name for name, each in model.named_buffers(remove_duplicate=False) if each.is_meta)
-        self._fresh = fresh
-
-    def __call__(self, module: nn.Module) -> None:
-        prefix = self._names[module]
-        buffers = {joined(prefix, key): each for key, each in module._buffers.items() if each is not None}
-        parameters = {
-            joined(prefix, key): each
-            for key, each in module._parameters.items()
-            # Those of other module states are on the meta device meanwhile.
-            if each is not None and not each.is_meta
-        }
-        fresh = {
-            name: each
-            for name, each in parameters.items()
-            if any(fnmatchcase(name, pattern) for pattern in self._fresh)
-        }
-        with torch.no_grad():
-            for parameter in parameters.values():
-                _fill_unknown(parameter)
-            if buffers or fresh:
-                self._compute(module, buffers)
-            unset = [name for name, each in fresh.items() if each.is_floating_point() and bool(each.isnan().any())]
-            if unset:
+    @torch.no_grad()
+    def initializer(module: nn.Module) -> None:
+        held = {joined(names[module], name): each for name, each in module.named_parameters(recurse=False)}
+        # Those of other module states are on the meta device meanwhile.
+        held = {name: each for name, each in held.items() if not each.is_meta}
+        new = {name: each for name, each in held.items() if any(fnmatchcase(name, pattern) for pattern in fresh)}
+        for parameter in new.values():
+            _fill_unknown(parameter)
+        buffers = {joined(names[module], key): key for key, each in module._buffers.items() if each is not None}
+        if buffers or new:
+            lost = _compute(module, buffers, hollow, initialise)
+            if not persistent.issuperset(lost):
                 raise ParameterError(
-                    f"{', '.join(map(repr, unset))} ({type(module).__name__}) should be initialised afresh, but the "
-                    "model does not say how. Give the module a reset_parameters() method."
+                    f"The files do not hold the buffers {listed(sorted(lost - persistent))} ({type(module).__name__}), "
+                    "and the model does not say how they are computed: a model that was built on the meta device would "
+                    "compute with what memory held before. Build it on the CPU, with load() after shard() as here, or "
+                    "give the module a reset_parameters() method."
                 )
-            for name, parameter in parameters.items():
-                if name not in fresh:
-                    _fill_unknown(parameter)
-
-    def _compute(self, module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Initialise ``module``, and see that this sets its buffers: twice, over different values, to the same."""
-        hollow = [name for name in buffers if name in self._hollow]
-        before = {name: each.clone() for name, each in buffers.items() if name not in self._hollow}
-        devices = {each.device for each in buffers.values() if each.device.type == "cuda"}
-        with torch.random.fork_rng(devices=list(devices)):
-            # What is drawn must be the same both times.
-            first = self._outcome(module, hollow, 0)
-        second = self._outcome(module, hollow, 1)
-        for name, value in before.items():
-            buffers[name].copy_(value)
-        differing = [name for name in hollow if not _same(first[name], second[name])]
-        lost = [name for name in differing if name not in self._persistent]
-        if lost:
+        unset = [name for name, each in new.items() if each.is_floating_point() and bool(each.isnan().any())]
+        if unset:
             raise ParameterError(
-                f"The files do not hold the buffers {', '.join(map(repr, lost))} ({type(module).__name__}), and the "
-                "model does not say how they are computed: a model that was built on the meta device would compute "
-                "with what memory held before. Build it on the CPU, with load() after shard() as here, or give the "
-                "module a reset_parameters() method."
+                f"{listed(unset)} ({type(module).__name__}) should be initialised afresh, but the model does not say "
+                "how. Give the module a reset_parameters() method."
             )
-        for name in differing:
-            _fill_unknown(buffers[name])
+        for name, parameter in held.items():
+            if name not in new:
+                _fill_unknown(parameter)
 
-    def _outcome(self, module: nn.Module, hollow: Collection[str], value: int) -> dict[str, torch.Tensor]:
-        """The buffers ``hollow`` after initialising ``module``, where all of them were ``value`` before."""
-        keys = {name: name.rpartition(".")[2] for name in hollow}
-        for key in keys.values():
-            _buffer(module, key).fill_(value)
-        self._initialise(module)
-        return {name: _buffer(module, key).clone() for name, key in keys.items()}
-
-    def _initialise(self, module: nn.Module) -> None:
-        owner: Any = self._owners.get(module)
-        if owner is not None:
-            # How a model of Transformers says what a module inside holds at first.
-            owner._init_weights(module)
-            return
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
+    return initializer
 
 
-def _owners(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """For each module the innermost model of Transformers that it is in."""
-    found: dict[nn.Module, nn.Module] = {}
-    waiting: list[tuple[nn.Module, nn.Module | None]] = [(model, None)]
-    while waiting:
-        module, owner = waiting.pop()
-        owner = module if _private.is_pretrained(module) else owner
-        if owner is not None:
-            found[module] = owner
-        waiting += [(child, owner) for child in module.children()]
-    return found
+def _compute(
+    module: nn.Module, buffers: Mapping[str, str], hollow: frozenset[str], initialise: Callable[[nn.Module], None]
+) -> set[str]:
+    """Initialise ``module``; returns which buffers that does not set, which are unknown then.
+
+    Twice, over different values: what it sets comes out the same. ``buffers``: full names and keys.
+    """
+    before = {key: module.get_buffer(key).clone() for name, key in buffers.items() if name not in hollow}
+    outcomes: list[dict[str, torch.Tensor]] = []
+    for value in (0, 1):
+        for name in hollow & buffers.keys():
+            module.get_buffer(buffers[name]).fill_(value)
+        devices = {each.device for each in module.buffers(recurse=False) if each.device.type == "cuda"}
+        # What is drawn must be the same both times.
+        with torch.random.fork_rng(devices=list(devices)) if not outcomes else nullcontext():
+            initialise(module)
+        outcomes.append({key: module.get_buffer(key).clone() for key in buffers.values()})
+    for key, each in before.items():
+        module.get_buffer(key).copy_(each)
+    # Bits: a buffer may hold NaN on purpose.
+    bits = [{key: flat_bytes(each) for key, each in outcome.items()} for outcome in outcomes]
+    lost = {name for name, key in buffers.items() if name in hollow and not torch.equal(*(each[key] for each in bits))}
+    for name in lost:
+        _fill_unknown(module.get_buffer(buffers[name]))
+    return lost
 
 
 def _refuse_attributes(model: nn.Module) -> None:
@@ -144,18 +124,6 @@ def _refuse_attributes(model: nn.Module) -> None:
         )
 
 
-def _buffer(module: nn.Module, key: str) -> torch.Tensor:
-    buffer = module._buffers[key]
-    assert buffer is not None
-    return buffer
-
-
 def _fill_unknown(tensor: torch.Tensor) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
-
-
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    # Bits: a buffer may hold NaN on purpose.
-    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (first, second)]
-    return first.shape == second.shape and torch.equal(bits[0], bits[1])

@@ -1,13 +1,13 @@
 """Checkpoints of the strategies: a directory that each rank writes its part of, or a file of whole tensors.
 
-Lightning's file has a model as its ``state_dict()`` orders it, and an optimizer's state by number. ``polyshard.state``
-puts tensors together and takes them apart by name: the functions of ``whole`` here turn one into the other.
+Lightning's file has an optimizer's state by number. ``polyshard.state`` puts it together and takes it apart by name:
+the functions of ``whole`` here turn one into the other.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,13 @@ from polyshard.checkpoint.storage import MARKER
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.preemption import own_state, restore_own_state
 from polyshard.state import (
-    CheckpointTensor,
     StateForm,
     StateOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _WHOLE = StateOptions(form=StateForm.FULL_ON_RANK_0)
 _NAMES = ("params", "param_names")
@@ -134,31 +133,17 @@ def has_optimizers(path: str | Path) -> bool:
 def whole_model_state(module: nn.Module) -> dict[str, Any]:
     """``module.state_dict()`` of the unsharded model, in host memory, on rank 0; empty on others. Every rank calls it.
 
-    Other entries, such as extra state and metrics, are rank 0's.
-
-    Raises UnsupportedError: the state dict does not have the parameters under their names, or ranks are pretended.
+    Entries that are not sharded, such as buffers, extra state and metrics, are rank 0's.
     """
-    shown, cut = require_names(module)
-    whole = get_model_state_dict(module, _WHOLE)
-    if not whole:
-        return {}
-    return {name: whole[name] if name in cut else _on_host(value) for name, value in shown.items()}
-
-
-def require_names(module: nn.Module) -> tuple[Mapping[str, Any], Set[str]]:
-    """``module.state_dict()`` and the names in it that are sharded.
-
-    Raises UnsupportedError: as ``whole_model_state``.
-    """
-    shown = module.state_dict()
-    cut = {name for name, value in get_model_state_dict(module).items() if isinstance(value, CheckpointTensor)}
-    missing = min(cut - shown.keys(), default=None)
-    if missing is not None:
-        raise UnsupportedError(
-            f"state_dict() of {type(module).__name__} has no '{missing}': a hook changed its names, so that its "
-            f"parameters cannot be found (rank {dist.get_rank()}). Save with state_dict_type='sharded'."
-        )
-    return shown, cut
+    whole: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, DTensor):
+            # Where parameters are parked, ranks speak beside them.
+            shown: Any = value.detach().to(value.device_mesh.device_type)
+            value = shown.full_tensor()
+        if dist.get_rank() == 0:
+            whole[name] = _on_host(value)
+    return whole
 
 
 def whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -167,7 +152,6 @@ def whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -
     Every rank calls it. A flat parameter appears as the parameters that it stands for, in the model's order.
 
     Raises:
-        UnsupportedError: as ``whole_model_state``.
         ConfigError: as ``polyshard.state.get_optimizer_state_dict``.
     """
     whole = get_optimizer_state_dict(module, optimizer, _WHOLE)

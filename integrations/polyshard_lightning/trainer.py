@@ -32,7 +32,6 @@ from .checkpoints import (
     make_room,
     random_states,
     require_file,
-    require_names,
     restore_random_state,
     save_folder,
     whole_model_state,
@@ -131,11 +130,13 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
             "Checkpoints without optimizers are written by ModelCheckpoint(save_weights_only=True), none by "
             "Trainer(enable_checkpointing=False).",
             writes=self._saves_folders,
-            also=self._require_values if self._saves_folders else lambda: require_names(self.lightning_module),
+            also=self._require_values,
         )
 
     def _require_values(self) -> None:
         """Refuse what Lightning would add to a directory, and it could not hold."""
+        if not self._saves_folders:
+            return
         module = self.lightning_module
         Encoder().encode(dict(module.hparams), "extra['hyper_parameters']")
         for callback in module.trainer.callbacks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -73,8 +74,10 @@ def same(got: Values, wanted: Mapping[str, torch.Tensor]) -> bool:
         (LORA, torch.float32),
         ({**LORA, "target_modules": "all-linear", "use_rslora": True}, torch.bfloat16),
         ({**LORA, "target_modules": ["v_proj"], "modules_to_save": ["lm_head"]}, torch.float64),
+        ({**LORA, "use_dora": True}, torch.float32),
+        ({"config": "IA3Config", "target_modules": ["q_proj"], "feedforward_modules": []}, torch.float32),
     ],
-    ids=["embedding", "all linear", "modules to save"],
+    ids=["embedding", "all linear", "modules to save", "magnitudes", "scales"],
 )
 def test_merged_weights_are_those_of_merge_and_unload(
     peft: ModuleType, settings: dict[str, Any], kept: torch.dtype
@@ -145,25 +148,24 @@ def test_merged_weights_come_in_names_of_files(peft: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("config", "settings", "words"),
     [
-        ("LoraConfig", {"target_modules": ["q_proj"], "use_dora": True}, "q_proj' has an adapter"),
         ("LoraConfig", {"target_modules": ["q_proj"], "trainable_token_indices": [3]}, "embed_tokens' has an adapter"),
-        ("IA3Config", {"target_modules": ["q_proj"], "feedforward_modules": []}, "q_proj' has an adapter"),
+        ("LoraConfig", {"target_modules": ["q_proj"], "lora_bias": True}, "q_proj' has an adapter.*no bias"),
         ("PromptTuningConfig", {"num_virtual_tokens": 4}, "PeftModelForCausalLM"),
     ],
 )
-def test_what_is_no_plain_lora_is_refused_by_name(
+def test_what_peft_merges_otherwise_is_refused_by_name(
     peft: ModuleType, config: str, settings: dict[str, Any], words: str
 ) -> None:
     plain = adapted(peft, config, **settings)
 
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         model = sharded_copy(plain, rank, world, policy=layers(plain))
-        with pytest.raises(UnsupportedError, match="is not merged here") as caught:
+        with pytest.raises(UnsupportedError, match="which is not merged here") as caught:
             polyshard_huggingface.merged(model)
         return str(caught.value)
 
     for rank, message in enumerate(ThreadedWorld(2).run(on_rank)):
-        assert words in message
+        assert re.search(words, message)
         assert f"rank {rank}" in message
 
 
@@ -180,28 +182,34 @@ def test_adapters_that_no_layer_has_are_refused(peft: ModuleType) -> None:
     ThreadedWorld(2).run(on_rank)
 
 
-def joined(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Of both layers one matrix, and its second half turned."""
-    return {
-        "both": torch.cat([tensors["0.weight"], tensors["1.weight"].T]),
-        "biases": torch.stack([tensors["0.bias"], tensors["1.bias"]], 1),
-    }
+class Halves(nn.Module):
+    """Of which files have one matrix, and its second half turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.right(self.left(x))
+        return found
 
 
 def test_tensors_that_are_joined_wait_for_all_of_their_parts() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    wanted = joined(plain.state_dict())
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    plain = Halves()
+    convert = [WeightConverter("both", ["left.weight", "right.weight"], operations=[Chunk(dim=0)])]
 
     def on_rank(rank: int, world: ThreadedWorld) -> Values:
         model = sharded_copy(plain, rank, world, policy={"name": "module_class", "classes": [nn.Linear]})
-        with pytest.raises(ConfigError, match=r"got no '1.bias', '1.weight', of which 'both', 'biases' are made"):
+        with pytest.raises(ConfigError, match=r"got no 'right.weight', which .* together with 'left.weight'"):
             for _ in polyshard_huggingface.as_saved(
-                model, polyshard.stream(model, names=lambda name: name if "0" in name else None), convert=joined
+                model, polyshard.stream(model, names=lambda name: name if "left" in name else None), convert=convert
             ):
                 pass
-        lists = list(map(list, polyshard_huggingface.as_saved(model, polyshard.stream(model), convert=joined)))
-        assert [names for names, _ in lists] == [[], ["both", "biases"]]
-        return collected(polyshard_huggingface.as_saved(model, polyshard.stream(model), convert=joined))
+        lists = list(map(list, polyshard_huggingface.as_saved(model, polyshard.stream(model), convert=convert)))
+        assert [names for names, _ in lists] == [[], ["both"]]
+        return collected(polyshard_huggingface.as_saved(model, polyshard.stream(model), convert=convert))
 
     for found in ThreadedWorld(2).run(on_rank):
-        assert same(found, wanted)
+        assert same(found, {"both": torch.cat([plain.left.weight, plain.right.weight]).detach()})

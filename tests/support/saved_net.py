@@ -1,11 +1,9 @@
-"""A model with every kind of tensor that a file meets, on threads, and what counts the bytes that move."""
+"""A model with every kind of tensor that a file meets, on threads."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import polyshard
@@ -13,7 +11,6 @@ import torch
 from parity import local, seed_all
 from polyshard import ShardConfig
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_huggingface.files import OpenFiles
 from torch import nn
 
 Values = dict[str, torch.Tensor]
@@ -90,35 +87,3 @@ def whole(model: nn.Module) -> Values:
 
 def same(values: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
     return all(torch.equal(local(values[name]), local(value)) for name, value in expected.items())
-
-
-class Counted(OpenFiles):
-    """Reads and writes by plain calls, and notes which bytes; fails on demand."""
-
-    def __init__(self, fails_after: int | None = None) -> None:
-        super().__init__(writes=True)
-        self.ranges: list[tuple[str, int, int]] = []
-        self._lock = threading.Lock()
-        self._fails_after = fails_after
-
-    def read(self, file: Path, offset: int, memory: memoryview) -> None:
-        self._note(file, offset, memory)
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            assert stream.readinto(memory) == len(memory)
-
-    def write(self, file: Path, offset: int, memory: memoryview) -> None:
-        self._note(file, offset, memory)
-        with file.open("r+b") as stream:
-            stream.seek(offset)
-            stream.write(memory)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(stop - start for _, start, stop in self.ranges)
-
-    def _note(self, file: Path, offset: int, memory: memoryview) -> None:
-        with self._lock:
-            self.ranges.append((file.name, offset, offset + len(memory)))
-            if self._fails_after is not None and len(self.ranges) > self._fails_after:
-                raise OSError(28, "No space left on device")

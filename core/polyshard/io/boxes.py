@@ -164,22 +164,3 @@ def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
     strides = row_major(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     return first, first + 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-
-
-def slabs(shape: Sequence[int], box: Box, most: int, *, gaps: bool) -> Iterator[Box]:
-    """``box`` of a row-major tensor of ``shape`` in boxes whose elements lie within ``most`` of each other.
-
-    ``gaps``: elements between them may be as many as their own; without, each box is one range of at most ``most``.
-    """
-    first, stop = span(shape, box)
-    extent = stop - first
-    if extent <= most and (extent == box.numel or (gaps and extent <= 2 * box.numel)):
-        yield box
-        return
-    dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
-    if dim is None:
-        yield box
-        return
-    half = box.sizes[dim] // 2
-    for begin, size in ((0, half), (half, box.sizes[dim] - half)):
-        yield from slabs(shape, box.narrowed(dim, begin, size), most, gaps=gaps)
