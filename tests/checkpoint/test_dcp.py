@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
+import enum
+import os
+import pickle
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,8 +20,9 @@ from plain_states import Odd, Part, State, adamw, differing, odd, plain_state, s
 from polyshard import checkpoint
 from polyshard import state as states
 from polyshard.checkpoint import DcpKeys
-from polyshard.errors import ConfigError, RankMismatchError, StateError
+from polyshard.errors import CheckpointDamagedError, ConfigError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 FULL = states.StateOptions(form="full")
@@ -71,6 +77,36 @@ def test_what_plain_torch_wrote_is_read(shape: Any, keys: DcpKeys | None, tmp_pa
         assert not differing(sorted_groups(plain), sorted_groups(found))
 
 
+class Others(pickle.Pickler):
+    """Pickles as Python 3.11.2 does members of enums, and torch 2.15 what is known of tensors."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, enum.Enum):
+            return getattr, (type(obj), obj.name)
+        if isinstance(obj, TensorProperties):
+            return copyreg.__newobj__, (TensorProperties,), (*obj.__getstate__()[:5], (1,))  # type: ignore[attr-defined]
+        return NotImplemented
+
+
+@pytest.mark.slow
+def test_what_other_versions_of_python_and_torch_put_into_metadata_is_read(tmp_path: Path) -> None:
+    plain = plain_state()
+    path = write(tmp_path, plain) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    with path.open("wb") as file:
+        Others(file, protocol=2).dump(metadata)
+    # Python 3.13.0 has paths there.
+    path.write_bytes(path.read_bytes().replace(b"cpathlib\n", b"cpathlib._local\n"))
+
+    def body(rank: int, world: ThreadedWorld) -> None:
+        model, optimizer = made(rank, world)
+        checkpoint.load_dcp(tmp_path, model, optimizer)
+        one, other = states.get_state_dict(model, optimizer, FULL)
+        assert not differing(sorted_groups(plain), sorted_groups({"model": one, "optimizer": other}))
+
+    on_ranks(2, body)
+
+
 @pytest.mark.slow
 def test_what_is_of_another_model_is_refused_at_once(tmp_path: Path) -> None:
     plain = plain_state()
@@ -120,5 +156,26 @@ def test_what_is_of_another_model_is_refused_at_once(tmp_path: Path) -> None:
         assert not optimizer.state
         checkpoint.load_dcp(tmp_path / "alone", model, optimizer, keys=DcpKeys(optimizer="optim"))
         train(model, optimizer, 1)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.slow
+def test_where_one_rank_finds_damage_no_rank_has_changed_anything(tmp_path: Path) -> None:
+    plain = plain_state()
+    folders = [write(tmp_path / "whole", plain), Path(shutil.copytree(tmp_path / "whole", tmp_path / "cut"))]
+    data = tmp_path / "cut" / "__0_0.distcp"
+    os.truncate(data, data.stat().st_size // 2)
+
+    def body(rank: int, world: ThreadedWorld) -> None:
+        model, optimizer = made(rank, world)
+        before = states.get_model_state_dict(model, FULL)
+        with pytest.raises(CheckpointDamagedError, match=r"cut is damaged: '__0_0\.distcp' has no .* the file has"):
+            checkpoint.load_dcp(folders[rank], model, optimizer)
+        assert not differing(before, states.get_model_state_dict(model, FULL))
+        assert not optimizer.state
+        checkpoint.load_dcp(folders[0], model, optimizer)
+        one, other = states.get_state_dict(model, optimizer, FULL)
+        assert not differing(sorted_groups(plain), sorted_groups({"model": one, "optimizer": other}))
 
     on_ranks(2, body)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,24 +13,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..errors import ConfigError, StateError
+from .._torch_private import StorageInfo
+from ..errors import CheckpointDamagedError, ConfigError, StateError
 from ..inspect import savable_model
-from ..io.boxes import Box
+from ..interfaces import Collectives
+from ..io.boxes import Box, Chunk, box_within
+from ..io.files import REMEDY as OF_LATEST
+from ..io.files import damaged, opened, read_at
 from ..state.contents import Joint, Optimizers
 from ..state.exchange import notify_listeners, require_same, together
 from ..state.restore import Restore
 from ..state.sharded import MODEL, OPTIMIZER, holdings
-from ..state.source import Entry, Source, listed, opening, require_name, same_values
+from ..state.source import Entry, Source, chunks_of, listed, opening, require_name, same_values
+from .dcp_metadata import DcpMetadata, read_metadata
 from .loading import REMEDY, require_file_seen
+from .manifest import DESCRIBED
 from .reading import readable
 from .storage import place_of
-
-#: What ``torch.distributed.checkpoint`` describes a directory in.
-_METADATA = ".metadata"
 
 
 def load_dcp(
@@ -41,8 +43,9 @@ def load_dcp(
     buffers change in place; an optimizer that never stepped is given its state. Of the optimizer's class such a
     directory says nothing; settings that are on or off are compared. Every rank calls it, between steps.
 
-    Such directories are made of pickles, which can execute anything when they are read: to call this is to say that you
-    trust everybody who could write there.
+    Pickles in the directory execute nothing: an unpickler that knows DCP's classes alone reads the metadata, and
+    ``torch.load(weights_only=True)`` values. What names another class is refused. Files are plain ones of the directory
+    itself. Such a directory has no digests: who can write there can put other values there.
 
     Args:
         directory: Where the file ``.metadata`` is.
@@ -51,8 +54,10 @@ def load_dcp(
         keys: Where in the saved state dict both are; ``DcpKeys()``, ``"model"`` and ``"optimizer"``, where None.
 
     Raises:
-        StateError: the directory is none of DCP, or damaged; inside a step; ``model`` is not the outermost sharded
-            module.
+        StateError: the directory is none of DCP, or names what is not read; inside a step; ``model`` is not the
+            outermost sharded module.
+        CheckpointDamagedError: it contradicts itself, by its metadata and the sizes of files, and nothing was changed;
+            or a tensor cannot be read, or is another one, and the model may hold parts of what was read.
         ConfigError: it holds another model or optimizer, or neither under these keys; nothing was changed.
         RankMismatchError: another rank failed, or was given another directory.
         OSError: reading failed; the model may hold parts of what was read.
@@ -61,10 +66,12 @@ def load_dcp(
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
         collectives = sharded.collectives
         called: dict[str, object] = {}
-        require_file_seen(collectives, directory, _METADATA)
-        opening = f"Opening the directory {directory}"
-        with together(collectives, opening, called), readable(directory, collectives.rank):
-            directory = _local(directory)
+        require_file_seen(collectives, directory, DESCRIBED)
+        with _jointly("Opening", directory, collectives, called):
+            place = place_of(directory, "directory")
+            if not isinstance(place, Path):
+                raise ConfigError(f"directory is {place!r}: load_dcp reads local paths alone. Copy it to one.")
+            directory = place
             joint = None if optimizer is None else Joint(optimizer)
             called.update(optimizer=str(joint and joint.signature), keys=keys)
             held = {} if joint is None else holdings(sharded, joint.groups)
@@ -72,40 +79,34 @@ def load_dcp(
                 [name for parameter in group["params"] for name in held[parameter].names]
                 for group in (() if joint is None else joint.groups)
             ]
-            source = ForeignSource(directory, read_metadata(directory), keys or DcpKeys(), groups)
-            identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
-        require_same(collectives, directory, identity, REMEDY)
-        with together(collectives, f"Matching the directory {directory}"), readable(directory, collectives.rank):
-            if joint is not None:
-                source.find_optimizer()
+            metadata = read_metadata(directory)
+            source = ForeignSource(directory, metadata, keys or DcpKeys(), groups if joint else None)
+        require_same(collectives, directory, metadata.identity, REMEDY)
+        with _jointly("Matching", directory, collectives):
             restore = Restore(source, sharded, model, joint, rank=collectives.rank)
-        with together(collectives, f"Reading the directory {directory}"), readable(directory, collectives.rank):
+            source.require_there(restore.targets)
+        with _jointly("Reading", directory, collectives):
             source.read(restore.targets)
             restore.commit()
         notify_listeners(collectives, f"the load of {directory}", partial(sharded.notify_loaded, model, directory))
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """What a directory of ``torch.distributed.checkpoint`` holds. Raises StateError: it is none."""
-    if not (directory / _METADATA).is_file():
-        raise StateError(
-            f"{directory} was not written by torch.distributed.checkpoint: it has no file '{_METADATA}', or its save "
-            "did not end. Name the directory that was checkpoint_id of the save."
-        )
-    return FileSystemReader(directory).read_metadata()
-
-
-def _local(directory: object) -> Path:
-    """Raises ConfigError: it is no local path."""
-    place = place_of(directory, "directory")
-    if not isinstance(place, Path):
-        raise ConfigError(f"directory is {place!r}: load_dcp reads local paths alone. Copy it, and give that path.")
-    return place
+@contextmanager
+def _jointly(doing: str, directory: Path, collectives: Collectives, called: Any = None) -> Iterator[None]:
+    """Ranks fail together, with errors that do not name ``latest``, which knows nothing of the directory."""
+    with together(collectives, f"{doing} the directory {directory}", called):
+        try:
+            with readable(directory, collectives.rank):
+                yield
+        except CheckpointDamagedError as error:
+            raise CheckpointDamagedError(str(error).replace(OF_LATEST, "Save it again, or load another.")) from error
 
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 #: Of a list of names that is put together, not read. No key of a checkpoint begins so.
 _MADE = "\0"
+#: In what torch says of a class that ``weights_only`` does not read.
+_UNKNOWN = re.compile(r"GLOBAL (\S+)")
 
 
 @dataclass(frozen=True)
@@ -130,28 +131,24 @@ class ForeignSource(Source):
 
     remedy = "the ranks that wrote it did not all write. Save it again."
 
-    def __init__(self, directory: Path, metadata: Metadata, keys: DcpKeys, groups: Sequence[Sequence[str]]) -> None:
-        """``groups``: the parameters' names in each group of the optimizer: a flattened state dict knows no groups.
+    def __init__(
+        self, directory: Path, metadata: DcpMetadata, keys: DcpKeys, groups: Sequence[Sequence[str]] | None
+    ) -> None:
+        """``groups``: the parameters' names in each group of the optimizer, which a flattened state dict does not know.
 
-        Raises ConfigError: there is no model where ``keys`` says.
+        Raises ConfigError: there is no model or optimizer where ``keys`` says, or the optimizer's state is by numbers.
         """
         self.label = f"the directory {directory}"
-        self._directory, self._metadata, self._keys, self._groups = directory, metadata, keys, groups
+        self._directory, self._metadata, self._keys, self._groups = directory, metadata, keys, groups or ()
         self._aliases: dict[str, tuple[str, ...]] = {}
         self._made: dict[str, list[str]] = {}
         self._paths = {key: (MODEL, path[0]) for key, path in self._below(MODEL) if len(path) == 1}
         if not self._paths:
             raise self._nothing("model", keys.model)
-
-    def find_optimizer(self) -> None:
-        """Know the optimizer, too.
-
-        Raises ConfigError: there is nothing where it is said to be, or its state is by numbers.
-        """
-        found = self._optimizer_paths()
-        if not found:
-            raise self._nothing("optimizer", self._keys.optimizer)
-        self._paths.update(found)
+        if groups is not None:
+            if not (found := self._optimizer_paths()):
+                raise self._nothing("optimizer", keys.optimizer)
+            self._paths.update(found)
 
     def read(self, targets: dict[str, Any]) -> None:
         wanted = {key: target for key, target in targets.items() if key not in self._made}
@@ -161,31 +158,75 @@ class ForeignSource(Source):
             for key in wanted
             for other in self._aliases.get(key, ())
         }
-        both = {**beside, **wanted}
-        read_state(self._directory, both, self._metadata)
-        targets.update({key: both[key] for key in wanted})
-        targets.update({key: names for key, names in self._made.items() if key in targets})
+        both: dict[str, Any] = {**beside, **wanted}
+        both.update({key: self._load(key, None) for key in both if self.entry(key) is None})
+        for key, box, parts in self._needed(both):
+            found, told = self._load(key, box.offsets), f"{self._metadata.tensors[key].dtype} of {box.sizes}"
+            plain = type(found) is torch.Tensor and found.layout is torch.strided and found.device.type == "cpu"
+            what = f"{found.dtype} of {tuple(found.shape)}" if plain else f"{type(found).__name__} of another kind"
+            if what != told:
+                raise self._damaged(key, self._metadata.places[key, box.offsets], f"it is {what}, and must be {told}")
+            with torch.no_grad():
+                for each in parts:
+                    each.view.copy_(box_within(found, box, each.box))
+        targets.update({key: self._made.get(key, both.get(key)) for key in targets})
         for key in wanted:
             for other in self._aliases.get(key, ()):
                 if not same_values(both[key], both[other]):
                     raise ConfigError(
-                        f"{opening(self)} has {both[key]} as '{key}' but "
-                        f"{both[other]} as '{other}', and the optimizer has both parameters in one group. Make its "
-                        "groups as they were when it was saved."
+                        f"{opening(self)} has {both[key]} as '{key}' but {both[other]} as '{other}', and the optimizer "
+                        "has both parameters in one group. Make its groups as they were when it was saved."
                     )
 
     def entry(self, key: str) -> Entry | None:
-        found = self._metadata.state_dict_metadata.get(key)
-        if not isinstance(found, TensorStorageMetadata):
-            return None
-        boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in found.chunks]
-        return Entry(tuple(found.size), found.properties.dtype, boxes)
+        return self._metadata.tensors.get(key)
+
+    def require_there(self, targets: Mapping[str, Any]) -> None:
+        """Raise CheckpointDamagedError where a file that ``targets`` need is gone, or ends too early."""
+        for key, box, _ in self._needed(targets):
+            with self._opened(key, box.offsets):
+                pass
+
+    def _needed(self, targets: Mapping[str, Any]) -> Iterator[tuple[str, Box, list[Chunk]]]:
+        """Each box that has elements of ``targets``: its key, itself, and these elements."""
+        for key in filter(self._metadata.tensors.__contains__, targets):
+            chunks = list(chunks_of(targets[key]))
+            for box in self._metadata.tensors[key].boxes:
+                common = [(have, have.box.overlap(box)) for have in chunks]
+                parts = [Chunk(part, box_within(have.view, have.box, part)) for have, part in common if part]
+                if parts:
+                    yield key, box, parts
+
+    def _load(self, key: str, offsets: tuple[int, ...] | None) -> Any:
+        with self._opened(key, offsets) as (descriptor, place):
+            content = io.BytesIO(bytes(place.length))
+            read_at(descriptor, [content.getbuffer()], place.offset, self._directory / place.relative_path)
+        try:
+            return torch.load(content, map_location="cpu", weights_only=True)
+        except Exception as error:
+            if (unknown := _UNKNOWN.search(str(error))) is None:
+                raise self._damaged(key, place, f"{type(error).__name__}: {str(error)[:80]}") from error
+            raise StateError(
+                f"{opening(self)} has an object of {unknown[1]} in '{key:.200}', which weights_only does not read. "
+                "Load without the optimizer, save numbers, texts, lists, tuples, dicts and tensors in its place, or "
+                "allow a class that you trust by torch.serialization.add_safe_globals."
+            ) from error
+
+    @contextmanager
+    def _opened(self, key: str, offsets: tuple[int, ...] | None) -> Iterator[tuple[int, StorageInfo]]:
+        place = self._metadata.places[key, offsets]
+        with opened(self._directory, place.relative_path) as (descriptor, size):
+            if place.offset + place.length > size:
+                raise self._damaged(key, place, f"the file has {size:,} bytes")
+            yield descriptor, place
+
+    def _damaged(self, key: str, at: StorageInfo, why: str) -> CheckpointDamagedError:
+        return damaged(self._directory, f"'{at.relative_path}' has no '{key:.200}' at byte {at.offset:,}: {why}")
 
     def _below(self, what: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
         start = self._keys.path(what)
-        for key, whole in (self._metadata.planner_data or {}).items():
-            path = tuple(whole)
-            if path[: len(start)] == start and key in self._metadata.state_dict_metadata:
+        for key, path in self._metadata.paths.items():
+            if path[: len(start)] == start and len(path) > len(start):
                 yield key, path[len(start) :]
 
     def _optimizer_paths(self) -> dict[str, tuple[Any, ...]]:
@@ -195,12 +236,12 @@ class ForeignSource(Source):
             if path[0] == _STATE and len(path) == 3:
                 require_name(path[1])
                 found[key] = (OPTIMIZER, *path)
-            elif path[0] == _GROUPS and len(path) == 3:
+            elif path[0] == _GROUPS and len(path) == 3 and path[1] in range(len(self._metadata.paths)):
                 found[key] = (OPTIMIZER, *path)
-            elif len(path) == 1 and path[0].startswith(f"{_STATE}."):
+            elif len(path) == 1 and str(path[0]).startswith(f"{_STATE}."):
                 name, _, state = path[0].removeprefix(f"{_STATE}.").rpartition(".")
                 found[key] = (OPTIMIZER, _STATE, name, state)
-            elif len(path) == 1 and path[0].startswith(f"{_GROUPS}."):
+            elif len(path) == 1 and str(path[0]).startswith(f"{_GROUPS}."):
                 name, _, setting = path[0].removeprefix(f"{_GROUPS}.").rpartition(".")
                 settings.setdefault(name, {})[setting] = key
         if settings:
@@ -223,19 +264,7 @@ class ForeignSource(Source):
         return found
 
     def _nothing(self, what: str, given: str | tuple[str, ...]) -> ConfigError:
-        top = sorted({str(path[0]) for path in (self._metadata.planner_data or {}).values()})
+        top = listed(sorted({str(path[0]) for path in self._metadata.paths.values()})) or "nothing by name"
         return ConfigError(
-            f"{opening(self)} has no {what} at {given!r}; at the top it has "
-            f"{listed(top)}. Say where it is: DcpKeys({what}=...)."
+            f"{opening(self)} has no {what} at {given!r}; at the top it has {top}. Say where: DcpKeys({what}=...)."
         )
-
-
-def read_state(directory: Path, targets: dict[str, Any], metadata: Metadata) -> None:
-    """Fill tensors of ``targets`` in place and replace other values, by key of the checkpoint; each rank by itself."""
-    reader = FileSystemReader(directory)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(targets, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    plan = reader.prepare_global_plan(plans)[0]
-    reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import StateError
-from ..io.boxes import Box, row_major
+from ..io.boxes import Box, Numbers, overlapping
 from ..io.files import DIGEST, REMEDY, damaged, is_digest
 from ..io.memory import DTYPES, NAMES
 from ..state.source import listed
@@ -52,7 +52,6 @@ READ = tuple(_FILES)
 _DIGEST = "sha256"
 #: Bytes: a hundred for each rank's file, and there are not more ranks than half a million.
 _MOST = 64 << 20
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def file_of(rank: int) -> str:
@@ -268,7 +267,7 @@ class _Tensors:
         missing = wanted - held
         if missing < 0 or (missing and (self._complete or (most is not None and wanted > most))):
             raise MalformedError(f"{what} of shape {shape} has {held} elements")
-        if len(at) > 1 and _overlapping(stored):
+        if len(at) > 1 and overlapping(stored.offsets, stored.sizes, shape):
             raise MalformedError(f"{what} has elements twice")
         self._taken.append(stored)
         return stored
@@ -365,36 +364,6 @@ def _kind(entry: Json) -> Any:
     if entry == []:
         raise MalformedError("kind is empty")
     return entry
-
-
-def _overlapping(stored: StoredTensor) -> bool:
-    strides = np.array(row_major(stored.shape), np.int64)
-    starts = stored.offsets @ strides
-    extents = 1 + (stored.sizes - 1) @ strides
-    shape = stored.shape
-    if (extents == stored.sizes.prod(axis=1)).all():
-        order = np.argsort(starts)
-        return bool((starts[order][1:] < (starts + extents)[order][:-1]).any())
-    boxes = stored.boxes()
-    # Halved by planes between their first elements, and boxes that a plane meets with them.
-    groups = [boxes]
-    while groups:
-        group = groups.pop()
-        columns = [sorted(set(column)) for column in zip(*(box.offsets for box in group), strict=True)]
-        dim = max(range(len(shape)), key=lambda dim: len(columns[dim]))
-        if len(columns[dim]) == 1:
-            # All begin with one element.
-            return True
-        plane = columns[dim][len(columns[dim]) // 2]
-        below, above = [], []
-        for box in group:
-            room, size = plane - box.offsets[dim], box.sizes[dim]
-            if room > 0:
-                below.append(box.narrowed(dim, 0, min(room, size)))
-            if size > room:
-                above.append(box.narrowed(dim, max(room, 0), size - max(room, 0)))
-        groups += [half for half in (below, above) if len(half) > 1]
-    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import PolyshardError
-from ..io.boxes import Box, disjoint
+from ..io.boxes import Box, Numbers, disjoint
 from ..io.memory import DTYPES
 from .archive import ALIGNMENT, lengths
 from .encoding import Json
-from .manifest import Numbers, StoredTensor
+from .manifest import StoredTensor
 
 #: ``("model", name)``, or ``("optimizer", "state", name, key)``.
 Key = tuple[str, ...]

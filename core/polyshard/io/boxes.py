@@ -6,8 +6,12 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +168,32 @@ def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
     strides = row_major(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     return first, first + 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+
+
+def overlapping(offsets: Numbers, sizes: Numbers, shape: Sequence[int]) -> bool:
+    """Whether two boxes of a row-major tensor of ``shape`` have an element in common.
+
+    ``offsets``, ``sizes``: shape ``[boxes, dimensions]``; each box has elements, within the tensor.
+    """
+    strides = np.array(row_major(shape), np.int64)
+    starts, extents = offsets @ strides, 1 + (sizes - 1) @ strides
+    if (extents == sizes.prod(axis=1)).all():
+        order = np.argsort(starts)
+        return bool((starts[order][1:] < (starts + extents)[order][:-1]).any())
+    # Halved by planes between their first elements, and boxes that a plane meets with them.
+    groups = [(offsets, offsets + sizes)]
+    while groups:
+        low, high = groups.pop()
+        columns = [np.unique(column) for column in low.T]
+        dim = max(range(len(shape)), key=lambda dim: len(columns[dim]))
+        if len(columns[dim]) == 1:
+            # All begin with one element.
+            return True
+        plane = columns[dim][len(columns[dim]) // 2]
+        below, above = high.copy(), low.copy()
+        below[:, dim], above[:, dim] = np.minimum(high[:, dim], plane), np.maximum(low[:, dim], plane)
+        for begin, end in ((low, below), (above, high)):
+            some = begin[:, dim] < end[:, dim]
+            if some.sum() > 1:
+                groups.append((begin[some], end[some]))
+    return False
