@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .config import ShardConfig, Strategy
     from .functions.memory import MemoryReport
     from .functions.scaler import GradScaler
+    from .functions.torch_functions import backward
     from .hookspecs import hookimpl
     from .monitor import Straggler, Stragglers, check_replicas
     from .preemption import Preemption, random_states, restore_random_states, tell_failures
@@ -55,6 +56,7 @@ __all__ = [
     "UsedPlugin",
     "__version__",
     "agree_on_use",
+    "backward",
     "check_replicas",
     "clip_grad_norm_",
     "close",
@@ -86,6 +88,7 @@ if not TYPE_CHECKING:
         "config": ("ShardConfig", "Strategy"),
         "functions.memory": ("MemoryReport",),
         "functions.scaler": ("GradScaler",),
+        "functions.torch_functions": ("backward",),
         "hookspecs": ("hookimpl",),
         "monitor": ("Straggler", "Stragglers", "check_replicas"),
         "preemption": ("Preemption", "random_states", "restore_random_states", "tell_failures"),

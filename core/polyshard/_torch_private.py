@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial, wraps
+from functools import partial
 from operator import attrgetter
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed.checkpoint.filesystem
+import torch.utils.checkpoint
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable, forward_ad
@@ -45,6 +45,78 @@ def in_backward() -> bool:
 StorageInfo = torch.distributed.checkpoint.filesystem._StorageInfo
 #: What archives of ``torch.save`` name for a tensor of any dtype, from torch 2.1 on. No public name is written there.
 rebuild_tensor: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v3
+
+
+class CheckpointCall(NamedTuple):
+    """A call of ``torch.utils.checkpoint.checkpoint`` whose function runs."""
+
+    key: object
+    """Torch's own object for it, the same when a backward runs the function again."""
+    reentrant: bool
+    again: bool
+    """Whether a backward runs the function."""
+    recorded: bool | None
+    """Whether a backward may: whether gradients were on at the call. None where that cannot be told."""
+
+
+#: With True: the hooks around what is saved for backward, as a checkpoint puts there; None for none.
+hooks_of_saved_tensors: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
+#: Whether differentiation in forward mode is on: it is off in the forward of an autograd function.
+forward_mode_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
+
+
+def may_be_checkpointed() -> bool:
+    """Whether ``calls_of_checkpoints`` may find any that a backward comes back to, at a fraction of its cost.
+
+    A checkpoint puts hooks around what is saved; a re-entrant one is an autograd function; and a backward calls both
+    again. Modules in a forward ask both themselves, without a call. (torch 2.11 to 2.15)
+    """
+    if backward_number() != NO_BACKWARD or hooks_of_saved_tensors(True) is not None:
+        return True
+    return not (forward_mode_enabled() or torch.is_inference_mode_enabled())
+
+
+def calls_of_checkpoints() -> list[CheckpointCall]:
+    """The calls of ``torch.utils.checkpoint.checkpoint`` around the caller in this thread, the innermost first.
+
+    A module cannot see that its forward runs under a checkpoint, and ranks have to know ([Note: recomputation]). No
+    public call tells; the callers' frames do. (torch 2.11 to 2.15)
+    """
+    found = []
+    frame = sys._getframe(1)
+    theirs = vars(torch.utils.checkpoint)
+    while frame is not None:
+        if frame.f_globals is theirs:
+            name, given = frame.f_code.co_name, frame.f_locals
+            if "gen" in given:
+                # Not re-entrant: its generator waits, where gradients are on inside of the hooks.
+                hooked = hooks_of_saved_tensors(True) is not None
+                found.append(CheckpointCall(given["gen"].gi_frame.f_locals["new_frame"], False, False, hooked))
+            elif name == "unpack_hook" and "frame" in given:
+                found.append(CheckpointCall(given["frame"], False, True, True))
+            elif name in ("forward", "backward") and "ctx" in given:
+                ctx = given["ctx"]
+                # Torch keeps no mode of the caller's; a graph alone, where an input needs one.
+                graph = bool(ctx.next_functions) if any(ctx.needs_input_grad) else None
+                found.append(CheckpointCall(ctx, True, name == "backward", graph))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def sees_checkpoints() -> bool:
+    """Whether ``calls_of_checkpoints`` finds what this torch's checkpoints do: its frames have no promise."""
+    found: list[tuple[bool, bool]] = []
+
+    def look(value: torch.Tensor) -> torch.Tensor:
+        found.extend((each.reentrant, each.again) for each in calls_of_checkpoints() if may_be_checkpointed())
+        return value * value
+
+    with torch.inference_mode(False), torch.enable_grad():
+        for reentrant in (False, True):
+            given = torch.ones((), device="cpu", requires_grad=True)
+            checkpointed: Any = torch.utils.checkpoint.checkpoint
+            torch.autograd.backward(checkpointed(look, given, use_reentrant=reentrant, preserve_rng_state=False))
+    return found == [(False, False), (False, True), (True, False), (True, True)]
 
 
 def in_dispatch_mode() -> bool:
@@ -92,17 +164,44 @@ def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-def queue_after_backward(callback: Callable[[], None]) -> Callable[[], object]:
+def queue_after_backward(
+    callback: Callable[[], None], given_up: Callable[[weakref.ref[Any]], None]
+) -> weakref.ref[Any]:
     """Run ``callback`` when the current backward has ended, on the thread that called it.
 
     Returns a reference that gives None once it cannot run any more: autograd lets go of it when the backward has ended,
-    and also when that raises, in which case nothing is called.
+    and also when that raises, in which case nothing is called. Then ``given_up`` gets the reference.
 
     No public hook fires once per backward after all gradients have been accumulated.
     """
     once = partial(callback)
     Variable._execution_engine.queue_callback(once)
-    return weakref.ref(once)
+    return weakref.ref(once, given_up)
+
+
+def when_backward_raises(callback: Callable[[BaseException], None]) -> bool:
+    """Call ``callback`` with what the backward raises that autograd is giving up, as soon as Python has it.
+
+    A trace function, on the frame that called it and until then, as a debugger puts one there: no hook of torch's tells
+    of errors. Returns whether this thread called it. (torch 2.11 to 2.15)
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "_engine_run_backward" or frame.f_globals.get("__name__") != "torch.autograd.graph":
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    before, its = sys.gettrace(), frame.f_trace
+
+    def trace(raising: FrameType, event: str, what: Any) -> Any:
+        if event == "exception":
+            sys.settrace(before)
+            raising.f_trace = its
+            callback(what[1].with_traceback(what[2]))
+        return trace
+
+    frame.f_trace = trace
+    sys.settrace(lambda *_: None)
+    return True
 
 
 def in_transform() -> bool:
@@ -368,59 +467,34 @@ def default_store() -> Any | None:
     return distributed_c10d._get_default_store()
 
 
-#: Names of torch's functions that were exchanged.
-_exchanged: set[str] = set()
+def divided_batch(stage: object) -> tuple[Any, list[Any], int, list[tuple[Any, Any]]] | None:
+    """What a schedule divides in the step that calls this for ``stage``, the last of its stages; None for others.
 
+    All ranks pass there before they communicate, and nowhere else it is known whether a batch can be divided: a stage
+    sees one microbatch after another. No public call tells a stage of its schedule. (torch 2.11 to 2.15)
 
-def _name_of(function: Any) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
-
-
-def exchange_split(kind: type, function: Callable[[object, Sequence[Any], int, Sequence[Any]], None]) -> None:
-    """Let schedules with stages of ``kind`` call ``function`` in each step.
-
-    It gets the schedule, its stages, how many microbatches there must be, and the arguments of each that there is.
-
-    All ranks pass where a schedule divides a batch before they communicate, and nowhere else it is known whether it can
-    be divided: a stage sees one microbatch after another. Nothing public is there. Torch 2.15 takes batches that the
-    caller divided as well, by a function of its own.
+    Returns:
+        The schedule, its stages, how many microbatches there must be, and the arguments of each that there is.
     """
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-    before: Any = _PipelineSchedule._split_inputs
-    if _name_of(before) in _exchanged:
-        return
-
-    def tell(schedule: Any, *divided: Sequence[Any]) -> None:
-        stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-        if all(isinstance(stage, kind) for stage in stages):
-            function(schedule, stages, schedule._n_microbatches, list(zip(*divided, strict=False)))
-
-    @wraps(before)
-    def split(self: Any, args: Any, kwargs: Any = None) -> Any:
-        found = before(self, args, kwargs)
-        tell(self, *found)
-        return found
-
-    _exchange_method(_PipelineSchedule, "_split_inputs", split)
-    takes: Any = getattr(_PipelineSchedule, "_get_microbatch_inputs", None)
-    if takes is None:
-        return
-
-    @wraps(takes)
-    def take(self: Any, args: Any, kwargs: Any, target: Any, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any) -> Any:
-        if any(each is not None for each in (arg_mbs, kwarg_mbs, target_mbs)):
-            number = self._n_microbatches
-            tell(self, [()] * number if arg_mbs is None else arg_mbs, [{}] * number if kwarg_mbs is None else kwarg_mbs)
-        return takes(self, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-
-    _exchange_method(_PipelineSchedule, "_get_microbatch_inputs", take)
-
-
-def _exchange_method(of: type, name: str, function: Callable[..., Any]) -> None:
-    before = getattr(of, name)
-    _exchanged.add(_name_of(before))
-    setattr(of, name, function)
+    frame = sys._getframe(1)
+    while not (frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), _PipelineSchedule)):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    given = frame.f_locals
+    schedule: Any = given["self"]
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    if stage is not stages[-1]:
+        return None
+    number = schedule._n_microbatches
+    # Torch 2.15 takes batches that the caller divided as well.
+    args, kwargs, target = (given.get(name) for name in ("arg_mbs", "kwarg_mbs", "target_mbs"))
+    if args is None and kwargs is None and target is None:
+        args, kwargs = schedule._split_inputs(given["args"], given["kwargs"])
+    args, kwargs = [()] * number if args is None else args, [{}] * number if kwargs is None else kwargs
+    return schedule, stages, number, list(zip(args, kwargs, strict=False))
 
 
 def finalizes(schedule: Any) -> bool:
@@ -429,51 +503,6 @@ def finalizes(schedule: Any) -> bool:
     Torch 2.15 has the argument. It calls no method of the stages where they shall wait for another step.
     """
     return bool(getattr(schedule, "_finalize_gradients", True))
-
-
-def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
-    """Let ``public``, torch's wrapper around a function of its own, call ``function``; returns its own.
-
-    Programs have imported the name ``public`` before, where replacing it in torch's module would not reach them.
-    """
-    closure: Any = public
-    # "func" where the wrapper turns gradients off, "fn" where it turns the compiler off.
-    names = closure.__code__.co_freevars
-    cell = closure.__closure__[names.index("func" if "func" in names else "fn")]
-    before: Callable[..., _T] = cell.cell_contents
-
-    @hidden_from_compile
-    def hidden(*args: Any, **kwargs: Any) -> _T:
-        return function(*args, **kwargs)
-
-    @wraps(before)
-    def called(*args: Any, **kwargs: Any) -> _T:
-        return hidden(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
-
-    # What torch remembers of its own function.
-    vars(called).pop("__dynamo_disable", None)
-    cell.cell_contents = called
-    return before
-
-
-def exchange_body(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
-    """Let ``public``, a plain function of torch, call ``function``; returns its own.
-
-    Programs have imported the name ``public`` before, as above. It keeps its signature.
-    """
-    theirs: Any = public
-    before = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__)
-    before.__kwdefaults__ = theirs.__kwdefaults__
-
-    theirs.__signature__ = inspect.signature(before)
-    theirs.__code__ = _calls_another.__code__
-    theirs.__defaults__, theirs.__kwdefaults__ = None, {"polyshard_called": function}
-    return before
-
-
-def _calls_another(*args: Any, polyshard_called: Callable[..., Any], **kwargs: Any) -> Any:
-    # Its code moves into functions of torch, whose globals it may not need.
-    return polyshard_called(*args, **kwargs)
 
 
 def in_functional_call() -> bool:

@@ -123,7 +123,6 @@ class PipelineStage(torch_pipelining.PipelineStage):
             # What torch finds shapes by, before the first step, has no values. The first stage compares the batch.
             root.same_batch = None
         root.find_infinities = partial(_infinities_of, weakref.ref(self))
-        _torch_private.exchange_split(PipelineStage, _refuse_uneven)
         reduced = {each.original for unit in root.units for each in unit.parameters}
         # Parameters into whose ``.grad`` autograd itself accumulates.
         self._accumulating = [parameter for parameter in module.parameters() if parameter not in reduced]
@@ -144,6 +143,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
         Raises:
             StateError: the schedule runs no backward, but forwards would be recorded for one.
+            ConfigError: its microbatches differ in size.
         """
         super().clear_runtime_states()
         if self._runs and self._finalizes:
@@ -157,6 +157,9 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 "eval(): no backward would follow its forwards, which autograd records. Give it a loss_fn on every "
                 "rank, or evaluate inside of torch.no_grad(), or with the modules in eval mode."
             )
+        batch = _torch_private.divided_batch(self)
+        if batch is not None and all(isinstance(stage, PipelineStage) for stage in batch[1]):
+            _refuse_uneven(*batch)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of one microbatch, called by ``forward_one_chunk``."""

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -387,8 +388,10 @@ def raise_elsewhere(rank: int, folder: str) -> str:
         planned = model[1]
         assert isinstance(planned, Planned)
         planned.backward_fails = True
+        traces = sys.gettrace()
         with pytest.raises(ValueError, match="planned in backward"):
             model(torch.ones(4, 5)).sum().backward()
+        assert sys.gettrace() is traces
         with pytest.raises(RuntimeError, match="grad can be implicitly created"):
             (torch.ones(3, requires_grad=True) * 2).backward()
         wait_for(heard)

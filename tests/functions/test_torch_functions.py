@@ -407,20 +407,25 @@ def test_torchs_functions_do_what_they_do_for_fsdp2(tmp_path: Path) -> None:
 PROGRAM = """
 import sys, types
 import torch
+import torch.distributed.pipelining.schedules as schedules
+import torch.utils.checkpoint
 from torch import nn
 
 def held():
     functions = [each for each in vars(nn.init).values() if isinstance(each, types.FunctionType)]
     functions += [each for each in vars(nn.utils).values() if isinstance(each, types.FunctionType)]
+    functions += [each for each in vars(torch.utils.checkpoint).values() if isinstance(each, types.FunctionType)]
+    functions += [each for each in vars(torch.autograd).values() if isinstance(each, types.FunctionType)]
     cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in functions]
-    return [each.__code__ for each in functions], cells, dict(vars(torch.amp.GradScaler)), list(sys.meta_path)
+    methods = [dict(vars(each)) for each in (torch.amp.GradScaler, schedules._PipelineSchedule)]
+    return functions, [each.__code__ for each in functions], cells, methods, list(sys.meta_path)
 
 before = held()
-import polyshard
+import polyshard, polyshard.pipelining
 fake = {"name": "fake", "world_size": 2}
 model = polyshard.shard(nn.Linear(4, 2), polyshard.ShardConfig(collectives=fake))
 optimizer = torch.optim.AdamW(model.parameters())
-model(torch.ones(1, 4)).sum().backward()
+torch.utils.checkpoint.checkpoint(model, torch.ones(1, 4), use_reentrant=False).sum().backward()
 optimizer.step()
 assert held() == before
 """

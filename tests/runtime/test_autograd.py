@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import polyshard
 import pytest
 import torch
 from parity import (
@@ -12,6 +13,7 @@ from parity import (
     Net,
     Words,
     adam,
+    assert_all_close,
     assert_observed,
     assert_parity,
     draw,
@@ -107,6 +109,29 @@ def test_backwards_through_a_retained_graph(world_size: int, strategy: str) -> N
         return [*(loss.detach() for loss in losses), x.grad]
 
     assert_parity(seeded(Branches), step, world_size, settings={**BLOCKS, "strategy": strategy})
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_backward_to_parameters_that_are_named_gives_gradients_to_these_alone(strategy: str) -> None:
+    def named(model: Any, rank: int, backward: Callable[..., None] = torch.autograd.backward) -> list[Any]:
+        x = draw(4, 3, rank=rank, requires_grad=True)
+        given = [model.last.weight, model.blocks[1].down.weight, x]
+        backward(model(x).square().mean(), inputs=given)
+        return [each.grad for each in (*given, model.last.bias, model.blocks[0].down.weight)]
+
+    models = [seeded(Net), seeded(Net)]
+    last, inner, of_x, *others = zip(*(named(model, rank) for rank, model in enumerate(models)), strict=True)
+    expected = [(one + other) / 2 for one, other in (last, inner)]
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(seeded(Net), rank, world, **{**BLOCKS, "strategy": strategy})
+        weight, deeper, x, *rest = named(mine, rank, polyshard.backward)
+        torch.testing.assert_close(x, of_x[rank], rtol=1e-12, atol=1e-12)
+        assert rest == [None, None]
+        return [weight.full_tensor(), deeper.full_tensor()]
+
+    assert others == [(None, None)] * 2
+    assert_all_close(on_ranks(2, on_rank), expected)
 
 
 def grad_of_input(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -198,6 +198,31 @@ def test_other_models_inside_of_the_forward(whole: str) -> None:
                 torch.testing.assert_close(whole_of(parameter, got), mean, rtol=1e-12, atol=1e-12)
 
 
+def test_gradients_of_a_backward_inside_are_clipped_there() -> None:
+    class Clips(OwnAlone):
+        optimizer: torch.optim.Optimizer
+        backward = staticmethod(torch.autograd.backward)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = self.loss(x)
+            self.backward(loss)
+            torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], 0.01)
+            self.optimizer.step()
+            return loss.detach()
+
+    def train(model: Clips) -> list[torch.Tensor]:
+        model.optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        return [model(draw(4, 3, turn=turn)) for turn in range(3)]
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(seeded(Clips), rank, world, policy=BLOCKS)
+        mine.backward = polyshard.backward
+        return train(mine)
+
+    expected = train(seeded(Clips))
+    assert_all_close(on_ranks(2, on_rank), expected)
+
+
 def test_an_optimizer_may_step_inside_once_and_no_backward_may_follow() -> None:
     class Steps(OwnAlone):
         optimizer: torch.optim.Optimizer

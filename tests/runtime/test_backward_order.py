@@ -142,6 +142,26 @@ def test_all_that_is_trained_is_under_checkpoints_and_one_rank_drops_some_of_it(
     assert_parity(seeded(Bare), step, world_size=2, optimizer=adam, settings=BLOCKS)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_a_reentrant_checkpoint_whose_input_needs_a_gradient_on_one_rank_alone() -> None:
+    """As of frozen embeddings, where the samples of one rank alone have an image, whose projection is trained."""
+
+    class Projected(Dropping):
+        def forward(self, x: torch.Tensor, dropped: Sequence[int] = ()) -> torch.Tensor:
+            y = self.first(x)
+            y = y.detach() if dropped else y
+            for block in self.blocks:
+                y = checkpoint(block, y, use_reentrant=True)
+            return self.last(y)
+
+    def loss_of(model: nn.Module, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
+        loss: torch.Tensor = model(x, (0,) if rank == turn % 2 else ()).square().mean()
+        return loss
+
+    step = stepping(loss_of, grad=False)
+    assert_parity(seeded(Projected), step, world_size=2, turns=2, optimizer=adam, settings=BLOCKS)
+
+
 @pytest.mark.slow
 def test_two_forwards_of_which_one_rank_drops_what_a_unit_returns_of_a_unit_inside() -> None:
     """Both notice the gradient of one tensor. What comes next is gathered once, and nothing of the other forward's."""

@@ -160,7 +160,7 @@ class Run:
                 elif turn is Turn.PARAMETERS:
                     blocks: Any = self.model.blocks
                     given = [self.model.last.weight, blocks[0].up.weight, blocks[1].down.weight, x]
-                    loss.backward(inputs=[each for each in given if each.requires_grad])  # type: ignore[union-attr]
+                    polyshard.backward(loss, inputs=[each for each in given if each.requires_grad])  # type: ignore[union-attr]
                     seen.append(x.grad.clone())  # type: ignore[union-attr]
                     continue
                 elif turn is Turn.PENALTY:

@@ -292,7 +292,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendedDevice:
         (FlatBuffer, "release", release_there),
         (_torch_private, "foreach_copy_", copy_there),
         (_torch_private, "foreach_add_", add_there),
-        (_torch_private, "queue_after_backward", lambda call: queue(lambda: pretended.after_backward(call))),
+        (
+            _torch_private,
+            "queue_after_backward",
+            lambda call, given_up: queue(lambda: pretended.after_backward(call), given_up),
+        ),
         (_torch_private, "current_stream_key", lambda _: pretended.current.cuda_stream),
         (torch.cuda, "current_stream", lambda _=None: pretended.current),
         (torch.cuda, "set_stream", pretended.set_current),

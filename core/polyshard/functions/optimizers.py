@@ -60,6 +60,7 @@ class OptimizerCheck:
             if root is not None and root.unfilled:
                 self._refuse_unfilled(optimizer)
             if root is not None and root.active is not None and root.runs_here:
+                root.end_inner_backward()
                 self._note_outdated(optimizer)
             if root is not None and root.awaits_optimizer:
                 # A closure's backward is still to come.

@@ -1,26 +1,22 @@
-"""What follows sharded models from torch's own functions: optimizers' steps, checkpointed functions, backwards.
+"""What follows sharded models from optimizers' steps, and a backward that finds their parameters.
 
 [Note: torch's functions]
-Parameters are ``DTensor``, for which torch's functions are right. Two must tell of themselves:
-``torch.utils.checkpoint.checkpoint``, of forwards that run again in backward, and ``torch.autograd.backward``, of its
-end, where a module's forward has not returned. Programs have imported these names long before a model is sharded. So
-the first ``shard()`` exchanges the functions behind the names, once in a process.
+Parameters are ``DTensor``, for which torch's functions are right. None of these is exchanged: what the engine must know
+of a backward, its hooks and autograd's callbacks tell.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import _torch_private
-from ..runtime.activation_checkpoint import Checkpointed
+from ..errors import UnsupportedError
 from ..runtime.live_roots import live_roots
 from ..runtime.root import Root
 from ..runtime.unit import Unit
@@ -46,8 +42,12 @@ def follow(root: Root) -> None:
 
 
 def _install() -> None:
-    _follow_inner_backwards()
-    _follow_checkpoints()
+    if not _torch_private.sees_checkpoints():
+        raise UnsupportedError(
+            f"Calls of torch.utils.checkpoint.checkpoint of torch {torch.__version__} are not what polyshard knows of "
+            "torch 2.11 to 2.15, so that ranks could not agree on what is computed again. Use one of these, or a newer "
+            "polyshard."
+        )
     check = OptimizerCheck(live_roots)
     register_optimizer_step_pre_hook(check.before_step)
     _checks.append(check)
@@ -66,44 +66,32 @@ def replacing_values(root: Root, context: str, values: str) -> Iterator[None]:
         root.replaced = before
 
 
-def _follow_checkpoints() -> None:
-    # A module cannot see that its forward runs under a checkpoint, and ranks have to know ([Note: recomputation]).
+@_torch_private.hidden_from_compile
+def backward(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *,
+    inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+) -> None:
+    """``torch.autograd.backward``, whose ``inputs`` may be parameters of sharded models. Every rank calls it.
 
-    def called(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-        # None means True to torch.
-        known = Checkpointed(function, use_reentrant is None or bool(use_reentrant))
-        return before(known, *args, use_reentrant=use_reentrant, **kwargs)
+    Torch's function leaves parameters that ``inputs`` names without a gradient, in silence. Inside of a forward,
+    ``.grad`` is there when this returns. By torch's, gradients of modules that have not returned come when they return,
+    or when an optimizer steps, unless the backward passed a tensor that a module returned. All else is the same.
 
-    before = _torch_private.exchange_behind(torch.utils.checkpoint.checkpoint, called)
-
-
-def _follow_inner_backwards() -> None:
-    # Backwards inside of a forward: ``loss.backward()`` in a ``training_step``, or a block's own loss. A module state
-    # notices a backward at the tensors that its forward returned, and a module that has not returned has none. A hook
-    # on every parameter would notice, and cost more than the rest of a step's Python.
-
-    def called(*args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            hidden(*args, **kwargs)
-            return
-        if kwargs.get("inputs") is not None:
-            kwargs["inputs"] = _leaves_of(kwargs["inputs"])
-        try:
-            before(*args, **kwargs)
-        except Exception as error:
-            for reference in live_roots.references:
-                root = reference()
-                if root is not None:
-                    root.tell_failed_backward(error)
-            raise
-        for reference in live_roots.references:
-            root = reference()
-            # A backward inside of another one ends with that.
-            if root is not None and root.active is not None and not _torch_private.in_backward():
-                root.end_inner_backward()
-
-    hidden = _torch_private.hidden_from_compile(called)
-    before = _torch_private.exchange_body(torch.autograd.backward, called)
+    Args:
+        tensors, grad_tensors, retain_graph, create_graph: As of ``torch.autograd.backward``.
+        inputs: The tensors and parameters whose gradients are added up; all that ``tensors`` depend on where None.
+    """
+    leaves = None if inputs is None else _leaves_of(inputs)
+    torch.autograd.backward(tensors, grad_tensors, retain_graph, create_graph, inputs=leaves)  # type: ignore[arg-type, unused-ignore]
+    for reference in live_roots.references:
+        root = reference()
+        # A backward inside of another one ends with that.
+        if root is not None and root.active is not None and not _torch_private.in_backward():
+            root.end_inner_backward()
 
 
 def _leaves_of(inputs: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

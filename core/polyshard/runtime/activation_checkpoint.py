@@ -7,28 +7,34 @@ them in that order before it goes through any of them, whichever outputs this ra
 
 A re-entrant checkpoint differentiates each function by itself: its first call runs without gradients, and its modules
 are reduced with it. So they have points of their own. The modules of other checkpoints have those of the forward.
+
+A module that is entered finds the checkpoints around it among its callers. Torch makes an object for each call of a
+checkpoint, which lives until no backward can come back to it; what is known of the call lives as long.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 
+from .. import _torch_private
 from .order import ForwardRecord
 
 
 class Region:
     """Where in a forward a checkpoint called its function."""
 
-    def __init__(self, reentrant: bool, outer: Region | None) -> None:
+    def __init__(self, reentrant: bool, outer: Region | None, recorded: bool) -> None:
+        """``outer``: the region around it, while its function is called first.
+
+        ``recorded``: whether a backward may come back to it.
+        """
         self.reentrant = reentrant
-        #: The region around it, while its function is called first.
-        self.outer = outer
-        #: Whether a backward may come back to it.
-        self.recorded: bool = torch.is_grad_enabled() or (outer is not None and outer.recorded)
+        # No cycles, which would keep a forward's record until garbage is collected.
+        self._outer = None if outer is None else weakref.ref(outer)
+        self.recorded: bool = recorded or (outer is not None and outer.recorded)
         #: That of the forward; None before it enters a module.
         self.forward_record: ForwardRecord[Any] | None = None
         #: Whether its function runs several forwards. Backwards go through these one after the other, and compute the
@@ -36,12 +42,14 @@ class Region:
         self.several = False
         #: Its number in that forward, from 1 on.
         self.number = 0
-        #: The regions inside it, in the order of their calls.
+        #: The regions inside it that enter modules, in the order of their calls.
         self.inner: list[Region] = []
-        #: Whether its function has been called.
-        self.complete = False
         if outer is not None:
             outer.inner.append(self)
+
+    @property
+    def outer(self) -> Region | None:
+        return None if self._outer is None else self._outer()
 
     @property
     def differentiated(self) -> Region | None:
@@ -60,35 +68,27 @@ class Region:
             forward_record.reentrant |= self.reentrant
         elif self.forward_record is not forward_record:
             self.several = True
-        around = [] if self.outer is None else self.outer.enter(forward_record)
+        outer = self.outer
+        around = [] if outer is None else outer.enter(forward_record)
         return around if self.several else [self.number, *around]
 
 
-class _Running(threading.local):
-    call: Checkpointed | None = None
-
-
-#: Of each thread: the innermost checkpointed call that it runs; None for none.
-running = _Running()
-
-
 class Checkpointed:
-    """A function that a checkpoint calls in forward, and again in each backward."""
+    """A call of a checkpoint, whose function runs in forward, and again in each backward."""
 
-    def __init__(self, function: Callable[..., Any], reentrant: bool) -> None:
-        self._function = function
-        around = running.call
-        if around is not None and around.region.complete:
-            # Called again with the function around it.
-            self.region: Region = around.next_inner(reentrant)
-        else:
-            self.region = Region(reentrant, None if around is None else around.region)
-        self._called = False
-        self._inner = 0
-        #: The call that a backward runs again, this one or one around it; None in a forward.
-        self.again: Checkpointed | None = None
-        #: The module states that it has entered.
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        #: The module states that the run of its function has entered.
         self.entered: set[object] = set()
+        # The number of the backward that the function runs in.
+        self._backward = _torch_private.NO_BACKWARD
+        self._inner = 0
+
+    def run_again(self, backward: int) -> None:
+        """Note that its function runs again, in the backward of that number: once in each."""
+        if backward != self._backward:
+            self._backward, self._inner = backward, 0
+            self.entered.clear()
 
     def next_inner(self, reentrant: bool) -> Region:
         """The region of the next checkpoint inside it, which is computed again with it."""
@@ -97,29 +97,51 @@ class Checkpointed:
         if index < len(inner) and inner[index].reentrant is reentrant:
             return inner[index]
         # The forward called another one.
-        unknown = Region(reentrant, None)
-        unknown.recorded, unknown.complete = False, True
-        return unknown
+        return Region(reentrant, None, recorded=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        around = running.call
-        self._inner = 0
-        self.entered.clear()
-        if self._called:
-            self.again = self
-        else:
-            self._called = True
-            self.again = None if around is None else around.again
-        running.call = self
-        try:
-            return self._function(*args, **kwargs)
-        finally:
-            running.call = around
-            # No cycles, which would keep what the function refers to until garbage is collected.
-            self.again, self.region.outer = None, None
-            self.region.complete = True
+
+# By torch's object for the call.
+_calls: weakref.WeakKeyDictionary[object, Checkpointed] = weakref.WeakKeyDictionary()
+
+
+class Running(NamedTuple):
+    """The checkpoints whose functions a thread runs."""
+
+    call: Checkpointed
+    """The innermost call."""
+    again: Checkpointed | None
+    """The innermost one that a backward runs again; None in a forward."""
+
+
+def running(*, records: bool = False) -> Running | None:
+    """The checkpoints whose functions this thread runs; None for none that a backward comes back to.
+
+    ``records``: whether the outermost forward began with gradients on. It stands for the mode in which a re-entrant
+    checkpoint was called none of whose inputs needs a gradient: another rank's may. Where that was called under
+    ``no_grad``, backward gathers its modules for nothing.
+    """
+    if not _torch_private.may_be_checkpointed():
+        return None
+    found: Running | None = None
+    for each in reversed(_torch_private.calls_of_checkpoints()):
+        call, again = _calls.get(each.key), None if found is None else found.again
+        if call is None:
+            if found is not None and again is not None:
+                region = found.call.next_inner(each.reentrant)
+            else:
+                recorded = records if each.recorded is None else each.recorded
+                region = Region(each.reentrant, None if found is None else found.call.region, recorded)
+            call = _calls[each.key] = Checkpointed(region)
+        if each.again:
+            call.run_again(_torch_private.backward_number())
+            again = call
+        found = Running(call, again)
+    return found
 
 
 def may_have_backward() -> bool:
     """Whether a backward may come back to what this thread computes. The same on all ranks, whatever their outputs."""
-    return torch.is_grad_enabled() or (running.call is not None and running.call.region.recorded)
+    if torch.is_grad_enabled():
+        return True
+    here = running()
+    return here is not None and here.call.region.recorded

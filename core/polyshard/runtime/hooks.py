@@ -35,14 +35,14 @@ from torch import nn
 from .. import _torch_private
 from ..errors import ParameterMovedError, StateError, UnshardedUseError, UnsupportedError
 from ..nested import CopiedContainers, distinct_tensors
-from .activation_checkpoint import Checkpointed, Region, may_have_backward, running
+from .activation_checkpoint import Checkpointed, Region, Running, may_have_backward, running
 from .boundary import Hook, adopt_in_place, exchanged, pass_through, pass_through_in, watch_output
 from .guards import gradients_without_graph, refuse_escape, refuse_moved_views
 from .module_state import BackwardState, ModuleState, StateKind, show_whole, unshard_ahead
 from .order import BackwardAction, ForwardRecord, Point
 from .root import Root, root_of
 from .step import Phase, Step
-from .unit import Reshard
+from .unit import Reshard, gradient_of
 
 _version_of = attrgetter("_version")
 _trains = attrgetter("requires_grad")
@@ -204,11 +204,14 @@ class ForwardHooks:
         if records:
             module_state.enters_first = step.forward_record is not module_state.forward_record
             module_state.forward_record, module_state.post_backward_at = step.forward_record, module_state.entry
+        here: Running | None = None
+        if _torch_private.hooks_of_saved_tensors(True) is not None or not _torch_private.forward_mode_enabled():
+            # Noted as where it runs again, whatever comes of it.
+            here = running(records=step.forward_record.records)
         if module_state.kind is StateKind.MERGED:
             return False
-        call = running.call
-        if call is not None and call.region.recorded:
-            self._enter_region(call.region, step.forward_record)
+        if here is not None and here.call.region.recorded:
+            self._enter_region(here.call.region, step.forward_record)
         elif records:
             step.forward_record.points.append(module_state.entry)
         return True
@@ -226,8 +229,8 @@ class ForwardHooks:
 
     def _recomputed_call(self) -> Checkpointed | None:
         """The checkpointed call that a backward runs again, if the forward that it was called in is known."""
-        call = running.call
-        again = None if call is None else call.again
+        here = running()
+        again = None if here is None else here.again
         if again is None or again.region.forward_record is None or again.region.several:
             return None
         outermost = again.region.forward_record.outermost
@@ -316,6 +319,9 @@ class ForwardHooks:
         outermost = step.active is module_state
         turns = outermost or module_state.execution_order.turns_at(module_state)
         for unit in module_state.units:
+            # As ``Unit.pending``, without a call: a backward inside of the forward came through no output.
+            if unit.trainable and list(map(gradient_of, unit.leaves)) != unit.no_gradients:
+                root_of(module_state).end_inner_backward()
             for observer in unit.observers:
                 observer.computed(unit.spec, False)
             stays = not unit.releases(turns)

@@ -274,6 +274,8 @@ class ForwardRecord(Generic[T]):
     """The module state whose forward it is."""
     module: object = None
     """The module that was called: one of several where that module state groups them."""
+    records: bool = False
+    """Whether it began with gradients on."""
     points: list[Point[T]] = field(default_factory=list)
     """In the order of the forward."""
     followed: bool = False

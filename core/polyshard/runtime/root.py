@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Literal, NoReturn, Protocol
 
@@ -36,6 +38,13 @@ def root_of(module_state: ModuleState) -> Root:
             "be wrapped. Run a forward first, or call the wrapper's own methods."
         )
     return root
+
+
+def _tell_failed_backward(held: weakref.ref[Root], reference: object) -> None:
+    # Autograd's reference may not keep the model.
+    root = held()
+    if root is not None:
+        root.tell_failed_backward(reference)
 
 
 class EndsWithModel(Protocol):
@@ -78,8 +87,7 @@ class Root(Step):
         self.unfilled = False
         # Gives None once the backward that was entered last cannot end any more.
         self._backward_may_end: Callable[[], object] = lambda: None
-        # Whether other ranks know that it raised.
-        self._failure_reported = False
+        self._when_given_up = partial(_tell_failed_backward, weakref.ref(self))
         self._backward_order: BackwardOrder[ModuleState] = BackwardOrder()
         # Since the last backward, the last record of each inner module that was called by itself with gradients on.
         self._apart: dict[object, ForwardRecord[ModuleState]] = {}
@@ -164,7 +172,7 @@ class Root(Step):
         self._thread = threading.get_ident()
         self.outdated = self._unfollowed = False
         self.active = outermost
-        self.forward_record = ForwardRecord(outermost, module)
+        self.forward_record = ForwardRecord(outermost, module, torch.is_grad_enabled())
         for unit in self.units:
             unit.hide()
         self.begin_gathers()
@@ -265,7 +273,7 @@ class Root(Step):
         if self.outdated and self.active is not None:
             self._refuse_outdated()
         self.phase = Phase.BACKWARD
-        self._failure_reported = self._unfollowed = False
+        self._unfollowed = False
         self.accumulates = any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
             for module_state in reversed(self.module_states)
@@ -276,7 +284,7 @@ class Root(Step):
             self._refuse_replaced()
         elif not self.last_backward:
             self._refuse_released()
-        self._backward_may_end = _torch_private.queue_after_backward(self.end_backward)
+        self._backward_may_end = _torch_private.queue_after_backward(self.end_backward, self._when_given_up)
 
     def accumulate_reentrantly(self) -> None:
         """Note that a re-entrant checkpoint is on the way, whose parameters are in a graph of its own."""
@@ -327,11 +335,10 @@ class Root(Step):
             )
 
     def end_inner_backward(self) -> None:
-        """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.
+        """Reduce gradients of backwards that ended inside of the forward that runs in this thread, if one does.
 
         Gradients of modules that are entered came through no output, at which a module state would have
-        noticed it. Nothing else would take these gradients where no other backward follows, and a step of the optimizer
-        inside of the forward would not find them.
+        noticed it. A module that returns has them reduced, and an optimizer that steps inside of the forward.
 
         Raises StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
         """
@@ -558,17 +565,12 @@ class Root(Step):
         for unit in self.units:
             unit.gradients.discard_sums()
 
-    def tell_failed_backward(self, error: Exception) -> None:
-        """Let other ranks know that a backward of this model raised ``error`` in this thread.
-
-        A backward of another thread, or around the one that raised, goes on; one that raised before is known.
-        """
-        if self.phase is not Phase.BACKWARD or self._failure_reported:
+    def tell_failed_backward(self, reference: object) -> None:
+        """Let other ranks know what the backward of ``reference`` raises, if autograd gave up the one that runs."""
+        if reference is not self._backward_may_end or self.phase is not Phase.BACKWARD:
             return
-        alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
-        if alone or self._backward_may_end() is None:
-            self._failure_reported = True
-            self.recorder.post_error(error)
+        if not _torch_private.when_backward_raises(self.recorder.post_error):
+            self.recorder.post_error(StateError(f"A backward raised on rank {self.rank}, whose output has the error."))
 
     def leave_failed_backward(self) -> None:
         """Abandon a backward that raised: no hook ran behind it. One that still runs goes on."""

@@ -45,7 +45,7 @@ from .master import UnitMaster
 from .peers import Audit
 from .step import Phase, Step
 
-_gradient_of = attrgetter("grad")
+gradient_of = attrgetter("grad")
 
 
 class UnitState(enum.Enum):
@@ -174,7 +174,8 @@ class Unit(UnitMaster):
         self.due = not self.permanent
         self.prepared = False
         self.leaves: list[torch.Tensor] = []
-        self._no_gradients: list[None] = []
+        #: What ``leaves`` have as gradients where none has any.
+        self.no_gradients: list[None] = []
         for name in ("buffer", "bindings", "record", "_shard_record", "_post_forward_record"):
             # They would keep the memory of the master before, which is elsewhere now to make room.
             self.__dict__.pop(name, None)
@@ -296,7 +297,7 @@ class Unit(UnitMaster):
             self.leaves[index] = form.as_leaf(buffer.views[index])
         if self.packed:
             self.leaves = [packed.over(view) for packed, view in zip(self.packed, buffer.views, strict=True)]
-        self._no_gradients = [None] * len(self.leaves)
+        self.no_gradients = [None] * len(self.leaves)
         if not self.permanent:
             buffer.follow_versions(self._with_versions())
             for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
@@ -339,7 +340,7 @@ class Unit(UnitMaster):
         if self.packed:
             return False
         # Compared as lists, at C speed: asked of every unit at the end of every backward.
-        return list(map(_gradient_of, self.leaves)) != self._no_gradients
+        return list(map(gradient_of, self.leaves)) != self.no_gradients
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """The views' gradients, which they give up."""
@@ -347,7 +348,7 @@ class Unit(UnitMaster):
         for place in self.places:
             if place not in computed_at:
                 computed_at.append(place)
-        gradients = list(map(_gradient_of, self.leaves))
+        gradients = list(map(gradient_of, self.leaves))
         for leaf in self.leaves:
             leaf.grad = None
         # There are no leaves before the first gather.
