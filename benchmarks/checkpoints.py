@@ -132,7 +132,7 @@ def measured(
             folder.mkdir()
         dist.barrier()
     median = {f"{name}_s": round(statistics.median(each), 4) for name, each in times.items()}
-    numels = [value.numel() for value in polyshard.checkpoint.model_state(model).values()]
+    numels = [value.numel() for value in polyshard.state.get_model_state_dict(model).values()]
     gib = round(sum(numels) * 4 * _VALUES / _GIB, 3)
     row = Row(what, dist.get_world_size(), len(numels), gib, **median)
     polyshard.close(model)

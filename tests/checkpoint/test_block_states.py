@@ -12,11 +12,10 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from parity import draw, one_core, seed_all, units_of, whole
 from polyshard import checkpoint
 from polyshard.errors import ConfigError, PolyshardError
-from polyshard.state import StateOptions, get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
+from polyshard.state import StateOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from polyshard_backends.threaded import ThreadedWorld
 from processes import KeptRanks
 from torch import nn
@@ -214,7 +213,7 @@ def test_states_of_other_blocks_are_not_mistaken(tmp_path: Path) -> None:
         for one, other in ((of_256, of_128), (of_256, torch.optim.AdamW), (torch.optim.AdamW, of_256)):
             optimizer = one(model.parameters())
             train(model, optimizer, range(1))
-            state = get_optimizer_state_dict(model, optimizer)
+            state = get_optimizer_state_dict(model, optimizer, StateOptions(form="full"))
             optimizer = other(model.parameters())
             told.append(message_of(partial(set_optimizer_state_dict, model, optimizer, state)))
             assert not optimizer.state
@@ -251,7 +250,7 @@ def test_whole_states_go_to_one_process_and_back(make: Make) -> None:
     def load(model: nn.Module) -> dict[str, torch.Tensor]:
         model.load_state_dict(values)
         optimizer = make(model.parameters())
-        set_optimizer_state_dict(model, optimizer, state, StateOptions(origin="rank_0"))
+        set_optimizer_state_dict(model, optimizer, state)
         train(model, optimizer, range(2, 4))
         return whole(model)
 
@@ -285,28 +284,6 @@ def test_replicas_save_their_blocks_once_and_resume_sharded(tmp_path: Path) -> N
     on_ranks(4, partial(begun, tmp_path, make), **hybrid)
     for found in on_ranks(2, partial(resumed, tmp_path, make)):
         assert differing(found, unsharded(make)) == []
-
-
-def test_torchs_checkpoints_carry_the_tensors_of_a_state(tmp_path: Path) -> None:
-    make = make_of("AdamW4bit")
-
-    def save(model: nn.Module) -> dict[str, torch.Tensor]:
-        optimizer = make(model.parameters())
-        train(model, optimizer, range(2))
-        one, other = get_state_dict(model, optimizer)
-        dcp.save({"model": one, "optimizer": other}, checkpoint_id=tmp_path, no_dist=True)
-        return whole(model)
-
-    # Each rank alone would write half of it.
-    on_ranks(1, save)
-
-    def load(model: nn.Module) -> dict[str, torch.Tensor]:
-        optimizer = make(model.parameters())
-        checkpoint.load_dcp(tmp_path, model, optimizer)
-        train(model, optimizer, range(2, 4))
-        return whole(model)
-
-    assert differing(on_ranks(4, load)[0], unsharded(make)) == []
 
 
 def test_full_precision_of_small_pieces_replaces_blocks(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from parity import local, on_ranks, threaded, units_of, whole
 from polyshard import checkpoint
+from polyshard import state as states
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -205,7 +206,7 @@ def test_flat_and_own_parameters_load_each_others_checkpoints(tmp_path: Path, wo
 @pytest.mark.slow
 def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
     plain, plain_optimizer = unsharded(adam, 2)
-    written = {"model": dict(plain.named_parameters()), "optimizer": get_optimizer_state_dict(plain, plain_optimizer)}
+    written = {"model": plain.state_dict(), "optimizer": get_optimizer_state_dict(plain, plain_optimizer)}
     with pytest.warns(UserWarning, match=ALONE):
         dcp.save(written, checkpoint_id=tmp_path, no_dist=True)
 
@@ -213,7 +214,7 @@ def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
         model = shard(Net(seed=1), rank, world)
         optimizer = adam(flat(model))
         train(model, optimizer, range(1))
-        state = {"model": checkpoint.model_state(model), "optimizer": checkpoint.optimizer_state(model, optimizer)}
+        state = dict(zip(("model", "optimizer"), states.get_state_dict(model, optimizer), strict=True))
         dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
         train(model, optimizer, range(2, 3))
         return whole(model)
@@ -234,7 +235,7 @@ def test_groups_and_names_of_parameters_are_the_models(tmp_path: Path) -> None:
         model = shard(Net(), rank, world)
         optimizer = grouped(model, flat(model))
         train(model, optimizer, range(2))
-        first, second = checkpoint.optimizer_state(model, optimizer)["param_groups"]
+        first, second = states.get_optimizer_state_dict(model, optimizer)["param_groups"]
         assert set(first["params"]) == {name for name, _ in model.named_parameters()} - {"aside"}
         assert first["param_names"] == first["params"]
         assert second["params"] == ["aside"]
@@ -271,13 +272,8 @@ def test_padding_of_the_state_is_zero_and_what_is_there_is_filled_in_place(tmp_p
         for key, value in optimizer.state[block].items():
             assert local(value).data_ptr() == before[key].data_ptr()
         assert before["step"] == 2.0
-        told = checkpoint.optimizer_state(model, optimizer)["state"]
-        parts = [
-            chunk.view
-            for name, values in told.items()
-            if name.startswith("blocks.0")
-            for chunk in values["exp_avg_sq"].chunks
-        ]
+        told = states.get_optimizer_state_dict(model, optimizer)["state"]
+        parts = [local(each["exp_avg_sq"]) for name, each in told.items() if name.startswith("blocks.0")]
         assert sum(part.numel() for part in parts) == elements
         assert before["exp_avg_sq"].count_nonzero() == elements
         assert before["exp_avg_sq"].sum().item() == pytest.approx(sum(part.sum().item() for part in parts), rel=1e-12)
@@ -372,7 +368,7 @@ def test_state_of_another_shape_is_refused(tmp_path: Path, strategy: str) -> Non
             checkpoint.save(tmp_path, 1, model, optimizer)
         optimizer.state[parameters[2]]["factors"] = [1.0]
         with pytest.raises(ConfigError, match=r"'factors' of the flat parameter of unit 'blocks\.0' is a list"):
-            checkpoint.optimizer_state(model, optimizer)
+            states.get_optimizer_state_dict(model, optimizer)
 
     on_ranks(2, on_rank)
     assert checkpoint.latest(tmp_path) is None
@@ -397,6 +393,6 @@ def test_a_unit_is_given_once(tmp_path: Path) -> None:
         model = shard(Net(), rank, world)
         twice = adam([*flat(model), model.blocks[0].gain])
         with pytest.raises(ConfigError, match=r"stands for 'blocks.0.gain', which the optimizer has already.*not both"):
-            checkpoint.optimizer_state(model, twice)
+            states.get_optimizer_state_dict(model, twice)
 
     on_ranks(2, on_rank)

@@ -54,10 +54,7 @@ def made(rank: int, world: ThreadedWorld, plain: State | None = None, seed: int 
 
 
 def give(model: nn.Module, optimizer: torch.optim.Optimizer, plain: State) -> None:
-    states.set_state_dict(
-        model, optimizer, model_state_dict=plain["model"], optim_state_dict=plain["optimizer"],
-        options=states.StateOptions(origin="every_rank"),
-    )  # fmt: skip
+    states.set_state_dict(model, optimizer, model_state_dict=plain["model"], optim_state_dict=plain["optimizer"])
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:

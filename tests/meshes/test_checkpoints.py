@@ -146,10 +146,19 @@ def in_all_forms(rank: int, plan: Plan, folder: str) -> State:
     return found
 
 
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """For ``dcp.load`` to read into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def from_all_forms(rank: int, plan: Plan, folder: str, given: State) -> list[State]:
-    """What a model has that was given it from memory, by each rank or the first, and from the files of others."""
+    """What a model has that was given it from memory, and from the files of others."""
     found = []
-    for way in ("every_rank", "rank_0", "stock", "own/step-00000001", "load_dcp", "all", "first"):
+    for way in ("memory", "stock", "own/step-00000001", "load_dcp", "all", "first"):
         with meshed(plan, rank) as (model, mesh):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -163,7 +172,7 @@ def from_all_forms(rank: int, plan: Plan, folder: str, given: State) -> list[Sta
                 continue
             if way.startswith(("stock", "own")):
                 for each in held:
-                    states.init_optimizer_state(model, each)
+                    make_state(each)
                 one, other = states.get_state_dict(model, held)
                 dcp.load({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/{way}")
                 states.set_state_dict(model, held, model_state_dict=one, optim_state_dict=other)
@@ -171,11 +180,7 @@ def from_all_forms(rank: int, plan: Plan, folder: str, given: State) -> list[Sta
                 checkpoint.load_dcp(Path(folder, "stock"), model, held)
             else:
                 one, other = given["model"], given["optimizer"]
-                if way == "rank_0" and rank:
-                    one = other = {}
-                states.set_state_dict(
-                    model, held, model_state_dict=one, optim_state_dict=other, options=states.StateOptions(origin=way)
-                )
+                states.set_state_dict(model, held, model_state_dict=one, optim_state_dict=other)
             found.append(told(plan, trainer, held))
             trainer.close()
     return found

@@ -18,7 +18,12 @@ from polyshard.checkpoint import Stages
 from polyshard.errors import ConfigError
 from processes import KeptRanks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 RANKS = KeptRanks()
@@ -128,7 +133,8 @@ def states_of(trainer: Trainer) -> dict[str, Any]:
             values, state = get_state_dict(each, its, options=flat)
             optimizer.update(state)
         else:
-            polyshard.state.init_optimizer_state(each, its)
+            # Torch's makes the state of an optimizer that never stepped.
+            get_optimizer_state_dict(each, its)
             values, state = polyshard.state.get_state_dict(each, its)
             optimizer.update(state["state"])
         model.update(values)

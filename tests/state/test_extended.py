@@ -51,11 +51,8 @@ def alike(found: Any, wanted: Any) -> None:
 #: Ways from a state dict of whole tensors to a sharded model.
 WAYS: dict[str, Callable[[nn.Module, dict[str, Any], int], object]] = {
     "set": lambda model, state, rank: set_model_state_dict(model, state),
-    "set from rank 0": lambda model, state, rank: set_model_state_dict(
-        model, state if rank == 0 else {}, StateOptions(origin="rank_0")
-    ),
     "load_state_dict": lambda model, state, rank: model.load_state_dict(state),
-    "sharded form": lambda model, state, rank: None,
+    "dtensors": lambda model, state, rank: None,
 }
 
 
@@ -73,7 +70,7 @@ def test_whole_state_dicts_have_the_class_and_come_back(way: str) -> None:
         assert list(sharded)[2:5] == ["layer.weight.high", "layer.weight.low", "layer.bias"]
         assert sharded["layer.weight.high"].shape == (OUT, IN)
         state = get_model_state_dict(model, FULL), get_optimizer_state_dict(model, optimizer, FULL)
-        if way == "sharded form":
+        if way == "dtensors":
             again = sharded_copy(other, rank, world, **UNITS)
             set_model_state_dict(again, sharded)
             # Tensors of the optimizer are the parameter's shape, and plain.
@@ -93,7 +90,7 @@ def test_whole_state_dicts_have_the_class_and_come_back(way: str) -> None:
     def loads(rank: int, world: ThreadedWorld) -> list[float]:
         model = sharded_copy(other, rank, world, **UNITS)
         optimizer = adamw(model)
-        WAYS["set" if way == "sharded form" else way](model, state, rank)
+        WAYS["set" if way == "dtensors" else way](model, state, rank)
         set_optimizer_state_dict(model, optimizer, states)
         return trained(model, optimizer)
 

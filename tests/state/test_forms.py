@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from typing import Any
 
@@ -13,10 +12,12 @@ from parity import on_ranks, threaded, units_of
 from plain_states import Odd, Part, adamw, differing, odd, plain_state, sorted_groups, train
 from polyshard import state as states
 from polyshard.errors import ConfigError, RankMismatchError, StateError, UnsupportedError
+from polyshard.interfaces import PluginContext
 from polyshard.state import StateOptions
+from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
+from polyshard_fsdp import FullyShardedDataParallel
 from torch import nn
-from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FULL, FIRST = StateOptions(form="full"), StateOptions(form="full_on_rank_0")
@@ -36,22 +37,14 @@ def made(rank: int, world: ThreadedWorld, seed: int, **settings: Any) -> Made:
     return model, adamw(model)
 
 
-@pytest.mark.parametrize("origin", ["every_rank", "rank_0"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_what_a_plain_model_has_goes_in_and_comes_out(settings: dict[str, Any], origin: str) -> None:
+def test_what_a_plain_model_has_goes_in_and_comes_out(settings: dict[str, Any]) -> None:
     plain = plain_state()
     ranks = 4 if settings.get("strategy") == "hybrid_shard" else 3
 
     def body(rank: int, world: ThreadedWorld) -> list[Any]:
         model, optimizer = made(rank, world, 1, **settings)
-        given = plain if origin == "every_rank" or rank == 0 else {"model": {}, "optimizer": {}}
-        states.set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=given["model"],
-            optim_state_dict=given["optimizer"],
-            options=StateOptions(origin=origin),
-        )
+        states.set_state_dict(model, optimizer, model_state_dict=plain["model"], optim_state_dict=plain["optimizer"])
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.detach().full_tensor(), plain["model"][name])
         return [states.get_state_dict(model, optimizer, options) for options in (FULL, FIRST)]
@@ -83,7 +76,7 @@ def test_no_rank_holds_more_than_two_units_whole() -> None:
     unit, part, everything = 3 * 147 * 4, 147 * 4, 8 * 420 * 4
     (first, held), *others = on_ranks(3, body)
     assert held == everything
-    # A unit of the optimizer's state as it arrives, and in order, this rank's part of it, and a few small things.
+    # Of a unit two: one that arrives, and one in order. Of the optimizer one tensor is whole at a time.
     assert all(most <= 2 * unit + part + 200 and not kept for most, kept in others), (others, unit)
     assert 3 * everything < first <= 3 * everything + 2 * unit + part + 200
 
@@ -117,20 +110,11 @@ def test_all_that_is_wrong_is_told_at_once_and_nothing_was_changed() -> None:
     values["parts.1.gate"] = torch.zeros(3, 5, 8)
     values["other"] = torch.zeros(2)
 
-    def body(rank: int, world: ThreadedWorld) -> list[str]:
+    def body(rank: int, world: ThreadedWorld) -> str:
         model, optimizer = made(rank, world, 1)
         before = states.get_model_state_dict(model, FULL)
-        texts = []
-        for origin in ("every_rank", "rank_0"):
-            with pytest.raises(ConfigError) as caught:
-                states.set_state_dict(
-                    model,
-                    optimizer,
-                    model_state_dict=values if origin == "every_rank" or rank == 0 else {},
-                    optim_state_dict=plain["optimizer"],
-                    options=StateOptions(origin=origin),
-                )
-            texts.append(str(caught.value))
+        with pytest.raises(ConfigError) as caught:
+            states.set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=plain["optimizer"])
         # One rank alone was given something else.
         expected = ConfigError if rank == 1 else RankMismatchError
         with pytest.raises(expected, match="'other', which the model lacks"):
@@ -143,14 +127,13 @@ def test_all_that_is_wrong_is_told_at_once_and_nothing_was_changed() -> None:
         assert set(found.missing) == {"norm.bias", "parts.1.gate"}
         assert found.unexpected == ("other",)
         train(model, optimizer, 1)
-        return texts
+        return str(caught.value)
 
-    for texts in on_ranks(2, body):
-        for text in texts:
-            assert "has no 'norm.bias'" in text
-            assert "has 'other', which the model lacks" in text
-            assert "'parts.1.gate' has shape (3, 5, 8) in the state dict" in text
-            assert "but (3, 5, 7) in the model" in text
+    for text in on_ranks(2, body):
+        assert "has no 'norm.bias'" in text
+        assert "has 'other', which the model lacks" in text
+        assert "'parts.1.gate' has shape (3, 5, 8) in the state dict" in text
+        assert "but (3, 5, 7) in the model" in text
 
 
 def test_an_optimizer_that_does_not_fit_is_refused() -> None:
@@ -176,10 +159,9 @@ def test_an_optimizer_that_does_not_fit_is_refused() -> None:
             ({"state": {}}, "must have 'state' and 'param_groups'"),
             ({**plain["optimizer"], "param_groups": plain["optimizer"]["param_groups"][:1]}, "has 1 parameter groups"),
         ):
-            for origin in ("every_rank", "rank_0"):
-                with pytest.raises(ConfigError, match=words):
-                    states.set_optimizer_state_dict(model, optimizer, given, StateOptions(origin=origin))
-                assert not optimizer.state
+            with pytest.raises(ConfigError, match=words):
+                states.set_optimizer_state_dict(model, optimizer, given)
+            assert not optimizer.state
         train(model, optimizer, 1)
 
     on_ranks(2, body)
@@ -204,19 +186,19 @@ def test_adapters_alone() -> None:
         assert torch.equal(found["frozen"], odd(1).frozen)
 
 
-def test_sharded_tensors_of_another_sharding_are_refused_and_wholes_are_converted() -> None:
+def test_dtensors_of_another_sharding_are_gathered_and_wholes_are_converted() -> None:
     plain = {
         name: value.bfloat16() if value.is_floating_point() else value for name, value in plain_state()["model"].items()
     }
 
     def body(rank: int, world: ThreadedWorld) -> dict[str, Any]:
         model, _ = made(rank, world, 0)
-        other, _ = made(rank, world, 1, strategy="no_shard")
-        with pytest.raises(ConfigError, match=r"holds \d+ of the \d+ elements of .*cut otherwise than the model's"):
-            states.set_model_state_dict(other, states.get_model_state_dict(model))
-        same, _ = made(rank, world, 1)
-        states.set_model_state_dict(model, states.get_model_state_dict(same))
-        assert not differing(states.get_model_state_dict(model, FULL), odd(1).state_dict())
+        for settings in ({}, {"strategy": "no_shard"}):
+            other, _ = made(rank, world, 1, **settings)
+            states.set_model_state_dict(model, states.get_model_state_dict(other))
+            assert not differing(states.get_model_state_dict(model, FULL), odd(1).state_dict())
+            states.set_model_state_dict(other, states.get_model_state_dict(made(rank, world, 0)[0]))
+            assert not differing(states.get_model_state_dict(other, FULL), odd(0).state_dict())
         states.set_model_state_dict(model, plain)
         return states.get_model_state_dict(model, FULL)
 
@@ -230,9 +212,7 @@ def test_what_cannot_be_had_is_refused() -> None:
     for options in (FULL, FIRST):
         with pytest.raises(UnsupportedError, match="a pretended world of 4"):
             states.get_state_dict(model, optimizer, options)
-    with pytest.raises(
-        ConfigError, match=r"form is 'whole'; give one of 'sharded', 'dtensor', 'full', 'full_on_rank_0'"
-    ):
+    with pytest.raises(ConfigError, match=r"form is 'whole'; give one of 'dtensor', 'full', 'full_on_rank_0'"):
         StateOptions(form="whole")
     with pytest.raises(StateError, match="this Odd is not sharded"):
         states.get_model_state_dict(odd())
@@ -243,42 +223,45 @@ def test_what_cannot_be_had_is_refused() -> None:
     train(model, optimizer, 1)
 
 
-def test_state_of_flat_parameters_is_of_the_models_parameters_in_every_form() -> None:
-    model = polyshard.shard(odd(), polyshard.ShardConfig(collectives={"name": "fake", "world_size": 3}))
-    optimizer = torch.optim.AdamW(polyshard.flat_parameters(model))
-    train(model, optimizer, 1)
-    for form in ("sharded", "dtensor"):
-        state = states.get_optimizer_state_dict(model, optimizer, StateOptions(form=form))["state"]
+def test_what_fsdp1_cut_is_no_dtensor() -> None:
+    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 1, 2)
+    model = FullyShardedDataParallel(
+        nn.Linear(5, 7), process_group=collectives, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        for call in (
+            lambda: states.get_model_state_dict(model),
+            lambda: states.get_optimizer_state_dict(model, optimizer),
+        ):
+            with pytest.raises(UnsupportedError, match=r"has a part of it \(rank 1\)\. Ask for form='full'"):
+                call()
+        optimizer.zero_grad()
+
+
+def test_state_of_flat_parameters_is_of_the_models_parameters() -> None:
+    """DTensors over the flat memory, and whole tensors: those of an optimizer of the plain model."""
+
+    def body(rank: int, world: ThreadedWorld) -> None:
+        model, _ = made(rank, world, 0)
+        optimizer = torch.optim.AdamW(polyshard.flat_parameters(model), lr=1e-2)
+        train(model, optimizer, 2)
+        state = states.get_optimizer_state_dict(model, optimizer)["state"]
+        whole = states.get_optimizer_state_dict(model, optimizer, FULL)["state"]
+        flat = [each.to_local() for its in optimizer.state.values() for each in its.values() if each.ndim]
+        memory = {each.untyped_storage().data_ptr() for each in flat}
+        assert state.keys() == whole.keys() == {name for name, each in model.named_parameters() if each.requires_grad}
         for name, values in state.items():
-            assert values["exp_avg"].shape == model.get_parameter(name).shape
-        # The first of three ranks has rows of all that is trained.
-        assert state.keys() == {name for name, each in model.named_parameters() if each.requires_grad}
+            parameter = model.get_parameter(name)
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert values[key].placements == parameter.placements
+                assert values[key].to_local().untyped_storage().data_ptr() in memory
+                assert torch.equal(values[key].full_tensor(), whole[name][key])
+            assert whole[name]["step"] == 2
+        again = torch.optim.AdamW(polyshard.flat_parameters(model), lr=1e-2)
+        states.set_optimizer_state_dict(model, again, {**states.get_optimizer_state_dict(model, again), "state": state})
+        assert not differing(whole, states.get_optimizer_state_dict(model, again, FULL)["state"])
 
-
-def test_a_stager_of_torch_copies_what_this_rank_holds() -> None:
-    model = polyshard.shard(odd(), polyshard.ShardConfig(collectives={"name": "fake", "world_size": 3}))
-    optimizer = adamw(model)
-    train(model, optimizer, 1)
-    shown = states.get_state_dict(model, optimizer)
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    staged = stager.stage(dict(zip(("model", "optimizer"), shown, strict=True)))
-    sent = pickle.loads(pickle.dumps(staged["model"]))
-    before = {name: [chunk.view.clone() for chunk in value.chunks] for name, value in chunked(shown[0])}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    for copied in (staged["model"], sent):
-        for name, value in chunked(copied):
-            # A debugger lists what a value has.
-            assert {"chunks", "shape", "to"} <= set(dir(value))
-            assert value.shape == shown[0][name].shape
-            assert [chunk.box for chunk in value.chunks] == [chunk.box for chunk in shown[0][name].chunks]
-            assert all(map(torch.equal, [chunk.view for chunk in value.chunks], before[name]))
-    assert sum(len(boxes) for boxes in before.values()) > 6
-    stager.close()
-    with pytest.raises(StateError, match=r"copy_\(\).*give checkpoint_id alone, or async_stager=DefaultStager"):
-        BlockingAsyncStager().stage({"model": shown[0]})
-
-
-def chunked(state: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in state.items() if isinstance(value, states.CheckpointTensor)]
+    on_ranks(3, body)

@@ -21,13 +21,14 @@ from processes import KeptRanks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 pytestmark = pytest.mark.slow
 RANKS = KeptRanks()
@@ -95,13 +96,21 @@ def test_from_fsdp2_at_two_ranks_by_three_of_ours_to_one_process(tmp_path: Path)
         assert not differing(sorted_groups(reference), sorted_groups(read_plainly(directory)))
 
 
-def native_writes(rank: int, folder: str) -> State:
-    model, optimizer = native(0)
-    train(model, optimizer, 2)
-    checkpoint.save(Path(folder), 1, model, optimizer)
+def from_rank_0(rank: int, settings: dict[str, Any]) -> State:
+    model, optimizer = native(1, **settings)
+    plain = plain_state() if rank == 0 else {"model": {}, "optimizer": {}}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, plain["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, plain["optimizer"], options=options)
     one, other = states.get_state_dict(model, optimizer, FULL)
     polyshard.close(model)
     return {"model": one, "optimizer": other}
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "hybrid_shard", "shard_size": 2}, {"offload": "cpu"}], ids=str)
+def test_what_rank_0_alone_has_is_sent_by_torchs_function(settings: dict[str, Any]) -> None:
+    for found in RANKS.run(4, from_rank_0, settings):
+        assert not differing(sorted_groups(plain_state()), sorted_groups(found))
 
 
 def dtensors_of_fsdp2(rank: int) -> list[State]:
@@ -122,12 +131,16 @@ def test_dtensors_of_fsdp2_are_taken_without_a_file() -> None:
 
 
 def dtensors_on_one_rank(rank: int) -> None:
-    theirs, _ = fsdp2(0)
     model, _ = native(1)
     before = states.get_model_state_dict(model, FULL)
-    whole = get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True))
-    with pytest.raises(RankMismatchError, match=r"DTensors on some ranks and not on others"):
-        states.set_model_state_dict(model, get_model_state_dict(theirs) if rank == 0 else whole)
+    given: dict[str, Any] = dict(odd(0).state_dict())
+    if rank == 0:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        given["parts.0.gate"] = distribute_tensor(given["parts.0.gate"], mesh, [Shard(2)], src_data_rank=None)
+    else:
+        init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(RankMismatchError, match=r"'model\.parts\.0\.gate' is .*\(Shard\(dim=2\),\) on rank|left out"):
+        states.set_model_state_dict(model, given)
     assert not differing(before, states.get_model_state_dict(model, FULL))
     polyshard.close(model)
 
@@ -139,8 +152,7 @@ def test_ranks_that_give_different_kinds_of_tensors_are_told() -> None:
 def as_dtensors(rank: int) -> list[State]:
     model, optimizer = native(0)
     train(model, optimizer, 2)
-    dtensors = states.StateOptions(form="dtensor")
-    one, other = states.get_state_dict(model, optimizer, dtensors)
+    one, other = states.get_state_dict(model, optimizer)
     # As torch gives them, of this rank's memory.
     theirs = told(model, optimizer)
     for name, parameter in model.named_parameters():
@@ -149,7 +161,7 @@ def as_dtensors(rank: int) -> list[State]:
         assert one[name].placements == parameter.placements
         for key, value in theirs["optimizer"]["state"].get(name, {}).items():
             assert other["state"][name][key] is value
-    inside = states.get_model_state_dict(model.parts[1], dtensors)
+    inside = states.get_model_state_dict(model.parts[1])
     assert inside["gate"].to_local().data_ptr() == model.parts[1].gate.to_local().data_ptr()
     whole = states.get_state_dict(model, optimizer, FULL)
     kept = {name: value.clone() for name, value in one.items()}
@@ -201,12 +213,6 @@ def test_torchs_functions_and_files_serve_both_at_another_number_of_ranks(one: s
         assert not differing(sorted_groups(reference), sorted_groups(found))
 
 
-def test_from_three_of_ours_to_fsdp2_at_two_ranks(tmp_path: Path) -> None:
-    reference = RANKS.run(3, native_writes, str(tmp_path))[0]
-    for found in RANKS.run(2, stock_reads, str(tmp_path / "step-00000001"), "fsdp2"):
-        assert not differing(sorted_groups(reference), sorted_groups(found))
-
-
 def saved_by_torch_while_training(rank: int, folder: str) -> State:
     model, optimizer = native(0)
     train(model, optimizer, 2)
@@ -231,40 +237,3 @@ def train_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_torchs_own_async_save_holds_the_state_at_the_call(tmp_path: Path) -> None:
     reference = RANKS.run(3, saved_by_torch_while_training, str(tmp_path))[0]
     assert not differing(sorted_groups(reference), sorted_groups(read_plainly(tmp_path)))
-
-
-def loaded_by_torch(rank: int, folder: str) -> list[State]:
-    model, optimizer = native(1)
-    before = states.get_model_state_dict(model, FULL)
-    states.init_optimizer_state(model, optimizer)
-    assert not differing(before, states.get_model_state_dict(model, FULL))
-    one, other = states.get_state_dict(model, optimizer)
-    state = {"model": one, "optimizer": other}
-    dcp.load(state, checkpoint_id=folder)
-    states.set_state_dict(model, optimizer, model_state_dict=one, optim_state_dict=other)
-    one, other = states.get_state_dict(model, optimizer, FULL)
-    polyshard.close(model)
-    return [{"model": one, "optimizer": other}]
-
-
-def test_torch_loads_into_an_optimizer_that_never_stepped(tmp_path: Path) -> None:
-    reference = RANKS.run(2, fsdp2_writes, str(tmp_path), False)[0]
-    for (found,) in RANKS.run(3, loaded_by_torch, str(tmp_path)):
-        assert not differing(sorted_groups(reference), sorted_groups(found))
-
-
-def saved_while_training(rank: int, folder: str) -> State:
-    model, optimizer = native(0)
-    train(model, optimizer, 2)
-    one, other = states.get_state_dict(model, optimizer, FULL)
-    pending = checkpoint.async_save(Path(folder), 2, model, optimizer)
-    # Collectives of the same group as the model's, while the threads write.
-    train(model, optimizer, 3, first=2)
-    assert pending.result(60) == Path(folder, "step-00000002")
-    polyshard.close(model)
-    return {"model": one, "optimizer": other}
-
-
-def test_our_async_save_holds_the_state_at_the_call(tmp_path: Path) -> None:
-    reference = RANKS.run(3, saved_while_training, str(tmp_path))[0]
-    assert not differing(sorted_groups(reference), sorted_groups(read_plainly(tmp_path / "step-00000002")))

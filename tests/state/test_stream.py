@@ -20,7 +20,6 @@ from parity import (
     sharded_copy,
     square_step,
     threaded,
-    train,
     train_reference,
     units_of,
     whole,
@@ -108,20 +107,6 @@ def test_whole_weights_are_those_of_the_unsharded_model(world_size: int, setting
         assert_equal(kept, expected(plain))
         assert_equal(narrow, expected(plain, torch.bfloat16))
         assert_equal(single, expected(plain, torch.float32))
-
-
-def test_weights_of_the_present_step_are_handed_out() -> None:
-    trained = train_reference(seeded(Net), square_step, 2, turns=2).parameters
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        optimizer = sgd(model)
-        collected(model)
-        train(model, optimizer, square_step, rank, 2)
-        return collected(model)
-
-    for got in on_ranks(2, on_rank):
-        torch.testing.assert_close(got, trained, rtol=1e-12, atol=1e-12)
 
 
 class Spy(FakeCollectives):
@@ -351,28 +336,6 @@ def test_a_backward_is_refused_while_a_stream_is_open_and_runs_behind_it() -> No
         with pytest.raises(StateError, match="A backward came while"):
             square.backward(retain_graph=True)
         stream.close()  # type: ignore[attr-defined]
-        square_step(model, 0, rank)
-        optimizer.step()
-        return whole(model)
-
-    for got in on_ranks(2, on_rank):
-        torch.testing.assert_close(got, trained, rtol=1e-12, atol=1e-12)
-
-
-def test_an_iterator_that_raises_inside_the_loop_leaves_the_model_usable() -> None:
-    trained = train_reference(seeded(Net), square_step, 2, turns=1).parameters
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        optimizer = sgd(model)
-
-        def hand_over() -> None:
-            for names, _ in polyshard.stream(model):
-                if "blocks.0.up.weight" in names:
-                    raise KeyError(names[0])
-
-        with pytest.raises(KeyError):
-            hand_over()
         square_step(model, 0, rank)
         optimizer.step()
         return whole(model)

@@ -17,7 +17,6 @@ of both and its own. Loads go by the manifest alone: nothing that is loaded is e
 looked up outside of its directory and the table of dtypes. Digests show damage, not who wrote a checkpoint.
 """
 
-from ..state.contents import model_state, optimizer_state
 from .folder import latest
 from .foreign import DcpKeys, load_dcp
 from .loading import load
@@ -36,8 +35,6 @@ __all__ = [
     "latest",
     "load",
     "load_dcp",
-    "model_state",
-    "optimizer_state",
     "read",
     "save",
     "verify",

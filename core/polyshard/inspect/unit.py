@@ -44,8 +44,6 @@ class ShardedParameter:
     """The part of a larger tensor that all of the above is about; None for a parameter that was no ``DTensor``."""
     first: bool = True
     """Whether this rank is of the first group of ranks that holds the parameter, where others hold copies of it."""
-    cut_alike: bool = True
-    """Whether all of these groups cut it at the same places."""
     inner: InnerTensor | None = None
     """Which tensor of a parameter that gathers itself it is, by ``ShardedUnit.stored``; None for a parameter."""
 
@@ -100,8 +98,6 @@ class ShardedUnit:
         unit = self._unit
         pieces = {piece.slot: piece for piece in unit.pieces}
         ranks, sharded = unit.ranks, unit.ranks.owner is not None
-        # Parts of different sizes move what lies behind them in the flat buffer.
-        alike = ranks.alike or all(each.part is None or each.part.is_even for each in unit.parameters)
         return tuple(
             ShardedParameter(
                 unit.local(index),
@@ -112,7 +108,6 @@ class ShardedUnit:
                 sharded,
                 each.part,
                 ranks.alike or ranks.is_first(each.part),
-                alike,
             )
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )

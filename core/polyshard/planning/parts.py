@@ -18,7 +18,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ParameterError
-from .layout import product
+from .layout import contiguous_stride, product
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -224,18 +224,22 @@ def local_of(placed: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def placed_as(like: torch.Tensor, local: torch.Tensor) -> DTensor:
+def placed_as(like: torch.Tensor, local: torch.Tensor, shape: Sequence[int] | None = None) -> DTensor:
     """A ``DTensor`` over ``local``, of the shape and with the placements of ``like``, which is one.
 
-    Of its own shape, where that is not of this rank's part of ``like``, and ranks have all of it.
+    Of its own shape, where that is not of this rank's part of ``like``, and ranks have all of it; of ``shape``, where
+    that is given.
     """
     from torch.distributed.tensor import DTensor
 
     placed = cast("DTensor", like)
-    shape, stride = placed.shape, placed.stride()
-    if local.shape != local_of(placed).shape:
+    stride = placed.stride()
+    if shape is not None:
+        stride = contiguous_stride(tuple(shape))
+    elif local.shape != local_of(placed).shape:
         shape, stride = local.shape, local.stride()
-    return DTensor.from_local(local, placed.device_mesh, placed.placements, run_check=False, shape=shape, stride=stride)
+    size = placed.shape if shape is None else torch.Size(shape)
+    return DTensor.from_local(local, placed.device_mesh, placed.placements, run_check=False, shape=size, stride=stride)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -58,8 +58,7 @@ def of_blocks(parameter: ShardedParameter, local: torch.Tensor, elements: int) -
     box = Box((found[0] // elements,), (-(-(found[1] - found[0]) // elements),))
     chunk = Chunk(box, local.detach().view(box.sizes))
     size = (-(-numel // elements),)
-    offers = parameter.first or parameter.cut_alike
-    return CheckpointTensor(size, local.dtype, local.device, [chunk], parameter.part is not None, offers)
+    return CheckpointTensor(size, local.dtype, local.device, [chunk], parameter.part is not None)
 
 
 def label_of(parameter: ShardedParameter) -> str:

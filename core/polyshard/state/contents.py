@@ -16,6 +16,7 @@ from ..inspect import (
     Insides,
     Role,
     ShardedModel,
+    ShardedParameter,
     StateTensor,
     blocks_of,
     is_dtensor,
@@ -25,7 +26,7 @@ from ..inspect import (
     taken_apart,
 )
 from .blocks import entry_of
-from .sharded import Holding, holdings, of_parameter
+from .sharded import Holding, holdings, of_parameter, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 #: The class of an optimizer, or of each of several.
@@ -120,10 +121,6 @@ class Joint:
             self._in_blocks[alike] = _state_after_a_step(optimizer, group, _zeros((numel,), parameter))
         return self._in_blocks[alike]
 
-    def shares_work(self, parameter: nn.Parameter) -> bool:
-        """Whether of ranks with copies of ``parameter`` one alone may have its state."""
-        return hasattr(self._optimizer_of[parameter], "drop_outdated_state")
-
     def replace_state(self, parameter: nn.Parameter, state: dict[str, Any] | None, numbers: Collection[str]) -> None:
         """Let its optimizer have ``state`` for ``parameter``; None or nothing in it for none.
 
@@ -180,9 +177,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
         UnsupportedError: its modules have flat parameters.
     """
     sharded = savable_model(model, "model_state()")
-    sharded.refuse_moved()
     sharded.refuse_flat_parameters("Saving and loading of single parameters")
-    stored = {each.name: of_parameter(each, each.tensor) for unit in sharded.units for each in unit.stored}
+    stored = {each.name: of_parameter(each, each.tensor) for each in parameters_of(sharded, stored=True)}
     return stored | outside_units(sharded)
 
 
@@ -237,11 +233,11 @@ def _owner_of(entry: str, names: Collection[str]) -> str | None:
 def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """The optimizer's state by parameter name: ``{"state": {name: {key: value}}, "param_groups": [...]}``.
 
-    The form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, so that an unsharded model loads
-    it too. Tensors of the parameter's local shape are ``CheckpointTensor`` of the whole parameter's; scalars are as
-    they are. In ``param_groups``, ``params`` are names. A parameter of ``polyshard.flat_parameters`` appears as the
-    parameters that it stands for: its tensors are cut into theirs, its scalars are each one's. Several optimizers
-    appear as one, with their groups in order.
+    The form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, of this rank's parts: tensors of
+    the parameter's local shape are ``CheckpointTensor`` of the whole parameter's; scalars are as they are. In
+    ``param_groups``, ``params`` are names. A parameter of ``polyshard.flat_parameters`` appears as the parameters that
+    it stands for: its tensors are cut into theirs, its scalars are each one's. Several optimizers appear as one, with
+    their groups in order.
 
     Raises:
         StateError: as ``model_state``.
@@ -250,6 +246,85 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """
     sharded = savable_model(model, "optimizer_state()")
     joint = Joint(optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    held = _settled(sharded, joint)
+    for parameter, holding in held.items():
+        for name, shown in _entries(holding, joint.state_of(parameter), joint.blocks_of(parameter), sharded.rank):
+            state.setdefault(name, {}).update(shown)
+    return {"state": state, "param_groups": _named_groups(joint, held)}
+
+
+def shown_model_state(sharded: ShardedModel) -> dict[str, Any]:
+    """As ``model_state``, of ``DTensor``s over the same memory.
+
+    Raises UnsupportedError: a parameter is cut as no ``DTensor`` is.
+    """
+    sharded.refuse_flat_parameters("Saving and loading of single parameters")
+    shown = {each.name: _shown(each, each.tensor, sharded.rank) for each in parameters_of(sharded, stored=True)}
+    return shown | outside_units(sharded)
+
+
+def shown_optimizer_state(sharded: ShardedModel, joint: Joint) -> dict[str, Any]:
+    """As ``optimizer_state``, as torch's function has it: tensors of elements are ``DTensor``s over the same memory.
+
+    Of state in blocks they are of the optimizer's class.
+
+    Raises ConfigError: as ``optimizer_state``; UnsupportedError: as ``shown_model_state``.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    held = _settled(sharded, joint)
+    for parameter, holding in held.items():
+        own = joint.state_of(parameter)
+        require_state(holding, own, sharded.rank)
+        if holding.unit is None:
+            own = joint.given_state_of(parameter)
+            if any(each.sharded and not is_dtensor(each.shown) for each in holding.sharded):
+                raise _no_dtensor(holding.label, sharded.rank)
+            if own:
+                state[holding.names[0]] = dict(own)
+            continue
+        for each in holding.sharded if own else ():
+            state[each.name] = {
+                key: _shown(each, _rows_of(each, value), sharded.rank)
+                if isinstance(value, torch.Tensor) and value.shape == holding.parameter.shape and value.ndim
+                else value
+                for key, value in own.items()
+            }
+    return {"state": state, "param_groups": _named_groups(joint, held)}
+
+
+def _rows_of(parameter: ShardedParameter, shard: torch.Tensor) -> torch.Tensor:
+    """What is in ``shard``, of this rank's shard's shape, where ``parameter`` lies: of its local shape; a view."""
+    start = 0 if parameter.piece is None else parameter.piece.shard_offset
+    local = parameter.tensor
+    return shard.as_strided(local.shape, local.stride(), shard.storage_offset() + start)
+
+
+def _shown(parameter: ShardedParameter, local: torch.Tensor, rank: int) -> torch.Tensor:
+    """A ``DTensor`` over ``local``, of the local shape of ``parameter``; a plain tensor where every rank has all."""
+    local, like, inner = local.detach(), parameter.shown, parameter.inner
+    if not is_dtensor(like) or (inner is not None and not parameter.sharded):
+        if parameter.sharded:
+            raise _no_dtensor(f"'{parameter.name}'", rank)
+        return local
+    placed: Any = placed_as(like, local, None if inner is None else inner.shape)
+    if inner and [each.sizes for each in placed.__create_chunk_list__()] != [local.shape]:
+        raise UnsupportedError(
+            f"'{parameter.name}' of shape {inner.shape} is cut in proportion to the parameter that it is inside of: no "
+            f"DTensor has its rows (rank {rank}). Ask for form='full', or save by polyshard.checkpoint."
+        )
+    return placed  # type: ignore[no-any-return]
+
+
+def _no_dtensor(what: str, rank: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} has its elements in a row, which ranks cut anywhere, as FSDP1 does: no DTensor has a part of it (rank "
+        f"{rank}). Ask for form='full', or save by polyshard.checkpoint or FullyShardedDataParallel's own state dicts."
+    )
+
+
+def _settled(sharded: ShardedModel, joint: Joint) -> dict[nn.Parameter, Holding]:
+    """What ``joint`` holds, once its state is as it is to be saved. Raises ConfigError, UnsupportedError."""
     held = holdings(sharded, joint.groups)
     for each in joint.members:
         if getattr(each, "keeps_at_owners", False):
@@ -260,11 +335,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
             )
         # Of several replicas one keeps the state of a piece, where they share the work.
         getattr(each, "drop_outdated_state", bool)()
-    state: dict[str, dict[str, Any]] = {}
-    for parameter, holding in held.items():
-        blocks = joint.blocks_of(parameter)
-        for name, shown in _entries(holding, joint.state_of(parameter), blocks, sharded.rank):
-            state.setdefault(name, {}).update(shown)
+    return held
+
+
+def _named_groups(joint: Joint, held: Mapping[nn.Parameter, Holding]) -> list[dict[str, Any]]:
     groups = []
     for group in joint.groups:
         names = [name for parameter in group["params"] for name in held[parameter].names]
@@ -272,7 +346,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
         if "param_names" in group:
             entry["param_names"] = list(names)
         groups.append(entry)
-    return {"state": state, "param_groups": groups}
+    return groups
 
 
 def in_order(module: nn.Module, names: Mapping[str, Sequence[str]], state: dict[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from ..inspect import (
 )
 from .blocks import SavedBlocks, is_in_blocks
 from .contents import Joint, Kind, compared_entries, frozen_names, kind_of, model_state, names_of
-from .flat import FlatState
-from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
+from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings
 from .source import (
     SavedState,
     Source,
@@ -36,8 +35,6 @@ from .source import (
     listed,
     opening,
     problem_with,
-    require_dtype,
-    require_like,
     resembles,
     same_values,
 )
@@ -45,8 +42,8 @@ from .source import (
 #: How a step is carried out, not what it computes: left as the optimizer was made.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_COMPARED = _IMPLEMENTATION | {"params", "param_names"}
-#: Begins the key of a tensor that is filled by pieces. No key of a source begins so.
-_IN_BLOCKS = "\0in blocks "
+#: For a flat parameter that differs from the parameters that it stands for.
+_REMEDY = "Give the optimizer model.parameters() instead."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,7 @@ class Restore:
 
     def commit(self) -> None:
         if self._optimizer is not None:
-            self._optimizer.commit(self.targets)
+            self._optimizer.commit()
 
 
 def _match_model(
@@ -166,12 +163,12 @@ class _OptimizerRestore:
         self._compare_groups(held)
         _require_same_kinds(kind, self._settings, optimizer, source, sharded.rank)
         self.targets: dict[str, Any] = {}
-        self._entries: list[tuple[nn.Parameter, str, str]] = []
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._flat: dict[nn.Parameter, FlatState] = {}
-        #: Whose state is the source's afterwards. Of a parameter without elements here an optimizer may keep what
-        #: it began with.
-        self._taken: list[nn.Parameter] = []
+        #: What the optimizer will have, of all whose state is the source's afterwards. Of a parameter without elements
+        #: here it may keep what it began with.
+        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        #: What is no tensor, or one for all parameters of a flat one: group, what is there now, where it goes, its name
+        #: and keys.
+        self._once: list[tuple[Holding, Mapping[str, Any], Any, dict[str, Any], str, Mapping[str, str]]] = []
         saved: dict[str, dict[str, str]] = {}
         for key, path in source.paths(OPTIMIZER, "state").items():
             saved.setdefault(path[2], {})[path[3]] = key
@@ -183,53 +180,36 @@ class _OptimizerRestore:
         wrong: list[str] = []
         for group in optimizer.groups:
             for parameter in group["params"]:
-                holding, present = held[parameter], optimizer.state_of(parameter)
-                for each in holding.names:
-                    if is_in_blocks(saved.get(each, {})):
+                holding = held[parameter]
+                own: dict[str, Mapping[str, str]] = {each: saved.get(each, {}) for each in holding.names}
+                for each, keys in own.items():
+                    if is_in_blocks(keys):
                         self._require_blocks(parameter, holding, each)
-                if holding.unit is not None:
-                    beside = _on_parameters_device(group)
-                    flat = FlatState(source, holding, saved, present, self._numbers, sharded.rank, beside=beside)
-                    self._flat[parameter] = flat
-                    self._taken.append(parameter)
-                    self.targets.update(flat.targets)
-                    continue
                 # Of a DTensor, torch's functions ask every rank for the state.
-                if not holding.here and not is_dtensor(parameter):
+                if not holding.here and holding.unit is None and not is_dtensor(parameter):
                     continue
-                self._taken.append(parameter)
-                own: Mapping[str, str] = saved.get(holding.names[0], {})
-                if is_in_blocks(own):
+                self._state[parameter] = {}
+                if is_in_blocks(own[holding.names[0]]):
                     try:
-                        own = self._blocks(parameter, holding, own, group)
+                        own[holding.names[0]] = self._blocks(parameter, holding, own[holding.names[0]], group)
                     except ConfigError as error:
                         wrong.append(str(error))
                         continue
-                # What is in blocks now takes nothing of single elements.
-                present = {
-                    name: value for name, value in taken_apart(present).items() if not isinstance(value, StateTensor)
-                }
-                for name, key in own.items():
+                for name in dict.fromkeys(name for keys in own.values() for name in keys):
                     try:
-                        self.targets[key] = self._target(key, name, holding, present, group)
+                        found = {each: keys[name] for each, keys in own.items() if name in keys}
+                        self._match(parameter, holding, name, found, group)
                     except ConfigError as error:
                         wrong.append(str(error))
-                    self._entries.append((parameter, name, key))
         if wrong:
             raise ConfigError(in_lines(wrong))
-        self._read_scalars(held)
+        self._read_scalars()
 
-    def commit(self, read: Mapping[str, Any]) -> None:
-        """Give the optimizer what was ``read`` into ``targets``, and into other things beside."""
-        self.targets.update({key: read[key] for key in self.targets})
-        state = {parameter: flat.finish() for parameter, flat in self._flat.items()}
-        for parameter, name, key in self._entries:
-            value = self._tensors[key] if key in self._tensors else self.targets[key]
-            state.setdefault(parameter, {})[name] = value
-        for parameter in self._taken:
-            found = state.get(parameter)
+    def commit(self) -> None:
+        """Give the optimizer what was read into ``targets``, and what was read before."""
+        for parameter, found in self._state.items():
             like = self._like.get(parameter)
-            if found is not None and like is not None:
+            if found and like is not None:
                 shape = (local_of(parameter) if is_dtensor(parameter) else parameter).shape
                 found = put_together(found, like, shape)
             self._optimizer.replace_state(parameter, found, self._numbers)
@@ -261,10 +241,7 @@ class _OptimizerRestore:
         assert blocks is not None
         found = SavedBlocks(self._source, holding, keys, blocks, present, self._rank)
         self.targets.update(found.targets)
-        for name, tensor in found.tensors.items():
-            key = f"{_IN_BLOCKS}{len(self._tensors)}"
-            self._tensors[key] = tensor
-            self._entries.append((parameter, name, key))
+        self._state[parameter].update(found.tensors)
         if any(map(is_inside, found.tensors)):
             self._like[parameter] = self._like_of(parameter, holding, found, group)
         return found.left
@@ -358,54 +335,131 @@ class _OptimizerRestore:
                     f"{listed(different)} {where}. Make the optimizer as it was when the checkpoint was saved."
                 )
 
-    def _read_scalars(self, held: Mapping[nn.Parameter, Holding]) -> None:
+    def _read_scalars(self) -> None:
         """Read what is no tensor, and what flat parameters have once and the source many times; see that it can be."""
-        scalars: dict[str, Any] = {key: None for key, target in self.targets.items() if target is None}
-        for flat in self._flat.values():
-            scalars.update(flat.scalars())
+        scalars: dict[str, Any] = {key: self._source.blank(key) for *_, keys in self._once for key in keys.values()}
         if scalars:
             self._source.read(scalars)
-        for flat in self._flat.values():
-            flat.take_scalars(scalars)
-        for parameter, name, key in self._entries:
-            if key in scalars:
-                present, what = self._optimizer.state_of(parameter), held[parameter].label
-                require_like(scalars[key], name, present, what, self._source, f"(rank {self._rank})")
+        for holding, group, present, state, name, keys in self._once:
+            (first, key), *others = keys.items()
+            value = scalars[key]
+            for other, other_key in others:
+                if not same_values(value, scalars[other_key]):
+                    raise ConfigError(
+                        f"optimizer state '{name}' is {_shown(value)} for '{first}' but {_shown(scalars[other_key])} "
+                        f"for '{other}' in {self._source.label}, and {holding.label} has one for both (rank "
+                        f"{self._rank}). {_REMEDY}"
+                    )
+            self._require_like(value, name, present, holding)
+            if isinstance(value, torch.Tensor):
+                if fits(present, value.shape, value.dtype):
+                    # In place, as other tensors: a captured step reads it at this address.
+                    self.targets[key] = value = present.detach()
+                elif value.ndim or _on_parameters_device(group):
+                    value = value.to(holding.parameter.device)
+            state[name] = value
 
-    def _target(
-        self, key: str, name: str, holding: Holding, present: Mapping[str, Any], group: Mapping[str, Any]
-    ) -> torch.Tensor | None:
-        entry = self._source.entry(key)
-        if entry is None:
-            return None
-        parameter, shape, dtype = holding.parameter, entry.shape, entry.dtype
-        local = present.get(name)
-        what, where = f"optimizer state '{name}' of {holding.label}", f"(rank {self._rank})"
-        require_dtype(local, dtype, what, self._source, where)
-        whole_shape = holding.sharded[0].shape if holding.sharded else None
-        if shape == whole_shape and (shape or name not in self._numbers):
-            if not fits(local, parameter.shape, dtype):
-                local = _zeros_like(parameter, dtype)
-            target: torch.Tensor = of_parameter(holding.sharded[0], local)
-        elif holding.partial and math.prod(shape) != 1:
+    def _require_like(self, value: Any, name: str, present: Any, holding: Holding) -> None:
+        """Raise ConfigError where ``value``, which is no tensor of elements, can be no state ``name``."""
+        # Where there is none now, it is compared with what torch's optimizers have of this name.
+        like = 0.0 if present is None and name in NOT_BY_ELEMENT else present
+        if value is not None and not resembles(value, like):
             raise ConfigError(
-                f"{what} has shape {shape} in {self._source.label}, neither a scalar nor the "
-                f"parameter's shape {whole_shape}, so there is no part of it for this rank {where}. "
-                "Load it with the strategy that saved it, or without its optimizer."
+                f"optimizer state '{name}' of {holding.label} is {value!r} in {self._source.label}, which no optimizer "
+                f"has (rank {self._rank}). Load an older checkpoint, or load without its optimizer."
             )
-        else:
-            if not fits(local, shape, dtype):
-                device = parameter.device if shape or _on_parameters_device(group) else torch.device("cpu")
-                local = torch.zeros(shape, dtype=dtype, device=device)
-            target = local
-        wrong = problem_with(self._source, key, what, target, where)
+
+    def _match(
+        self, parameter: nn.Parameter, holding: Holding, name: str, keys: Mapping[str, str], group: Mapping[str, Any]
+    ) -> None:
+        """Match a state, with its ``keys`` by parameter's name, and find where it goes; existing tensors in place."""
+        source, where, local = self._source, f"(rank {self._rank})", holding.parameter
+        what = f"optimizer state '{name}' of {holding.label}"
+        present = self._optimizer.state_of(parameter).get(name)
+        # What is in blocks now takes nothing of single elements.
+        present = present if name in taken_apart({name: present}) else None
+        entries = {each: source.entry(key) for each, key in keys.items()}
+        if holding.unit is not None:
+            self._require_all(holding, name, keys)
+        shapes = {each.name: each.shape for each in holding.sharded}
+        by_element = shapes and name not in self._numbers
+        if by_element and all(entry is not None and entry.shape == shapes[each] for each, entry in entries.items()):
+            dtype, *others = {entry.dtype for entry in entries.values() if entry is not None}
+            if others:
+                raise ConfigError(
+                    f"optimizer state '{name}' of {listed(list(keys))} has several dtypes in {source.label}, but "
+                    f"{holding.label} has one {where}. {_REMEDY}"
+                )
+            tensor = self._tensor(present, tuple(local.shape), dtype, what, like=local)
+            if holding.unit is not None:
+                _clear_padding(holding, tensor)
+            self._state[parameter][name] = tensor
+            for each, target in holding.parts(tensor).items():
+                if each in keys:
+                    self._aim(keys[each], f"optimizer state '{name}' of '{each}'", target)
+            return
+        for each, entry in entries.items():
+            if entry is not None and holding.partial and math.prod(entry.shape) != 1:
+                raise ConfigError(
+                    f"optimizer state '{name}' of '{each}' has shape {entry.shape} in {source.label}, neither a scalar "
+                    f"nor the parameter's shape {shapes.get(each)}, so there is no part of it for {holding.label} "
+                    f"{where}. Load it with the strategy that saved it, or without its optimizer."
+                )
+        entry = entries[next(iter(keys))]
+        if entry is None or holding.unit is not None:
+            self._once.append((holding, group, present, self._state[parameter], name, keys))
+            return
+        tensor = self._tensor(present, entry.shape, entry.dtype, what)
+        if tensor is not present and (entry.shape or _on_parameters_device(group)):
+            tensor = tensor.to(local.device)
+        self._state[parameter][name] = tensor
+        self._aim(keys[holding.names[0]], what, tensor)
+
+    def _tensor(
+        self, present: Any, shape: tuple[int, ...], dtype: torch.dtype, what: str, like: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What is to be filled: what is ``present``, if it fits, or zeros. Raises ConfigError: it has another dtype."""
+        if isinstance(present, torch.Tensor) and present.dtype != dtype:
+            raise ConfigError(
+                f"{what} is {dtype} in {self._source.label} but {present.dtype} in the optimizer (rank {self._rank}). "
+                "Load it into an optimizer of the dtypes that it was saved from."
+            )
+        if fits(present, shape, dtype):
+            return present.detach()
+        return torch.zeros(shape, dtype=dtype) if like is None else _zeros_like(like, dtype)
+
+    def _aim(self, key: str, what: str, target: torch.Tensor) -> None:
+        wrong = problem_with(self._source, key, what, target, f"(rank {self._rank})")
         if wrong is not None:
             raise ConfigError(wrong)
-        self._tensors[key] = local.detach()
-        return target
+        self.targets[key] = target
+
+    def _require_all(self, holding: Holding, name: str, keys: Mapping[str, str]) -> None:
+        # Empty parameters may have none: no rank has a part of them. One rank of a pretended world saved its own parts.
+        complete = self._source.complete
+        needed = [each.name for each in holding.sharded if (each.slot.numel if complete else each.piece is not None)]
+        missing = [each for each in needed if each not in keys]
+        if missing:
+            raise ConfigError(
+                f"{opening(self._source)} has optimizer state '{name}' of {listed(list(keys))} but not of "
+                f"{listed(missing)}, and {holding.label} has it for all (rank {self._rank}). {_REMEDY}"
+            )
 
 
-def _zeros_like(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+def _clear_padding(holding: Holding, flat: torch.Tensor) -> None:
+    cursor = 0
+    for piece in (each.piece for each in holding.sharded):
+        if piece is not None:
+            flat[cursor : piece.shard_offset].zero_()
+            cursor = piece.shard_offset + piece.numel
+    flat[cursor:].zero_()
+
+
+def _shown(value: Any) -> str:
+    return str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Plain zeros in the order of memory of ``parameter``."""
     like: Any = torch.zeros_like(parameter, dtype=dtype)
     if is_dtensor(like) or type(like) is torch.Tensor:

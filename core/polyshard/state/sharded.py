@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ..errors import ConfigError, StateError
 from ..inspect import Piece, ShardedModel, ShardedParameter, Slot
 from ..io.boxes import Box, Chunk, inverse, range_boxes, storage_order
-
-#: A FileSystemWriter that is given brings a stager of its own, which makes whole tensors to copy into.
-_STAGER = (
-    " In torch's async_save, give checkpoint_id alone, or async_stager=DefaultStager(...) with a storage_writer that "
-    "copies by itself."
-)
-
 
 #: Keys of a model's values, and an optimizer's, in all that is saved and loaded.
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -44,17 +36,15 @@ class KeptPiece:
 class CheckpointTensor(torch.Tensor):
     """Stands for a whole tensor. This rank holds some of its chunks, possibly none.
 
-    It has the whole tensor's shape, dtype and device and the memory of one element; computing with it raises. The
-    planners of ``torch.distributed.checkpoint`` look for a tensor with the three dunder methods below, by which
-    ``DTensor`` too shows its chunks: a plain object with these methods would be written but not found again.
+    For checkpoints: a ``DTensor`` can neither have a range of elements, as FSDP1 cuts parameters, nor a few blocks, nor
+    less than all ranks of its mesh have. Users get none: it has the whole tensor's shape, dtype and device, and the
+    memory of one element. The planners of ``torch.distributed.checkpoint``, by which directories of others are read,
+    look for a tensor with the two dunder methods below.
     """
 
-    #: None for a stand-in that ``torch.distributed.checkpoint.async_save`` makes, and gives those of its copy.
     chunks: tuple[Chunk, ...] = ()
     #: Whether other ranks hold other parts of the parameter by tensor or expert parallelism.
     is_part: bool = False
-    #: Whether ``torch.distributed.checkpoint`` is to write from here: not where other ranks cut their copy otherwise.
-    offers: bool = True
     #: Set where a checkpoint may have to write the numbers of each piece by themselves.
     kept: KeptPiece | None = None
 
@@ -66,56 +56,16 @@ class CheckpointTensor(torch.Tensor):
         device: torch.device,
         chunks: Iterable[Chunk],
         is_part: bool = False,
-        offers: bool = True,
     ) -> CheckpointTensor:
         with torch.inference_mode(False), torch.no_grad():
             stand_in = torch.empty((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
-        stand_in.chunks, stand_in.is_part, stand_in.offers = tuple(chunks), is_part, offers
+        stand_in.chunks, stand_in.is_part = tuple(chunks), is_part
         return stand_in
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """What the tensor is like may be asked; its values are not there."""
-        if func not in _DESCRIPTIONS:
-            hint = _STAGER if func is torch.Tensor.copy_ else ""
-            raise StateError(
-                f"A tensor of a sharded state dict cannot be used in {getattr(func, '__name__', func)}(): this rank "
-                "holds a part of it. Pass the state dict to torch.distributed.checkpoint.save or load, or read whole "
-                f"parameters inside polyshard.unsharded(model).{hint}"
-            )
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Through chunks, which travel to a process of ``async_save`` in shared memory."""
-        described = (tuple(self.shape), self.dtype, self.device)
-        return CheckpointTensor, (*described, self.chunks, self.is_part, self.offers)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        boxes = ", ".join(f"{list(chunk.box.offsets)}+{list(chunk.box.sizes)}" for chunk in self.chunks)
-        return f"CheckpointTensor(shape={tuple(self.shape)}, dtype={self.dtype}, chunks=[{boxes}])"
-
-    def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
-        """What this rank can write. Ranks that hold the same chunk offer it alike, and one of them writes it."""
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_metadata_of(chunk.box), properties=TensorProperties(dtype=self.dtype), size=self.shape
-                ),
-            )
-            for chunk in (self.chunks if self.offers else ())
-        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """What this rank wants to read."""
-        return [_metadata_of(chunk.box) for chunk in self.chunks]
+        boxes = [chunk.box for chunk in self.chunks]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of the chunk at ``index.offset``."""
@@ -123,35 +73,6 @@ class CheckpointTensor(torch.Tensor):
             if chunk.box.offsets == tuple(index.offset or ()):
                 return chunk.view
         raise StateError(f"This rank holds no chunk of '{index.fqn}' at {index.offset}.")
-
-
-_DESCRIPTIONS: frozenset[Any] = frozenset(
-    {
-        # Asked by debuggers, and by whoever explores a state dict.
-        torch.Tensor.__dir__,
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.numel,
-        torch.Tensor.element_size,
-        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.device.__get__,
-        torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        # What the stager of torch's async_save copies a tensor by, before it copies the tensor's attributes.
-        torch.Tensor.data_ptr,
-        torch.Tensor.new_empty,
-        torch.Tensor.set_,
-        torch.Tensor.storage_offset,
-        torch.Tensor.stride,
-        torch.Tensor.untyped_storage,
-    }
-)
-
-
-def _metadata_of(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
 def of_piece(parameter: ShardedParameter, piece: Piece | None, flat: torch.Tensor) -> CheckpointTensor:
@@ -201,8 +122,7 @@ def _within_whole(parameter: ShardedParameter, chunks: list[Chunk], local: torch
         return whole(local.new_empty(shape))
     if part is not None:
         chunks = [Chunk(chunk.box.moved(part.offset), chunk.view) for chunk in chunks]
-    offers = parameter.first or parameter.cut_alike
-    return CheckpointTensor(shape, local.dtype, local.device, chunks, part is not None, offers)
+    return CheckpointTensor(shape, local.dtype, local.device, chunks, part is not None)
 
 
 def of_shard(parameter: ShardedParameter, shard: torch.Tensor) -> CheckpointTensor:
@@ -257,14 +177,14 @@ class Holding:
         return {each.name: cut(each, local) for each in self.sharded if each.name in here}
 
 
-def parameters_of(model: ShardedModel) -> Iterator[ShardedParameter]:
-    """Every parameter of a unit.
+def parameters_of(model: ShardedModel, *, stored: bool = False) -> Iterator[ShardedParameter]:
+    """Every parameter of a unit, or what has its values (``ShardedUnit.stored``).
 
     Raises ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
     model.refuse_moved()
     for unit in model.units:
-        yield from unit.parameters
+        yield from unit.stored if stored else unit.parameters
 
 
 def holdings(model: ShardedModel, groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, Holding]:

@@ -8,16 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ..errors import ConfigError, ConfigTypeError, RankMismatchError
-from ..inspect import NOT_BY_ELEMENT, StateTensor, local_of, taken_apart
-from ..interfaces import Collectives
+from ..errors import ConfigError, ConfigTypeError
+from ..inspect import ShardedParameter, StateTensor, is_dtensor, local_of, taken_apart
 from ..io.boxes import Box, Chunk, box_within
-from .exchange import coordinates, from_first, speaks
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, whole
 
 _MOST_NAMES = 8
@@ -99,15 +97,6 @@ def fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[to
     return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
 
 
-def require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
-    """Raise ConfigError where the optimizer has a state, ``present``, in another dtype than ``source``."""
-    if isinstance(present, torch.Tensor) and present.dtype != dtype:
-        raise ConfigError(
-            f"{what} is {dtype} in {source.label} but {present.dtype} in the optimizer {where}. Load it "
-            "into an optimizer of the dtypes that it was saved from."
-        )
-
-
 def same_values(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
@@ -135,19 +124,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and value == value
 
 
-def require_like(value: Any, name: str, present: Mapping[str, Any], what: str, source: Source, where: str) -> None:
-    """Raise ConfigError where ``value``, which is no tensor of elements, can be no state ``name`` of ``what``.
-
-    ``present``: the optimizer's state now; where it has none, what torch's optimizers have of this name.
-    """
-    like = present.get(name, 0.0 if name in NOT_BY_ELEMENT else None)
-    if value is not None and not resembles(value, like):
-        raise ConfigError(
-            f"optimizer state '{name}' of {what} is {value!r} in {source.label}, which no optimizer has {where}. Load "
-            "an older checkpoint, or load without its optimizer."
-        )
-
-
 def _held(box: Box, boxes: Iterable[Box]) -> int:
     """How many elements of ``box`` are in ``boxes``, which have each element once."""
     return sum(common.numel for common in map(box.overlap, boxes) if common is not None)
@@ -170,150 +146,62 @@ def listed(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
 
 
-@dataclass(frozen=True, slots=True)
-class _ValueSpec:
-    path: _Path
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-    """None: it is no tensor."""
-    value: Any = None
-    """The value itself, where it is no tensor or a scalar one."""
-
-    @property
-    def travels(self) -> bool:
-        """Whether its elements are not in ``value``."""
-        return self.dtype is not None and self.value is None
-
-
 class StateDictSource(Source):
-    """State dicts of the forms that ``model_state`` and ``optimizer_state`` have, of any kind of tensors.
-
-    Each rank gives its own. Or rank 0 gives whole tensors for all: other ranks then know names and shapes, and receive
-    one tensor after the other.
-    """
+    """State dicts of the forms that ``polyshard.state`` and torch give: whole tensors on each rank, or DTensors."""
 
     converts = True
-    remedy = (
-        "its tensors are cut otherwise than the model's. Save it by torch.distributed.checkpoint and load that, or "
-        "give whole tensors."
-    )
+    label = "the state dict"
 
     def __init__(
         self,
         model: Mapping[str, Any] | None,
         optimizer: Mapping[str, Any] | None,
-        collectives: Collectives,
-        *,
-        from_rank_0: bool,
+        parameters: Iterable[ShardedParameter],
     ) -> None:
-        """``from_rank_0``: every rank calls it, and errors of rank 0's state dicts are raised on every rank.
-
-        Raises ConfigError: a state dict has another form, or rank 0's holds parts of tensors.
-        """
-        self._collectives = collectives
-        self._from_rank_0 = from_rank_0
-        self.label = "the state dict of rank 0" if from_rank_0 else "the state dict"
-        self._gathered: list[str] = []
-        if from_rank_0:
-            self.remedy = "rank 0 must give whole tensors."
-        given: dict[_Path, Any] = {}
-        problem: ConfigError | None = None
-        if not from_rank_0 or coordinates(collectives):
-            try:
-                given = dict(_flattened(model, optimizer))
-                if from_rank_0:
-                    _refuse_parts(given)
-            except ConfigError as error:
-                problem = error
-        #: By key, those that this rank has.
-        self._values = {".".join(map(str, path)): value for path, value in given.items()}
-        #: By key, all.
-        self._specs = {".".join(map(str, path)): _spec(path, value) for path, value in given.items()}
-        if from_rank_0:
-            problem, self._specs = from_first(collectives, (problem, self._specs))
-        if problem is not None:
-            raise problem
-        self._paths = {key: spec.path for key, spec in self._specs.items()}
+        """``parameters``: of the model. Raises ConfigError: a state dict has another form."""
+        placed = {name: each.shown for each in parameters for name in each.names}
+        given = dict(_flattened(model, optimizer))
+        self._paths = {".".join(map(str, path)): path for path in given}
+        self._values = {key: given[path] for key, path in self._paths.items()}
+        #: Placements by key, of DTensors that are placed otherwise than the parameter: the same on every rank.
+        self.gathered = {
+            key: value.placements
+            for key, value in sorted(self._values.items())
+            if is_dtensor(value) and not _placed_alike(value, placed.get(_parameter_of(self._paths[key])))
+        }
 
     def entry(self, key: str) -> Entry | None:
-        spec, value = self._specs.get(key), cast(Any, self._values.get(key))
-        if spec is None or spec.dtype is None:
+        value = self._values.get(key)
+        if not isinstance(value, torch.Tensor):
             return None
-        cut = in_chunks(value) and not _is_dtensor(value)
-        boxes = [chunk.box for chunk in chunks_of(value)] if cut else [Box.whole(spec.shape)]
-        return Entry(spec.shape, spec.dtype, boxes)
+        return Entry(tuple(value.shape), value.dtype, [Box.whole(value.shape)])
 
     def read(self, targets: dict[str, Any]) -> None:
         with torch.no_grad():
             for key, target in targets.items():
-                spec = self._specs[key]
-                if self._from_rank_0 and spec.travels:
-                    continue
-                value = self._values.get(key, spec.value)
+                value = self._values[key]
                 if not isinstance(target, torch.Tensor):
                     targets[key] = copy.deepcopy(value)
-                elif not _is_dtensor(value):
+                elif key not in self.gathered:
                     _copy(target, value)
 
-    def agree(self, targets: Mapping[str, Any]) -> None:
-        """Find the DTensors that must be gathered, because some rank needs other elements than it has.
-
-        Every rank calls it, before ``read`` and ``read_from_others``.
-
-        Raises RankMismatchError: ranks have DTensors under different names; on every rank.
-        """
-        names = sorted(key for key, value in self._values.items() if _is_dtensor(value))
-        lacking = [key for key in names if key in targets and not _covers(self._values[key], targets[key])]
-        everyone = [(names, lacking)]
-        if speaks(self._collectives):
-            everyone = list(self._collectives.all_gather_object((names, lacking)))
-        different = sorted({key for keys, _ in everyone for key in set(keys) ^ set(everyone[0][0])})
-        if different:
-            raise RankMismatchError(
-                f"{listed(different)} of the state dict are DTensors on some ranks and not on others (rank "
-                f"{self._collectives.rank}). Give all ranks the same kinds of tensors."
-            )
-        self._gathered = sorted({key for _, keys in everyone for key in keys})
-
-    def read_from_others(self, targets: Mapping[str, Any]) -> None:
-        """Fill those of ``targets`` that take other ranks' elements. Every rank calls it."""
+    def read_gathered(self, targets: Mapping[str, Any]) -> None:
+        """Fill those of ``targets`` that take other ranks' elements, one after the other. Every rank calls it."""
         with torch.no_grad():
-            if self._from_rank_0:
-                self._receive(targets)
-                return
-            for key, value in sorted(self._values.items()):
-                if _is_dtensor(value):
-                    whole_value = value.full_tensor() if key in self._gathered else value
-                    if key in targets:
-                        _copy(targets[key], whole_value)
-                    del whole_value
-
-    def _receive(self, targets: Mapping[str, Any]) -> None:
-        for key, spec in self._specs.items():
-            if not spec.travels:
-                continue
-            value = self._values.get(key)
-            if value is None or speaks(self._collectives):
-                carried: Any = torch.empty(spec.shape, dtype=spec.dtype, device=self._collectives.device)
-                if value is not None:
-                    carried.copy_(value)
-                if carried.numel():
-                    self._collectives.broadcast(carried, 0).wait()
-                value = carried
-            if key in targets:
-                _copy(targets[key], value)
-            # One at a time.
-            value = carried = None
+            for key in self.gathered:
+                whole_value = self._values[key].full_tensor()
+                if key in targets:
+                    _copy(targets[key], whole_value)
+                del whole_value
 
 
-def _refuse_parts(given: Mapping[_Path, Any]) -> None:
-    for path, value in given.items():
-        if in_chunks(value):
-            raise ConfigError(
-                f"'{'.'.join(map(str, path[1:]))}' of the state dict of rank 0 is a {type(value).__name__}, of which "
-                "rank 0 holds a part. Give whole tensors, as the form 'full_on_rank_0' has them, or let every rank "
-                "give its own."
-            )
+def _parameter_of(path: _Path) -> Any:
+    return path[1] if path[0] == MODEL else path[2]
+
+
+def _placed_alike(one: Any, other: Any) -> bool:
+    alike = is_dtensor(other) and one.shape == other.shape and one.device_mesh == other.device_mesh
+    return alike and bool(one.placements == other.placements)
 
 
 def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None) -> Iterator[tuple[_Path, Any]]:
@@ -340,8 +228,8 @@ def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | N
         require_name(name)
         for key, value in taken_apart({key: _replicated(each) for key, each in states.items()}).items():
             tensor = value.value if isinstance(value, StateTensor) else value
-            local = local_of(tensor) if _is_dtensor(tensor) else tensor
-            if _is_dtensor(tensor) and hasattr(local, "__tensor_flatten__"):
+            local = local_of(tensor) if is_dtensor(tensor) else tensor
+            if is_dtensor(tensor) and hasattr(local, "__tensor_flatten__"):
                 raise ConfigError(
                     f"The optimizer's state '{key}' of '{name}' is a DTensor of {type(local).__name__}, "
                     "whose blocks are each rank's own. Give the state of whole parameters, from one process."
@@ -359,7 +247,7 @@ def _inner(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
     Raises ConfigError: a DTensor of a class of its own.
     """
-    placed = _is_dtensor(value)
+    placed = is_dtensor(value)
     local = local_of(value) if placed else value
     if not isinstance(local, torch.Tensor) or not hasattr(local, "__tensor_flatten__"):
         yield name, value
@@ -386,18 +274,6 @@ def require_name(name: object) -> None:
         )
 
 
-def _spec(path: _Path, value: Any) -> _ValueSpec:
-    if not isinstance(value, torch.Tensor):
-        return _ValueSpec(path, value=value)
-    # Scalars go with the names: one message less for each number of steps.
-    scalar = value.ndim == 0 and not in_chunks(value)
-    return _ValueSpec(path, tuple(value.shape), value.dtype, value.detach().cpu() if scalar else None)
-
-
-def _is_dtensor(value: Any) -> bool:
-    return in_chunks(value) and not isinstance(value, CheckpointTensor) and hasattr(value, "full_tensor")
-
-
 def in_chunks(value: Any) -> bool:
     """Whether ``value`` is a tensor that says which chunks of it are here: one of this package's, or a ``DTensor``."""
     return isinstance(value, torch.Tensor) and hasattr(value, "__create_chunk_list__")
@@ -405,7 +281,7 @@ def in_chunks(value: Any) -> bool:
 
 def _replicated(value: Any) -> Any:
     """A DTensor that every rank holds whole, as a plain tensor."""
-    if _is_dtensor(value) and all(placement.is_replicate() for placement in value.placements):
+    if is_dtensor(value) and all(placement.is_replicate() for placement in value.placements):
         return value.to_local()
     return value
 
@@ -423,11 +299,6 @@ def chunks_of(value: torch.Tensor) -> Iterable[Chunk]:
         )
         for chunk in parts.__create_chunk_list__()
     ]
-
-
-def _covers(value: torch.Tensor, target: torch.Tensor) -> bool:
-    have = [each.box for each in chunks_of(value)]
-    return all(_held(wanted.box, have) == wanted.box.numel for wanted in chunks_of(target))
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
