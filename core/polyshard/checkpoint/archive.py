@@ -80,6 +80,8 @@ def lengths(dtype: torch.dtype, sizes: np.ndarray[Any, np.dtype[np.int64]]) -> n
         return np.zeros((2, 0), np.int64)
     # Nearly all boxes of a tensor have one size, which is found without sorting them.
     others = (sizes != sizes[0]).any(axis=1)
+    if not others.any():
+        return np.array([list(map(len, around(dtype, tuple(sizes[0].tolist()))))] * len(sizes), np.int64).T
     kinds, of_kind = np.unique(sizes[others], axis=0, return_inverse=True)
     numbers = np.zeros(len(sizes), np.int64)
     numbers[others] = of_kind.reshape(-1) + 1

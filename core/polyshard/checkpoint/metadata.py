@@ -37,6 +37,8 @@ _FIRST = 1 << 62
 _PUT, _GET, _POP = b"r", b"j", b"0"
 _MARK, _DICT, _LIST, _SET_ITEMS, _APPENDS = b"(", b"}", b"]", b"u", b"e"
 _PLACE = "\0place"
+#: In a row, for the key, and for the name of a file: of four bytes each, as all that is named by number.
+_KEY, _FILE = _GET + b"\xfe\xff\xff\xff", _GET + b"\xff\xff\xff\xff"
 
 
 def key_of(path: Path) -> str:
@@ -51,81 +53,88 @@ def rendered(
     yield from memo.beginning()
     whole = Metadata(_PLACE + "1", _PLACE + "2", _PLACE + "3")  # type: ignore[arg-type]
     before, between, beside, behind = _split(_opcodes(whole), (_PLACE + "1", _PLACE + "2", _PLACE + "3"))
+    keys = {path: key_of(path) for path in (*tensors, *values)}
     yield before + _DICT
     for path, stored in tensors.items():
         properties = TensorProperties(dtype=stored.dtype)
         described = TensorStorageMetadata(properties, torch.Size(stored.shape), _PLACE)  # type: ignore[arg-type]
         head, tail = _split(_opcodes(described), (_PLACE,))
-        yield _MARK + memo.put(key_of(path)) + memo.shortened(head) + _LIST + _MARK
-        yield from _chunks(memo, stored)
-        yield _APPENDS + memo.shortened(tail) + _SET_ITEMS
+        yield _MARK + memo.put(keys[path]) + head + _LIST + _MARK
+        yield from _rows(*memo.chunk(len(stored.shape)), np.concatenate([stored.offsets, stored.sizes], axis=1))
+        yield _APPENDS + tail + _SET_ITEMS
     for path in values:
-        yield _MARK + memo.put(key_of(path)) + _opcodes(BytesStorageMetadata()) + _SET_ITEMS
-    yield between + _opcodes({key_of(path): path for path in (*tensors, *values)}) + beside + _DICT
+        yield _MARK + memo.put(keys[path]) + _opcodes(BytesStorageMetadata()) + _SET_ITEMS
+    yield between + _opcodes({keys[path]: path for path in keys}) + beside + _DICT
     for path, stored in tensors.items():
+        row, marks = memo.place(len(stored.shape))
+        starts, lengths = stored.archives()
+        columns = [*stored.offsets.T, np.arange(len(starts)), starts, lengths, stored.files]
         yield _MARK
-        yield from _places(memo, key_of(path), stored)
+        yield from _rows(row.replace(_KEY, memo.named(keys[path])), marks, np.stack(columns, axis=1), _FILE)
         yield _SET_ITEMS
     for path, (file, at, nbytes) in values.items():
-        index, info = MetadataIndex(key_of(path)), StorageInfo(files[file], at, nbytes)
-        yield _MARK + memo.shortened(_opcodes(index)) + memo.shortened(_opcodes(info)) + _SET_ITEMS
+        index, info = MetadataIndex(keys[path]), StorageInfo(files[file], at, nbytes)
+        yield _MARK + _opcodes(index) + _opcodes(info) + _SET_ITEMS
     yield behind + b"."
 
 
 class _Memo:
-    """What rows name again and again, by number."""
+    """What rows name again and again, by number; and the rows of each number of dimensions."""
 
     def __init__(self, files: Sequence[str]) -> None:
         """``files``: have the first numbers."""
         self._files = files
-        size = torch.Size(())
         texts = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
         parts = [_opcodes(each) for each in (torch.Size, ChunkStorageMetadata, MetadataIndex, StorageInfo, *texts)]
-        self._parts = {part: len(files) + number for number, part in enumerate(parts)}
-        self._next = len(files) + len(parts)
-        assert _opcodes(size).startswith(parts[0])
+        self._parts = {part: number for number, part in enumerate(parts, len(files))}
+        self._keys: dict[str, bytes] = {}
+        self._chunks: dict[int, tuple[bytes, Sequence[int]]] = {}
+        self._places: dict[int, tuple[bytes, Sequence[int]]] = {}
 
     def beginning(self) -> Iterator[bytes]:
         yield b"\x80\x02"
         for number, name in enumerate(self._files):
-            yield _opcodes(name) + _PUT + struct.pack("<I", number) + _POP
+            yield _opcodes(name) + _PUT + _number(number) + _POP
         for part, number in self._parts.items():
-            yield part + _PUT + struct.pack("<I", number) + _POP
+            yield part + _PUT + _number(number) + _POP
 
-    def put(self, text: str) -> bytes:
-        """``text``, to be named by number from now on."""
-        part = _opcodes(text)
-        self._parts[part] = self._next
-        self._next += 1
-        return part + _PUT + struct.pack("<I", self._parts[part])
+    def put(self, key: str) -> bytes:
+        """``key``, which ``named`` gives from now on."""
+        number = _number(len(self._files) + len(self._parts) + len(self._keys))
+        self._keys[key] = _GET + number
+        return _opcodes(key) + _PUT + number
 
-    def shortened(self, content: bytes, text: str | None = None) -> bytes:
-        """``content`` with numbers in the place of parts. ``text``: of those that ``put`` was given, the only one."""
-        own = [] if text is None else [_opcodes(text)]
-        for part in (*own, *list(self._parts)[:11]):
-            content = content.replace(part, _GET + struct.pack("<I", self._parts[part]))
+    def named(self, key: str) -> bytes:
+        return self._keys[key]
+
+    def chunk(self, ndim: int) -> tuple[bytes, Sequence[int]]:
+        """The row of a box, and the marks in it: first indices, and extents."""
+        if ndim not in self._chunks:
+            marks = [_FIRST + number for number in range(2 * ndim)]
+            made = ChunkStorageMetadata(torch.Size(marks[:ndim]), torch.Size(marks[ndim:]))
+            self._chunks[ndim] = self._shortened(_opcodes(made)), marks
+        return self._chunks[ndim]
+
+    def place(self, ndim: int) -> tuple[bytes, Sequence[int]]:
+        """The row of a box's place, and the marks in it: first indices, its number, the first byte, and how many."""
+        if ndim not in self._places:
+            marks = [_FIRST + number for number in range(ndim + 3)]
+            index = MetadataIndex(_PLACE + "key", torch.Size(marks[:ndim]), marks[ndim])
+            info = StorageInfo(_PLACE, marks[ndim + 1], marks[ndim + 2])
+            row = self._shortened(_opcodes(index) + _opcodes(info))
+            row = row.replace(_opcodes(_PLACE + "key"), _KEY).replace(_opcodes(_PLACE), _FILE)
+            self._places[ndim] = row, marks
+        return self._places[ndim]
+
+    def _shortened(self, content: bytes) -> bytes:
+        """``content`` with numbers in the place of parts."""
+        for part, number in self._parts.items():
+            content = content.replace(part, _GET + _number(number))
         return content
 
 
-def _chunks(memo: _Memo, stored: StoredTensor) -> Iterator[bytes]:
-    ndim = len(stored.shape)
-    marks = [_FIRST + number for number in range(2 * ndim)]
-    row = memo.shortened(_opcodes(ChunkStorageMetadata(torch.Size(marks[:ndim]), torch.Size(marks[ndim:]))))
-    yield from _rows(row, marks, np.concatenate([stored.offsets, stored.sizes], axis=1))
-
-
-def _places(memo: _Memo, key: str, stored: StoredTensor) -> Iterator[bytes]:
-    ndim = len(stored.shape)
-    marks = [_FIRST + number for number in range(ndim + 3)]
-    index = MetadataIndex(key, torch.Size(marks[:ndim]), marks[ndim])
-    info = StorageInfo(_PLACE, marks[ndim + 1], marks[ndim + 2])
-    row = memo.shortened(_opcodes(index), key) + memo.shortened(_opcodes(info))
-    starts, lengths = stored.archives()
-    columns = [*stored.offsets.T, np.arange(len(starts)), starts, lengths, stored.files]
-    # The name of a file by its number: four bytes of its own kind.
-    file = _GET + struct.pack("<I", 0xFFFFFFFF)
-    row = row.replace(_opcodes(_PLACE), file)
-    yield from _rows(row, marks, np.stack(columns, axis=1), file)
+def _number(number: int) -> bytes:
+    return struct.pack("<I", number)
 
 
 def _rows(
