@@ -132,7 +132,6 @@ def _texts(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-@pytest.mark.slow
 def test_no_message_of_core_names_fsdp() -> None:
     core = Path(polyshard.__file__).parent
     # What joins trainers refuses theirs by name.

@@ -318,7 +318,7 @@ def _shown(parameter: ShardedParameter, local: torch.Tensor, rank: int) -> torch
 
 def _no_dtensor(what: str, rank: int) -> UnsupportedError:
     return UnsupportedError(
-        f"{what} has its elements in a row, which ranks cut anywhere, as FSDP1 does: no DTensor has a part of it (rank "
+        f"{what} has its elements in a row, which ranks cut anywhere: no DTensor has a part of it (rank "
         f"{rank}). Ask for form='full', or save by polyshard.checkpoint or FullyShardedDataParallel's own state dicts."
     )
 
