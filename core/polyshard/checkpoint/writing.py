@@ -21,7 +21,7 @@ from ..io.memory import NAMES, HostCopy, pieces_of
 from ..io.progress import report_progress
 from ..state.exchange import Answers, gather_to_first, scatter_from_first, speaks, together
 from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor
-from ..state.source import chunks_of
+from ..state.source import chunks_of, in_chunks
 from . import metadata
 from .archive import ALIGNMENT, around, of_value
 from .encoding import Encoder, Json, decode, no_tensor, render, require_plain
@@ -316,7 +316,7 @@ def offered(state: Mapping[str, Any]) -> tuple[Offer, list[Chunk]]:
 
     def take(key: Key, value: torch.Tensor, where: str) -> None:
         # What says of itself which chunks it has is no plain tensor, and need not be.
-        if not hasattr(value, "__create_chunk_list__"):
+        if not in_chunks(value):
             require_plain(value, where)
         elif value.dtype not in NAMES:
             raise ConfigTypeError(f"{where} is of {value.dtype}, which no checkpoint holds.")

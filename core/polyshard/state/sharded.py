@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError
 from ..inspect import Piece, ShardedModel, ShardedParameter, Slot
 from ..io.boxes import Box, Chunk, inverse, range_boxes, storage_order
 
@@ -38,8 +37,7 @@ class CheckpointTensor(torch.Tensor):
 
     For checkpoints: a ``DTensor`` can neither have a range of elements, as FSDP1 cuts parameters, nor a few blocks, nor
     less than all ranks of its mesh have. Users get none: it has the whole tensor's shape, dtype and device, and the
-    memory of one element. The planners of ``torch.distributed.checkpoint``, by which directories of others are read,
-    look for a tensor with the two dunder methods below.
+    memory of one element.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -61,18 +59,6 @@ class CheckpointTensor(torch.Tensor):
             stand_in = torch.empty((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
         stand_in.chunks, stand_in.is_part = tuple(chunks), is_part
         return stand_in
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What this rank wants to read."""
-        boxes = [chunk.box for chunk in self.chunks]
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The memory of the chunk at ``index.offset``."""
-        for chunk in self.chunks:
-            if chunk.box.offsets == tuple(index.offset or ()):
-                return chunk.view
-        raise StateError(f"This rank holds no chunk of '{index.fqn}' at {index.offset}.")
 
 
 def of_piece(parameter: ShardedParameter, piece: Piece | None, flat: torch.Tensor) -> CheckpointTensor:

@@ -276,7 +276,7 @@ def require_name(name: object) -> None:
 
 def in_chunks(value: Any) -> bool:
     """Whether ``value`` is a tensor that says which chunks of it are here: one of this package's, or a ``DTensor``."""
-    return isinstance(value, torch.Tensor) and hasattr(value, "__create_chunk_list__")
+    return isinstance(value, CheckpointTensor) or is_dtensor(value)
 
 
 def _replicated(value: Any) -> Any:
