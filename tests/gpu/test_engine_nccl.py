@@ -141,8 +141,9 @@ def wrap_from_meta(rank: int) -> tuple[int, int]:
 def test_wrapping_from_meta_takes_the_shards_and_one_unit() -> None:
     unit = sum(parameter.numel() for parameter in Block(512, False).parameters()) * 4
     for peak, masters in run(wrap_from_meta):
-        # 512-byte blocks of the allocator for 12 units, and alignment of parameters.
-        assert masters <= peak <= masters + unit + 64 * 1024
+        # 512-byte blocks of the allocator for 12 units, and alignment of parameters. It cuts segments of 20 MiB, and
+        # leaves a rest below 1 MiB with the last block.
+        assert masters <= peak <= masters + unit + 64 * 1024 + 2**20
 
 
 def steady_memory(rank: int) -> tuple[int, int, int]:

@@ -157,3 +157,45 @@ def test_branches_on_two_streams_train_as_the_unsharded_model(
         assert loss < 1e-12
         assert parameters < 1e-10
         assert gathered == 0
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in backward")
+
+
+class MayRaise(nn.Module):
+    """The identity, whose backward raises once it is armed."""
+
+    armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Raises.apply(x) if self.armed else x
+
+
+def written_behind_an_exception(rank: int) -> float:
+    """What reductions of a backward that raised write into memory that ``.grad`` had, and others have now."""
+    device = settle_on_device(rank)
+    model = sharded(nn.Sequential(Block(), MayRaise(), Block(), Block(), Block()).to(device), Block, batch_nbytes=0)
+    x = torch.randn(8, WIDTH, device=device)
+    model(x).square().mean().backward()
+    gradients = {each.grad.to_local().untyped_storage().nbytes() for each in model.parameters()}
+    root: Root = model.__dict__["_polyshard_module_state"].step
+    for unit in root.units:
+        unit.watch((LateReductions(),))
+    model[1].armed = True
+    with pytest.raises(ArithmeticError, match="in backward"):
+        model(x).square().mean().backward()
+    model.zero_grad()
+    others = [torch.zeros(nbytes // 4, device=device) for nbytes in gradients for _ in range(len(model))]
+    torch.cuda.synchronize()
+    return max(each.abs().max().item() for each in others)
+
+
+def test_a_backward_that_raised_writes_into_no_memory_that_others_have_since() -> None:
+    assert max(run(written_behind_an_exception)) == 0.0

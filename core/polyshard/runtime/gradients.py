@@ -289,7 +289,7 @@ class Gradients:
                 for hook in _torch_private.post_accumulate_grad_hooks(owner):
                     hook(owner)
 
-    def _deliver(self, result: torch.Tensor) -> None:
+    def _deliver(self, result: torch.Tensor) -> object:
         if result.dtype != self._dtypes.grad:
             result = result.to(self._dtypes.grad)
         if self.scale is not None:
@@ -300,7 +300,7 @@ class Gradients:
         whole = None if fresh and self._keeper is None else self.delivered
         if whole is not None and self._keeper is None:
             whole.add_(result)
-            return
+            return present
         fresh |= whole is not None
         if self._keeper is not None:
             spec = self.unit.spec
@@ -309,13 +309,13 @@ class Gradients:
             device = self._owners[0].device if self._owners else None
             refuse_gradient(self._keeper, spec, stored, result, device, self.unit.ranks.world.rank)
             if stored is whole:
-                return
+                return present
             if not fresh:
                 self._keeper.sync_for_step()
             result = stored
         if fresh:
             self._assign(result)
-            return
+            return None
         # The user replaced or kept some gradients: add to what is there, parameter by parameter.
         for owner, current, view in zip(self._owners, present, self._split(result), strict=True):
             if not owner.requires_grad:
@@ -331,6 +331,7 @@ class Gradients:
             else:
                 current.add_(view)
         self._delivered = None
+        return present
 
     @property
     def delivered(self) -> torch.Tensor | None:

@@ -40,8 +40,10 @@ class Contribution(NamedTuple):
     places: Sequence[object]
     """The places (``CommStreams.here``) at which the gradients were computed."""
     observers: tuple[Observer, ...]
-    deliver: Callable[[torch.Tensor], None]
-    """Called with the reduced shard (``[shard_numel]``), where operations are ordered behind the reduction."""
+    deliver: Callable[[torch.Tensor], object]
+    """Called with the reduced shard (``[shard_numel]``), where operations are ordered behind the reduction.
+
+    Returns the tensors that it added it to, if any."""
     waiting: torch.Tensor | None = None
     """The sum of earlier shards that replicas have not added up."""
 
@@ -240,16 +242,18 @@ class Reducer:
         copies = merged.collect()
         return _Launch(members, [merged.flat], [inputs[0].new_result(merged.numel)], copies, merged)
 
-    def _finish(self, launch: _Launch, era: _Era) -> None:
+    def _finish(self, launch: _Launch, era: _Era) -> object:
+        written: list[object] = []
         merged, shards = launch.merged, launch.shards or launch.results
         if merged is not None:
             merged.release()
             shards = merged.shards_in(shards[0])
         for each, shard in zip(launch.members, shards, strict=True):
             if not era.forgotten:
-                each.deliver(shard)
+                written.append(each.deliver(shard))
             for observer in each.observers:
                 observer.reduced(each.spec)
+        return written
 
 
 def _go_side_by_side(members: Sequence[Contribution], mode: ReduceMode) -> bool:

@@ -8,8 +8,9 @@ only:
 2. Compute waits for the event of the one gather whose parameters it is about to use. Units that were gathered together
    have one event.
 3. A reduction begins after compute has computed its gradients: the copies that bring them together run on its stream,
-   beside compute. They and its input return to compute's memory pool after compute has been ordered behind the
-   reduction. One input is filled while another travels.
+   beside compute. They, its input and what it is added to return to compute's memory pool after compute has been
+   ordered behind the reduction: a backward that raises leaves ``.grad`` to the user before that. One input is filled
+   while another travels.
 4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters. So it does
    where a backward follows another one: memory that this one released may still be read.
 5. At the end of a backward compute waits for the reductions: the optimizer may then read the gradients.
@@ -61,8 +62,8 @@ class Reduction(NamedTuple):
 
     issue: Callable[[], Work]
     """Starts it."""
-    deliver: Callable[[], None]
-    """Uses its result."""
+    deliver: Callable[[], object]
+    """Uses its result. Returns what it wrote into, which lives on until the input is released."""
     retire: Callable[[], None]
     """Releases its input."""
 
@@ -405,13 +406,14 @@ class CudaStreams(CommStreams):
         self._filled.wait(stream)
         event = self._spare.pop() if self._spare else _event()
         torch.cuda.set_stream(stream)
+        written: object = None
         try:
             reduction.issue().wait()
-            reduction.deliver()
+            written = reduction.deliver()
             event.record(stream)
         finally:
             torch.cuda.set_stream(before)
-            self._reductions.append((event, (before, *_others(taken_at, before)), reduction.retire))
+            self._reductions.append((event, (before, *_others(taken_at, before)), reduction.retire, written))
 
     def drain(self) -> None:
         super().drain()
@@ -452,7 +454,7 @@ class CudaStreams(CommStreams):
         return stream
 
     def _retire_oldest(self) -> None:
-        event, takers, retire = self._reductions.popleft()
+        event, takers, retire, _written = self._reductions.popleft()
         stalls = self.stalls
         if stalls is not None:
             stalls.wait()
