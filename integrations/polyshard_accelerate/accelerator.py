@@ -27,7 +27,7 @@ from torch import nn
 
 from . import _private, refusals
 from .refusals import refuse_unreduced, sharded_in, uncompiled
-from .saved_state import INDEX, Index, TrainingState, tidy
+from .saved_state import INDEX, Index, TrainingState, finish
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -307,8 +307,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.wait_for_everyone()
         if self.is_main_process:
             for folder, index in written:
-                index.write(folder)
-                tidy(folder, index)
+                finish(folder, index)
         self.wait_for_everyone()
         return location
 
@@ -383,11 +382,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _foresee_save(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise, or warn, where ``save_state`` would refuse the state of ``optimizer``. Every rank calls it."""
-        for model, part in TrainingState(self._sharded()[0], [optimizer]).parts():
-            if self.project_configuration.automatic_checkpoint_naming:
-                require_saveable(model, part, "Choose another optimizer, or leave out automatic_checkpoint_naming.")
-            else:
-                warn_unsaveable(model, part, "save_state()", self.process_index)
+        for model, held in TrainingState(self._sharded()[0], [optimizer]).parts():
+            if held and self.project_configuration.automatic_checkpoint_naming:
+                require_saveable(model, optimizer, "Choose another one, or leave out automatic_checkpoint_naming.")
+            elif held:
+                warn_unsaveable(model, optimizer, "save_state()", self.process_index)
 
     def _refuse_optimizers(self, optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
         known = [*_private.models_of(self), *(model for model in models if model not in _private.models_of(self))]

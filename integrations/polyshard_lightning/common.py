@@ -14,10 +14,12 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from polyshard import inspect, registry
 from polyshard.api import close, fully_shard, shard
 from polyshard.config import PluginChoice, PluginSpec, ShardConfig, did_you_mean
-from polyshard.errors import AlreadyShardedError, ConfigError, ParameterError, PolyshardError
+from polyshard.errors import AlreadyShardedError, ConfigError, ParameterError, PolyshardError, UnsupportedError
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard_trainers import models as trainers
 from polyshard_trainers.config import (
@@ -71,6 +73,7 @@ class Strategy:
     num_nodes: int
     num_processes: int
     world_size: int
+    _checkpoint_io: CheckpointIO | None
 
     #: Where ``state_dict_type`` is None.
     default_state_dict_type: ClassVar[StateDictType]
@@ -172,6 +175,16 @@ class Strategy:
             shard(module, chosen, initializer=self._initializer, optimizers=optimizers)
         module.__dict__[_SETTINGS] = config
         self._live.add(module)
+
+    def refuse_for_folders(self, **arguments: object) -> None:
+        """Raise ``UnsupportedError`` where a directory is to be written with what only files know."""
+        given = [name for name, value in arguments.items() if value is not None]
+        given += ["a CheckpointIO"] * (type(self._checkpoint_io) not in (type(None), TorchCheckpointIO))
+        if given:
+            raise UnsupportedError(
+                f"A sharded checkpoint is a directory that polyshard writes, of all that the model has, without "
+                f"{' and '.join(given)}. Leave that out, or set state_dict_type='full'."
+            )
 
 
 @contextmanager

@@ -9,13 +9,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, DoublePrecision, MixedPrecision, Precision
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.plugins import DoublePrecision, MixedPrecision, Precision
 from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import DDPStrategy
 from polyshard import checkpoint
 from polyshard.api import no_sync
-from polyshard.errors import ConfigError, StateError, UnsupportedError
+from polyshard.errors import ConfigError, StateError
 from polyshard_trainers.models import held_by, parameters_of, refuse_strangers, warn_unsaveable
 from torch import nn
 
@@ -166,39 +165,26 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
             PolyshardError, OSError: writing failed.
         """
         path = self.broadcast(path)
+        if not self._saves_folders:
+            make_room(path, first=self.is_global_zero, agreed=self.broadcast)
+            super().save_checkpoint(path, self._whole(state), storage_options, filter)
+            return
+        self.refuse_for_folders(storage_options=storage_options, filter=filter)
         key, module = _only_module(state, "save")
-        optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
+        optimizers = _optimizers_in(state)
         rest = {
             name: value.state_dict() if _is_stateful(value) else value
             for name, value in state.items()
             if name != key and name not in optimizers
         }
-        if self._saves_folders:
-            own_io: CheckpointIO | None = self._checkpoint_io
-            if storage_options is not None or filter or type(own_io) not in (type(None), TorchCheckpointIO):
-                raise UnsupportedError(
-                    "A sharded checkpoint is a directory that polyshard writes, of all that the model has, without "
-                    "storage_options, filter and CheckpointIO. Leave them out, or set state_dict_type='full'."
-                )
-            extra = {"module": key, "optimizers": list(optimizers), "rest": rest}
-            steps = list(optimizers.values())
-            save_folder(path, 0, module, steps, extra, first=self.is_global_zero, barrier=self.barrier)
-            return
-        make_room(path, first=self.is_global_zero, agreed=self.broadcast)
-        whole: dict[str, Any] = {}
-        for name in state:
-            if name == key:
-                value: Any = whole_model_state(module)
-            elif name in optimizers:
-                value = whole_optimizer_state(module, optimizers[name])
-            else:
-                value = rest[name]
-            chosen = (filter or {}).get(name)
-            if chosen is not None and isinstance(value, dict):
-                value = {inner: each for inner, each in value.items() if chosen(inner, each)}
-            whole[name] = value
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
+        extra = {"module": key, "optimizers": list(optimizers), "rest": rest}
+        steps = list(optimizers.values())
+        save_folder(path, 0, module, steps, extra, first=self.is_global_zero, barrier=self.barrier)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The whole state of a sharded module, on rank 0; empty on others."""
+        inner = _inner(module)
+        return whole_model_state(inner) if is_sharded(inner) else inner.state_dict()
 
     def load_checkpoint(
         self,
@@ -220,27 +206,17 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
         if is_folder(path):
             return self._load_folder(path, state, strict)
         require_file(path)
-        saved: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
-        if isinstance(state, nn.Module):
-            self.load_module_state_dict(state, saved, strict)
-            return {}
         if isinstance(state, torch.optim.Optimizer):
-            load_whole_optimizer_state(self._module_of(state), state, saved)
+            saved = super().load_checkpoint(path, None, strict, weights_only)
+            _WholeOptimizer(self._module_of(state), state).load_state_dict(saved)
             return {}
-        if not state:
-            return saved
-        _require_keys(path, state, saved, strict)
-        for name, value in list(state.items()):
-            if name not in saved:
-                continue
-            own = saved.pop(name)
-            if isinstance(value, nn.Module):
-                self.load_module_state_dict(value, own, strict)
-            elif isinstance(value, torch.optim.Optimizer):
-                load_whole_optimizer_state(self._module_of(value), value, own)
-            else:
-                _take(state, name, own)
-        return saved
+        if not isinstance(state, dict):
+            rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return rest
+        whole = self._whole(state)
+        rest = super().load_checkpoint(path, whole, strict, weights_only)
+        state.update({name: value for name, value in whole.items() if not isinstance(value, _WholeOptimizer)})
+        return rest
 
     def _load_folder(self, path: str | Path, state: Any, strict: bool) -> dict[str, Any]:
         if isinstance(state, nn.Module):
@@ -254,7 +230,7 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
                 "fabric.load(path, {'model': model, ...})."
             )
         module = _inner(state[key])
-        optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
+        optimizers = _optimizers_in(state)
         if optimizers and not has_optimizers(path):
             raise ConfigError(
                 f"The checkpoint {path} has no optimizer, and {', '.join(map(repr, optimizers))} is to be loaded. Load "
@@ -273,6 +249,11 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
         """Let each rank take its part of whole tensors. Raises ConfigError: they are another model's."""
         load_whole_model_state(_inner(module), state_dict, strict=strict)
 
+    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` with optimizers that save and load as those of unsharded models."""
+        own = {name: _WholeOptimizer(self._module_of(each), each) for name, each in _optimizers_in(state).items()}
+        return {**state, **own}
+
     def _module_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         held = set(held_by(optimizer))
         for module in self._live:
@@ -282,6 +263,24 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
             f"{type(optimizer).__name__} holds no parameter of a module that was set up (rank {self.global_rank}). "
             "Make it from the parameters of the model, and set that up."
         )
+
+
+class _WholeOptimizer:
+    """What Lightning's files have of an optimizer."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._module = module
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return whole_optimizer_state(self._module, self._optimizer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        load_whole_optimizer_state(self._module, self._optimizer, state)
+
+
+def _optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    return {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
 
 
 def _inner(module: nn.Module) -> nn.Module:

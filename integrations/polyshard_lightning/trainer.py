@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchCheckpointIO
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from polyshard.api import no_sync, register_forward_method
@@ -198,11 +198,7 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
             make_room(path, first=self.is_global_zero, agreed=self.broadcast)
             DDPStrategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
-        if storage_options is not None or type(self._checkpoint_io) not in (type(None), TorchCheckpointIO):
-            raise UnsupportedError(
-                "A sharded checkpoint is a directory that polyshard writes, without storage_options and without a "
-                "CheckpointIO. Leave them out, or set state_dict_type='full'."
-            )
+        self.refuse_for_folders(storage_options=storage_options)
         state = checkpoint.pop("state_dict")
         optimizer_states = checkpoint.pop("optimizer_states", [])
         if not isinstance(state, _InFolder) or state or any(optimizer_states):

@@ -160,16 +160,10 @@ def test_a_signal_of_one_rank_ends_all_with_a_state_to_go_on_from(tmp_path: Path
 # Another number of ranks.
 
 
-def prepared(
-    model: nn.Module, *more: nn.Module, lr: float = 1e-2, chained: bool = False
-) -> tuple[Accelerator, list[Any], list[Any]]:
-    """Models and their optimizers: one each, or one over all."""
+def prepared(*models: nn.Module, lr: float = 1e-2) -> tuple[Accelerator, list[Any], list[Any]]:
+    """Models and their optimizers."""
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
-    models = [model, *more]
-    groups = [[{"params": list(each.parameters()), "lr": lr}] for each in models]
-    if chained:
-        groups = [[group for each in groups for group in each]]
-    optimizers = [torch.optim.AdamW(each) for each in groups]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=lr) for each in models]
     together = accelerator.prepare(*models, *optimizers)
     return accelerator, list(together[: len(models)]), list(together[len(models) :])
 
@@ -186,20 +180,16 @@ def steps(accelerator: Accelerator | None, models: list[Any], optimizers: list[A
             optimizer.zero_grad()
 
 
-def save_after_two(rank: int, folder: Path, chained: bool) -> None:
-    accelerator, models, optimizers = prepared(seeded(Net), seeded(Net, 1), lr=3e-2, chained=chained)
+def save_after_two(rank: int, folder: Path) -> None:
+    accelerator, models, optimizers = prepared(seeded(Net), seeded(Net, 1), lr=3e-2)
     accelerator.step = 5
     steps(accelerator, models, optimizers, 0, 2)
     accelerator.save_state(folder)
     accelerator.free_memory()
 
 
-def go_on(rank: int, folder: Path, chained: bool) -> list[dict[str, torch.Tensor]]:
-    return load_and_go_on(folder, chained)
-
-
-def load_and_go_on(folder: Path, chained: bool) -> list[dict[str, torch.Tensor]]:
-    accelerator, models, optimizers = prepared(seeded(Net, 2), seeded(Net, 3), lr=7.0, chained=chained)
+def go_on(rank: int, folder: Path) -> list[dict[str, torch.Tensor]]:
+    accelerator, models, optimizers = prepared(seeded(Net, 2), seeded(Net, 3), lr=7.0)
     accelerator.load_state(folder)
     assert accelerator.step == 5
     assert {group["lr"] for optimizer in optimizers for group in optimizer.param_groups} == {3e-2}
@@ -209,21 +199,15 @@ def load_and_go_on(folder: Path, chained: bool) -> list[dict[str, torch.Tensor]]
     return values
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "chained",
-    [False, pytest.param(True, marks=pytest.mark.nightly)],
-    ids=["an optimizer each", "one optimizer over both"],
-)
-def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_at_three(tmp_path: Path, chained: bool) -> None:
-    on_ranks(2, save_after_two, tmp_path / "state", chained)
+def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_at_three(tmp_path: Path) -> None:
+    on_ranks(2, save_after_two, tmp_path / "state")
     models = [seeded(Net), seeded(Net, 1)]
     steps(None, models, [torch.optim.AdamW(model.parameters(), lr=3e-2) for model in models], 0, 4)
     expected = [{name: p.detach() for name, p in model.named_parameters()} for model in models]
     with pytest.warns(UserWarning, match="switching to use `NO_SHARD`"):
-        alone = load_and_go_on(tmp_path / "state", chained)
+        alone = go_on(0, tmp_path / "state")
     forget()
-    for found in (alone, *on_ranks(3, go_on, tmp_path / "state", chained)):
+    for found in (alone, *on_ranks(3, go_on, tmp_path / "state")):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -434,6 +418,15 @@ def tell_before_training(rank: int, folder: Path) -> None:
     with pytest.raises(PolyshardError, match="'scales'"):
         accelerator.save_state(folder / "state")
     accelerator.save_model(model, folder / "model")
+    accelerator.free_memory()
+    told = pytest.warns(UserWarning, match=r"save_state\(\) will refuse SGD")
+    models = [seeded(Net), seeded(Net, 1)]
+    over_both = torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.1)
+    with told if rank == 0 else nullcontext():
+        *models, over_both = accelerator.prepare(*models, over_both)
+    steps(accelerator, models, [over_both], 0, 1)
+    with pytest.raises(ConfigError, match="is not a parameter of the model"):
+        accelerator.save_state(folder / "state")
     accelerator.free_memory()
 
 
