@@ -63,18 +63,6 @@ class CountsForTrue(Claims):
     says: ClassVar[dict[str, Any]] = {"capturable": 0}
 
 
-class ChangesItsMind(Sound):
-    """Serves more ranks with each operation."""
-
-    @property
-    def capabilities(self) -> CollectivesCapabilities:
-        return dataclasses.replace(super().capabilities, max_world_size=self.__dict__.get("served", 10))
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        self.served = self.__dict__.get("served", 10) + 1
-        return super().all_reduce(tensor, op=op)
-
-
 class OfItsRank(Sound):
     """Says something else on each rank."""
 
@@ -89,18 +77,6 @@ class ChoosesAlone(Sound):
     @property
     def reason(self) -> str:
         return f"rank {self.rank} likes it"
-
-
-class Chatty(Sound):
-    """Says more than a line once ranks have met."""
-
-    @property
-    def reason(self) -> str:
-        return "\n".join(["one line"] * self.__dict__.get("met", 1))
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        self.met = 2
-        return super().all_reduce(tensor, op=op)
 
 
 class NamesItsGroup(Sound):
@@ -211,19 +187,6 @@ class OneStage(Sound):
         return Together([arrival], lambda: out.copy_(received))
 
 
-class OneGatherStage(Sound):
-    """The same of gathers, one by one."""
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        stage: torch.Tensor = self.__dict__.setdefault("stage", torch.empty(1 << 18, dtype=torch.uint8))
-        received = stage[: out.nbytes].view(out.dtype)
-        arrival = super().all_gather(received, shard.clone())
-        return Together([arrival], lambda: out.copy_(received))
-
-    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
-        return self.each(pairs)
-
-
 class BackwardsInParts(Sound):
     """Puts blocks of a part in the order of arrival, that of the last rank first."""
 
@@ -264,16 +227,6 @@ class Unheard(Sound):
 class NoBarrier(Sound):
     def barrier(self) -> None:
         return None
-
-
-class GathersBackwardsInParts(Sound):
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        if self.whole:
-            return super().all_gather(out, shard)
-        received = torch.empty_like(out)
-        rows = (self.world_size, -1)
-        work = super().all_gather(received, shard)
-        return Together([work], lambda: out.copy_(received.view(rows).flip(0).flatten()))
 
 
 class SortedParts(Sound):
@@ -397,10 +350,8 @@ FAULTS = [
     fault(TellsItsRank, "fingerprint_is_text_that_every_rank_has"),
     fault(ServesOthers, "ranks_know_their_place"),
     fault(CountsForTrue, "capabilities_are_of_the_contracts_types_and_do_not_change"),
-    fault(ChangesItsMind, "capabilities_are_of_the_contracts_types_and_do_not_change"),
     fault(OfItsRank, "capabilities_are_alike_on_every_rank"),
     fault(ChoosesAlone, "reason_is_one_line_that_every_rank_has"),
-    fault(Chatty, "reason_is_one_line_that_every_rank_has"),
     fault(NamesItsGroup, "process_group_is_one_of_torch_with_the_same_ranks"),
     fault(Introduces, "construction_does_not_communicate", hangs=True),
     fault(Patient, "a_rank_that_never_comes_is_an_error_in_time", hangs=True, impatient=True),
@@ -419,10 +370,8 @@ FAULTS = [
     fault(LastFirst, "objects_arrive_in_rank_order"),
     fault(Unheard, "announcements_that_differ_reach_every_rank"),
     fault(NoBarrier, "barrier_waits_for_every_rank_and_keeps_order"),
-    fault(GathersBackwardsInParts, "partition_into_interleaved_parts", ranks=3),
     fault(SortedParts, "partition_numbers_ranks_by_their_list"),
     fault(Forgiving, "partition_refuses_lists_that_do_not_cover"),
-    fault(OneGatherStage, "operations_overlap"),
     fault(ClosesTwins, "closing_a_part_leaves_the_others", ranks=3),
     fault(ClosesOnce, "close_twice"),
 ]

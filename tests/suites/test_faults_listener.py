@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -81,31 +81,12 @@ class Unmarked(Sound):
         self.backwards = 0
 
 
-class NoSuchHook(Sound):
-    @hookimpl
-    def step_start(self, model: nn.Module) -> None:
-        return None
-
-
-class NoSuchArgument(Sound):
-    @hookimpl
-    def after_shard(self, model: nn.Module, optimizer: Any) -> None:
-        return None
-
-
 class NoReshard(Sound):
     """Leaves a method of an observer out."""
 
     @hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer | None:
         return object()  # type: ignore[return-value]
-
-
-class TakesNoDirection(Sound):
-    """Does not take whether it is a backward."""
-
-    def compute(self, unit: UnitSpec) -> None:  # type: ignore[override]
-        return None
 
 
 class ExpectsReductions(Sound):
@@ -207,29 +188,12 @@ class LoadsWhatItSaved(Sound):
         assert self.saved[path]
 
 
-class Tidies(Sound):
-    """Removes files from a checkpoint that it does not know."""
-
-    @hookimpl
-    def on_save(self, model: nn.Module, path: Path) -> None:
-        for file in path.iterdir():
-            file.unlink()
-
-
 class Marks(Sound):
     """Writes on the model."""
 
     @hookimpl
     def after_shard(self, model: nn.Module) -> None:
         model.listened_to = True
-
-
-class Hooks(Sound):
-    """Has each step call it from inside of the model."""
-
-    @hookimpl
-    def step_begin(self, model: nn.Module) -> None:
-        model.register_forward_hook(lambda *_: None)
 
 
 class SumsOverRanks(Sound):
@@ -263,10 +227,7 @@ LEFT = "the_model_is_left_as_it_was"
 FAULTS = [
     *local_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault(Unmarked, HOOKS),
-    fault(NoSuchHook, HOOKS),
-    fault(NoSuchArgument, HOOKS),
     fault(NoReshard, OBSERVERS),
-    fault(TakesNoDirection, OBSERVERS),
     fault(ExpectsReductions, TRAINING),
     fault(Draws, TRAINING, FORWARD, FAILED, AGAIN, FROZEN, TWO, SAVING, why="each compares what was trained"),
     fault(Averages, FORWARD),
@@ -275,9 +236,7 @@ FAULTS = [
     fault(ExpectsAllUnits, FROZEN),
     fault(OneModel, TWO),
     fault(LoadsWhatItSaved, SAVING),
-    fault(Tidies, SAVING),
     fault(Marks, LEFT),
-    fault(Hooks, LEFT),
     fault(SumsOverRanks, "no_collective_is_issued"),
     fault(ReadsTheDevice, "nothing_in_a_step_waits_for_the_device"),
 ]

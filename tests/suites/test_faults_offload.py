@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -65,14 +64,6 @@ class TestPartialManager(OffloadSuite):
         return Partial(plugin_context())
 
 
-class FromTheFuture(Sound):
-    api_version = 99
-
-
-class CountsForTrue(Sound):
-    capabilities = OffloadCapabilities(parks=1)  # type: ignore[arg-type]
-
-
 class EverySecond(Sound):
     """Parks, or not, by how many were made before."""
 
@@ -83,26 +74,11 @@ class EverySecond(Sound):
         self.capabilities = OffloadCapabilities(parks=next(self.made) % 2 == 0)
 
 
-class Wavers(Sound):
-    """Parks another unit each time it is asked."""
-
-    def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
-        self.asked = getattr(self, "asked", 0) + 1
-        return units[self.asked % len(units) :][:1]
-
-
 class ParksByRank(Sound):
     """Parks as many units as the launcher says."""
 
     def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
         return units[: int(os.environ.get("RANK", "1"))]
-
-
-class ParksOthers(Sound):
-    """Parks units as it would name them itself."""
-
-    def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
-        return [replace(unit, name=f"module.{unit.name}") if unit.shard_numel == 6 else unit for unit in units]
 
 
 class FetchedAlready(Sound):
@@ -122,13 +98,6 @@ class WidensMasters(Sound):
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return shard.float() if shard.itemsize == 2 else shard.clone()
-
-
-class SpreadMasters(Sound):
-    """Interleaves masters with something else."""
-
-    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        return _spread(shard)
 
 
 class ScalesLate(Sound):
@@ -181,20 +150,6 @@ class SpreadGradients(Sound):
         return _spread(grad) if grad.itemsize == 2 else grad.clone()
 
 
-class GradientsLikeMasters(Sound):
-    """Stores gradients in the dtype of the master, whose own they need not be."""
-
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        return grad.to(unit.master_dtype, copy=True) if into is None else into.add_(grad)
-
-
-class WideSums(Sound):
-    """Adds up in fp32, and returns that."""
-
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        return grad.clone() if into is None else into.float() + grad.float()
-
-
 class Forgetful(Sound):
     """Overwrites the gradient of the 16-bit microbatch before."""
 
@@ -234,14 +189,6 @@ class OnePool(Sound):
         return kept[: grad.numel()].copy_(grad)
 
 
-class OneShelf(Sound):
-    """Parks all masters in one place."""
-
-    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        shelf = self.kept.setdefault(str(shard.dtype), torch.zeros(1000, dtype=shard.dtype))
-        return shelf[: shard.numel()].copy_(shard)
-
-
 class FirstPlace(Sound):
     """Does not take back a unit that it was given before."""
 
@@ -272,24 +219,12 @@ class ThreeSlots(Sound):
         return stored
 
 
-class Frozen(Sound):
-    """Fetches what was placed, whatever the optimizer made of it."""
-
-    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        self.kept[unit.name] = shard.clone()
-        return shard.clone()
-
-    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
-        own_slice.copy_(self.kept[unit.name])
-
-
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
     wide = torch.zeros(2 * tensor.numel(), dtype=tensor.dtype)
     wide[::2].copy_(tensor)
     return wide[::2]
 
 
-VERSION = "api_version_stands_in_the_class_itself_and_is_served"
 CAPABILITIES = "capabilities_are_real_bools_that_do_not_change"
 PARKED = "parked_units_are_some_of_those_given"
 PLACED = "placed_master_keeps_values_shape_and_dtype"
@@ -302,38 +237,23 @@ TRAINING = "training_is_that_of_the_unsharded_model"
 
 FAULTS = [
     *local_faults(Sound, lambda plugin: plugin(plugin_context()), within=None),
-    fault(FromTheFuture, VERSION, TRAINING, why="polyshard refuses such a version of an object, too"),
     fault(EverySecond, CAPABILITIES, TRAINING, why="ranks compare what they park"),
-    fault(CountsForTrue, CAPABILITIES, TRAINING, why="polyshard refuses a number, too"),
-    fault(Wavers, PARKED),
     fault(ParksByRank, PARKED),
-    fault(ParksOthers, PARKED),
     fault(FetchedAlready, "a_unit_is_fetched_again_in_the_backward"),
     fault(WidensMasters, PLACED),
-    fault(SpreadMasters, PLACED, TRAINING, why="the engine refuses strides as well"),
     fault(ScalesLate, CASTS),
     fault(OneStage, "fetch_follows_the_dtype_that_is_asked_for"),
     fault(RoundsUp, "fetch_writes_nothing_but_the_own_slice"),
     fault(RoundsMasters, "fetch_leaves_the_master_as_it_was"),
     fault(SeesNothingToFetch, "an_empty_shard_is_fetched_and_its_gradient_stored"),
     fault(SpreadGradients, STORED),
-    fault(GradientsLikeMasters, STORED, ADD_UP, why="a sum has the dtype of what is added to"),
-    fault(WideSums, ADD_UP),
     fault(Forgetful, ADD_UP),
     fault(NeverCleared, AFRESH, TRAINING, why="what a step leaves to the next, every training of two steps shows"),
     fault(ByModule, APART),
     fault(OnePool, "managers_of_two_models_do_not_share_memory"),
-    fault(OneShelf, APART, TRAINING, why="the engine refuses masters in one place as well"),
     fault(FirstPlace, "a_unit_is_placed_again_after_an_attempt_that_failed"),
     fault(WaitsForTheLast, "nothing_stored_is_nothing_to_wait_for"),
     fault(ThreeSlots, TRAINING),
-    fault(
-        Frozen,
-        CASTS,
-        APART,
-        TRAINING,
-        why="whatever reads back what was written after it was placed sees it",
-    ),
 ]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
@@ -55,21 +53,6 @@ class FractionOfRanks(Sound):
         return dict.fromkeys(super().plan(root, context), {"reshard_after_forward": 0.5} if context.shards == 1 else {})
 
 
-class Misspells(Sound):
-    """Overrides a setting that no unit has."""
-
-    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        return {key: {"presicion": "bf16"} for key in super().plan(root, context)}
-
-
-class MisspellsAnOption(Sound):
-    """Names a plugin with an option that it does not have."""
-
-    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        overrides: Mapping[str, Any] = {"precision": {"name": "bf16", "cast_input": True}}
-        return dict.fromkeys(super().plan(root, context), overrides)
-
-
 class Marks(Sound):
     """Writes on a module that it is a unit."""
 
@@ -78,14 +61,6 @@ class Marks(Sound):
         for module in found:
             module.is_unit = True
         return found
-
-
-class Tries(Sound):
-    """Draws random numbers to try the model with."""
-
-    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        nn.Linear(2, 2)
-        return super().plan(root, context)
 
 
 class AsksTheLauncher(Sound):
@@ -168,10 +143,7 @@ FAULTS = [
     *local_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault(GroupsForManyRanks, "plan_names_modules_of_the_model"),
     fault(FractionOfRanks, OVERRIDES),
-    fault(Misspells, OVERRIDES, TRAINING, why="polyshard refuses it as well"),
-    fault(MisspellsAnOption, OVERRIDES, TRAINING, why="polyshard refuses it as well"),
     fault(Marks, LEFT),
-    fault(Tries, LEFT),
     fault(AsksTheLauncher, "every_rank_gets_the_same_answer"),
     fault(ChoosesOnce, "asking_again_gives_the_same_answer"),
     fault(TakesIgnored, "ignored_modules_are_not_chosen"),

@@ -143,10 +143,6 @@ class TestSoundCasts(PrecisionSuite):
         return Low(plugin_context())
 
 
-class CountsForTrue(Sound):
-    capabilities = PrecisionCapabilities(encodes=1)  # type: ignore[arg-type]
-
-
 class EverySecond(Low):
     """Says that it encodes, or not, by how many were made before."""
 
@@ -263,12 +259,6 @@ class TwoRanks(Sound):
         super().decode(unit, wire[:2], out[:2])
 
 
-class WrongScale(Sound):
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        super().decode(unit, wire, out)
-        out.mul_(1.5)
-
-
 class EightTogether(Sound):
     """Has room for eight units in one call, and leaves out what is more."""
 
@@ -382,25 +372,11 @@ class Forgets(Sound):
         return None
 
 
-class Unwritable(Sound):
-    """Has something in its state that no file takes."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {**super().state_dict(), "round": lambda shard: shard.round()}
-
-
 class GradientsInBytes(Sound):
     """Hands gradients in a dtype to the optimizer with which it cannot calculate."""
 
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         return replace(super().dtypes(unit), grad=torch.float8_e4m3fn)
-
-
-class CastsNothing(Low):
-    """Computes in bf16, on inputs that come as they are."""
-
-    def input_cast(self, unit: UnitSpec) -> InputCast | None:
-        return None
 
 
 class CastsInTraining(Low):
@@ -424,7 +400,6 @@ EVALUATION = "evaluation_is_near_that_of_the_unsharded_model"
 FAULTS = [
     *local_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault(EverySecond, CAPABILITIES),
-    fault(CountsForTrue, CAPABILITIES, TRAINING, EVALUATION, why="polyshard refuses a number, too"),
     fault(NarrowReduction, DTYPES),
     fault(SilentHalf, "loss_scaling_is_said_of_fp16"),
     fault(AsksTheLauncher, "answers_are_the_same_each_time_and_on_every_rank"),
@@ -436,7 +411,6 @@ FAULTS = [
     fault(CutsOutputs, "output_casts_return_gradients_in_the_outputs_dtype"),
     fault(AnyNumberOfBytes, "wires_are_multiples_of_16_bytes_of_a_caster_that_encodes"),
     fault(TwoRanks, COME_BACK),
-    fault(WrongScale, COME_BACK, TOGETHER, WRITES_ALL, TRAINING, why="every gather is wrong"),
     fault(EightTogether, TOGETHER),
     fault(DividesByTheLargest, "encoded_zeros_come_back_as_zeros"),
     fault(SeesNothingToSend, "a_shard_without_elements_is_encoded"),
@@ -447,9 +421,7 @@ FAULTS = [
     fault(FormsInPlace, "forming_leaves_the_shard_as_it_was"),
     fault(WritesOverFiniteNumbers, "forms_write_all_that_layers_read"),
     fault(Forgets, STATE),
-    fault(Unwritable, STATE),
     fault(GradientsInBytes, TRAINING),
-    fault(CastsNothing, TRAINING, EVALUATION, why="the first module refuses its inputs"),
     fault(CastsInTraining, EVALUATION),
 ]
 
