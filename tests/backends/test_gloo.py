@@ -176,15 +176,3 @@ def test_without_a_process_group_it_says_what_to_do() -> None:
 def test_another_device_is_refused() -> None:
     with pytest.raises(DeviceError, match="serves cpu tensors and the model computes on cuda:1"):
         GlooCollectives(PluginContext("gloo", torch.device("cuda", 1)))
-
-
-def raises_on_one(rank: int) -> None:
-    if rank == 1:
-        raise ZeroDivisionError("on purpose")
-    gather_ranks(GlooCollectives(context()))
-
-
-def test_an_error_on_a_rank_is_raised_here() -> None:
-    with pytest.raises(ZeroDivisionError, match="on purpose") as raised:
-        run_processes(2, raises_on_one, timeout=30.0)
-    assert "raised on rank 1 of 2" in raised.value.__notes__[0]

@@ -374,24 +374,6 @@ def test_a_rank_does_not_leave_while_others_write_into_its_memory(failure: str) 
     assert ThreadedWorld(3).run(on_rank)[0] == ["written"]
 
 
-def test_autograd_in_every_rank_at_once() -> None:
-    """A data-parallel step by hand, against one backward over the whole batch."""
-    inputs = torch.arange(12.0, dtype=torch.float64).view(6, 2) / 7.0
-    weight = torch.tensor([[0.5, -1.0]], dtype=torch.float64)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        own = weight.clone().requires_grad_()
-        (inputs[2 * rank : 2 * rank + 2] @ own.t()).pow(2).mean().backward()
-        assert own.grad is not None
-        join(world, rank).all_reduce(own.grad, op=ReduceOp.MEAN).wait()
-        return own.grad
-
-    reference = weight.clone().requires_grad_()
-    (inputs @ reference.t()).pow(2).mean().backward()
-    for gradient in ThreadedWorld(3).run(on_rank):
-        torch.testing.assert_close(gradient, reference.grad, rtol=1e-14, atol=0.0)
-
-
 #: Every allocation on a rank is due for collection, and every collection gives the other rank its turn. In a process of
 #: its own: a deadlock that keeps the interpreter lock ends with its process only.
 COLLECTS_ON_RANKS = """

@@ -173,42 +173,6 @@ def test_streams_have_names_and_shapes_of_files_where_asked(
         assert all(torch.equal(value, expected[name].bfloat16()) for name, value in narrow.items())
 
 
-def test_the_first_step_is_that_of_the_model_that_from_pretrained_makes(
-    transformers: ModuleType, tmp_path: Path
-) -> None:
-    given = saved(built(transformers, "llama"), tmp_path / "given")
-    tokens = torch.arange(24).view(2, 12)
-    expected = transformers.LlamaForCausalLM.from_pretrained(given)(input_ids=tokens, labels=tokens).loss
-
-    def loss(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        model = sharded(on_meta(lambda: built(transformers, "llama"), world), world, rank, "llama")
-        polyshard_huggingface.load(model, given)
-        model.eval()
-        found: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-        found.backward()
-        return found.detach()
-
-    for found in ThreadedWorld(2).run(loss):
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
-
-
-def test_one_rank_reads_for_all(transformers: ModuleType, tmp_path: Path) -> None:
-    family = "mixtral, experts in one tensor"
-    given = saved(built(transformers, family), tmp_path / "given")
-    expected = type(built(transformers, family)).from_pretrained(given).state_dict()
-
-    def read(rank: int, world: ThreadedWorld) -> Values:
-        model = sharded(on_meta(lambda: built(transformers, family), world), world, rank, family)
-        polyshard_huggingface.load(model, given if rank == 0 else tmp_path / "not here", ranks="first")
-        polyshard_huggingface.save(model, tmp_path / "written", ranks="first")
-        return whole(model)
-
-    for values in ThreadedWorld(3).run(read):
-        assert all(torch.equal(values[name], expected[name]) for name in expected)
-    again = type(built(transformers, family)).from_pretrained(tmp_path / "written").state_dict()
-    assert all(torch.equal(again[name], expected[name]) for name in expected)
-
-
 def test_a_base_model_is_read_into_one_with_a_head(transformers: ModuleType, tmp_path: Path) -> None:
     base = transformers.LlamaModel(transformers.LlamaConfig(**_LLAMA))
     given = saved(base, tmp_path / "given")

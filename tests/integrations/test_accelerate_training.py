@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import (
     DataLoaderConfiguration,
-    GradientAccumulationPlugin,
     GradScalerKwargs,
     find_executable_batch_size,
 )
 from accelerate_ranks import Critic, loader_of, on_ranks, pair_loss, pairs, same, whole_gradients
-from parity import Block, Net, local, seeded, units_of, whole
+from parity import Block, Net, seeded, units_of, whole
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, StateError, UnsupportedError
 from polyshard_accelerate import Accelerator
@@ -87,32 +86,6 @@ def test_steps_are_those_of_the_unsharded_model(world_size: int, split_batches: 
     on_ranks(world_size, train_two_epochs, split_batches, strategy)
 
 
-def each_rank_keeps_its_share_of_parameters_and_optimizer_state(rank: int) -> None:
-    accelerator = Accelerator(shard=BLOCKS, cpu=True)
-    model = seeded(Net)
-    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-    total = sum(map(math.prod, shapes))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(pairs()))
-    x, y = next(iter(loader))
-    accelerator.backward(mse_loss(model(x), y))
-    optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    kept = sum(local(value).numel() for value in states)
-    # Rank k of n has rows [k * each, (k + 1) * each) of each parameter, ``each`` being a part rounded up.
-    each_of = [-(-shape[0] // dist.get_world_size()) for shape in shapes]
-    rows = [max(0, min(each, shape[0] - rank * each)) for each, shape in zip(each_of, shapes, strict=True)]
-    own = sum(each * math.prod(shape[1:]) for each, shape in zip(rows, shapes, strict=True))
-    assert kept == 2 * own
-    everyone = torch.tensor(float(kept))
-    dist.all_reduce(everyone)
-    assert everyone == 2 * total
-    # Each parameter begins at a multiple of 16 bytes.
-    padded = sum(-(-8 * each * math.prod(shape[1:]) // 16) * 16 for each, shape in zip(each_of, shapes, strict=True))
-    assert 8 * own <= polyshard.report(model).master_nbytes <= padded
-    accelerator.free_memory()
-
-
 # Accumulation.
 def gradients_wait_inside_no_sync(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
@@ -150,36 +123,6 @@ def gradients_wait_inside_no_sync(rank: int) -> None:
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
     accelerator.free_memory()
-
-
-def accumulate(rank: int, sync_each_batch: bool) -> None:
-    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
-    accelerator = Accelerator(shard=BLOCKS, cpu=True, gradient_accumulation_plugin=plugin)
-    model, reference = seeded(Net), seeded(Net)
-    # 5 batches a rank: the last one is reduced by itself.
-    model, loader = accelerator.prepare(model, loader_of(pairs(40)))
-    for index, (x, y) in enumerate(loader):
-        all_x, all_y = accelerator.gather((x, y))
-        (mse_loss(reference(all_x), all_y) / 2).backward()
-        with accelerator.accumulate(model):
-            accelerator.backward(mse_loss(model(x), y))
-        complete = index % 2 == 1 or index == 4
-        assert accelerator.sync_gradients == complete
-        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        if complete or sync_each_batch:
-            torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
-        else:
-            assert any((found - expected[name]).abs().max() > 1e-3 for name, found in whole_gradients(model).items())
-        if complete:
-            model.zero_grad()
-            reference.zero_grad()
-    accelerator.free_memory()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sync_each_batch", [False, True])
-def test_accumulation_reduces_with_the_last_batch(sync_each_batch: bool) -> None:
-    on_ranks(2, accumulate, sync_each_batch)
 
 
 # Clipping.
@@ -378,7 +321,6 @@ def a_compiled_model(rank: int) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        each_rank_keeps_its_share_of_parameters_and_optimizer_state,
         gradients_wait_inside_no_sync,
         clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait,
         an_optimizer_over_flat_parameters,

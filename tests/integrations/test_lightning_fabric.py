@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from blockwise_states import BlockwiseMomentum
-from lightning.fabric.plugins import MixedPrecision
 from lightning_ranks import CONFIG, STEPS, Net, built, loader, mean_losses, on_ranks, reference
 from parity import Block, local, units_of
 from plain_states import Odd, Part
@@ -110,30 +109,6 @@ def test_steps_equal_within_the_dtypes_rounding(precision: str) -> None:
         torch.testing.assert_close(found, parameters, rtol=tolerance, atol=tolerance / 3)
 
 
-def overflow(rank: int) -> tuple[list[bool], float, float]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
-    runs = fabric(precision=None, plugins=MixedPrecision("16-mixed", "cpu", scaler))
-    model = built()
-    model, optimizer = runs.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    changed, norm = [], 0.0
-    for index, (x, y) in enumerate(loader(3, torch.float32)):
-        before = [local(each).detach().clone() for each in model.parameters()]
-        loss = mse_loss(model(x), y) * (torch.inf if rank == 1 and index == 1 else 1)
-        runs.backward(loss)
-        if index == 2:
-            norm = runs.clip_gradients(model, optimizer, max_norm=1.0).item()
-        optimizer.step()
-        optimizer.zero_grad()
-        changed.append(not all(map(torch.equal, before, map(local, model.parameters()))))
-    return changed, scaler.get_scale(), norm
-
-
-def test_ranks_scale_alike_and_skip_a_step_that_overflowed_on_one() -> None:
-    one, other = on_ranks(overflow)
-    assert one == other
-    assert one[:2] == ([True, False, True], 4.0)
-
-
 # Models.
 
 
@@ -196,22 +171,6 @@ def on_meta(rank: int) -> list[float]:
 def test_models_on_the_meta_device_are_made_where_they_are_sharded() -> None:
     for losses in on_ranks(on_meta):
         assert all(0 < loss < 100 for loss in losses)
-
-
-def messages(rank: int) -> dict[str, Any]:
-    runs = fabric()
-    runs.barrier()
-    return {
-        "sum": runs.all_reduce(torch.tensor(rank + 1), reduce_op="sum").item(),
-        "mean": runs.all_reduce({"a": torch.tensor(float(rank))})["a"].item(),
-        "told": runs.broadcast({"rank": rank}, src=1),
-        "sampler": runs.strategy.distributed_sampler_kwargs["num_replicas"],
-    }
-
-
-def test_messages_between_ranks() -> None:
-    expected = {"sum": 3, "mean": 0.5, "told": {"rank": 1}, "sampler": 2}
-    assert on_ranks(messages) == [expected] * 2
 
 
 # Checkpoints.

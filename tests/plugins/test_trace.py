@@ -36,7 +36,6 @@ from polyshard_plugins.trace import (
     read_trace,
     write_trace,
 )
-from processes import run_processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -69,32 +68,6 @@ def span(lane: Lane, start: float, end: float, unit: str = "blocks.0", **changed
 
 def step_of(*spans: Span, duration: float = 100.0, memory: tuple[MemorySample, ...] = ()) -> StepTrace:
     return StepTrace(step=3, rank=0, device="cpu", duration_us=duration, spans=spans, memory=memory)
-
-
-def test_communication_counts_as_exposed_while_no_unit_computes() -> None:
-    trace = step_of(
-        span(Lane.GATHER, 0, 20),  # 0 to 10 alone
-        span(Lane.COMPUTE, 10, 40),
-        span(Lane.GATHER, 35, 45),  # 40 to 45 alone
-        span(Lane.REDUCE, 42, 60),  # 45 to 50 and 55 to 60 alone
-        span(Lane.COMPUTE, 50, 55),
-    )
-    assert trace.exposed == [(0, 10), (40, 50), (55, 60)]
-    assert trace.exposed_us == 25
-    assert trace.exposed_share == 0.25
-
-
-def test_what_waits_does_not_compute_although_a_module_around_it_does() -> None:
-    trace = step_of(
-        span(Lane.COMPUTE, 0, 100, unit="(root)"),
-        span(Lane.GATHER, 5, 30),
-        span(Lane.WAIT, 20, 30),
-        span(Lane.COMPUTE, 30, 90),
-        span(Lane.REDUCE, 40, 60, unit="blocks.1"),
-        span(Lane.WAIT, 50, 55),  # for room, in the middle of a backward
-    )
-    assert trace.compute == [(0, 20), (30, 50), (55, 100)]
-    assert trace.exposed == [(20, 30), (50, 55)]
 
 
 def test_what_did_not_finish_counts_as_no_time() -> None:
@@ -662,23 +635,3 @@ def test_one_object_serves_units_made_one_by_one(tmp_path: Path) -> None:
     for turn in range(2):
         square_step(model, turn, 0)
     assert counts(read_trace(tmp_path / "step-2-rank-0.json")) == expected_counts(2, 1)
-
-
-def train_on_gloo(rank: int, folder: str) -> None:
-    model = seeded(Net)
-    config = polyshard.ShardConfig(
-        policy=units_of(Block),
-        listeners=[{"name": "trace", "folder": folder, "ranks": "all", "steps": [2], "picture": "none"}],
-    )
-    polyshard.shard(model, config)
-    for turn in range(2):
-        square_step(model, turn, rank)
-
-
-@pytest.mark.slow
-def test_processes_know_their_rank(tmp_path: Path) -> None:
-    run_processes(2, train_on_gloo, str(tmp_path))
-    for rank in range(2):
-        trace = read_trace(tmp_path / f"step-2-rank-{rank}.json")
-        assert trace.rank == rank
-        assert counts(trace) == expected_counts(2, 1)

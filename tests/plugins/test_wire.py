@@ -310,19 +310,6 @@ def test_half_of_the_bytes_of_bf16_travel(name: str) -> None:
     assert len(plain) == len(encoded)
 
 
-def test_ranks_that_would_cut_other_blocks_are_told() -> None:
-    model = nn.Linear(16, 16)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        precision = {"name": "int8", "block": 64 if rank else 128}
-        with pytest.raises(polyshard.errors.RankMismatchError) as caught:
-            sharded_copy(model, rank, world, precision=precision)
-        return str(caught.value)
-
-    for told in on_ranks(2, on_rank):
-        assert "block" in told
-
-
 def test_two_ranks_of_unlike_masters_agree_on_every_weight() -> None:
     # bf16 and fp64 masters are read as they are, one dtype after the other.
     both = caster("int8", compute="fp32", block=16)

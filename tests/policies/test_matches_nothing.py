@@ -146,17 +146,6 @@ def test_one_text_is_said_once_a_process_by_rank_0_unless_a_filter_wants_it_alwa
     assert [each.filename for each in told] == [__file__] * times
 
 
-def test_large_units_are_told_of_by_one_rank() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        with world.lock:
-            model = tower()
-        polyshard.shard(model, threaded(world, rank, policy={"name": "budget", "unit_bytes": 8}))
-
-    with pytest.warns(UserWarning, match="cannot divide") as told:
-        on_ranks(3, on_rank)
-    assert len(told) == 1
-
-
 # The command.
 
 

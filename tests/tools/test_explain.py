@@ -29,7 +29,7 @@ from polyshard.errors import (
 )
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard_tools.cli import main
-from polyshard_tools.explaining import Explanation, explain
+from polyshard_tools.explaining import explain
 from polyshard_tools.explaining.explanation import folded
 from torch import nn
 
@@ -98,15 +98,6 @@ def test_what_is_told_is_what_sharding_does() -> None:
     for unit in told.units:
         for parameter in unit.parameters:
             assert model.get_parameter(parameter.name).shape == parameter.shape
-
-
-def test_dtypes_are_those_of_each_use() -> None:
-    (unit,) = explain(ShardConfig(precision="bf16"), nn.Linear(4, 4), 2).units
-    float32, bfloat16 = torch.float32, torch.bfloat16
-    assert (unit.master, unit.compute, unit.wire) == (float32, bfloat16, bfloat16)
-    assert (unit.reduce, unit.grad) == (float32, float32)
-    # Of 16 + 4 elements half, in two bytes each; the bias begins at a multiple of 16 bytes.
-    assert (unit.shard_elements, unit.gather_nbytes) == (10, 20)
 
 
 def test_a_unit_says_which_rule_made_it() -> None:
@@ -560,9 +551,3 @@ def test_the_command_exits_with_two_and_prints_nothing(
 )
 def test_patterns_fold_as_a_whole(text: str, expected: list[str]) -> None:
     assert ["".join(fold) for fold in folded(text, list(text))] == expected
-
-
-def test_a_model_with_memory_is_explained_alike() -> None:
-    told: Explanation = explain(of_blocks(), on_meta(), 4)
-    assert told == explain(of_blocks(), Net(), 4)
-    assert told != explain(of_blocks(), on_meta(), 5)

@@ -179,13 +179,6 @@ def test_parts_of_tensors_are_a_group_of_their_own() -> None:
         dist.destroy_process_group()
 
 
-def test_a_mesh_of_one_dimension() -> None:
-    found = plan(ShardConfig(mesh=WorldMesh.pretended({"dp": 8})), on_meta(Net), 8, batch=BATCH, samples=ROWS)
-    # Of four experts over eight ranks, half is padding.
-    whole = 4 * ((DEPTH + 1) * DENSE + DEPTH * 2 * SPARSE)
-    assert sent(found)[Operation.REDUCE_SCATTER, "dp", 8] == whole * 7 // 8
-
-
 def test_a_mesh_that_is_not_of_the_planned_ranks_is_named() -> None:
     with pytest.raises(ConfigError, match="the mesh edp=2, ep=2 is not one of the ranks 0 to 7"):
         plan(config_over({"edp": 2, "ep": 2}, shard=("edp", "ep")), on_meta(Net), 8)
@@ -203,14 +196,3 @@ def test_groups_are_told_by_dimensions_and_reach_over_their_own_hosts() -> None:
     assert part.partition([[0, 2], [1, 3]]).span.over == ("edp",)
     # Three of a dimension of four are none of the mesh's.
     assert world.partition([[0, 2, 4], [rank for rank in range(16) if rank not in (0, 2, 4)]]).span.over == ()
-
-
-@pytest.mark.slow
-def test_sixteen_thousand_ranks_over_three_dimensions() -> None:
-    sizes = {"rep": 16, "edp": 32, "ep": 32}
-    config = config_over(sizes, shard=("edp", "ep"), replicate="rep", strategy="hybrid_shard")
-    found = plan(config, on_meta(Net), 16384)
-    assert [(group.over, group.shards, group.replicas) for group in found.groups] == [
-        ("edp, ep and rep", 1024, 16),
-        ("edp and rep", 32, 16),
-    ]

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_distribution import install
@@ -280,30 +279,3 @@ def test_a_suite_that_does_not_end_is_ended(site: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "does not hold on cpu: broadcast reaches every rank" in out
     assert "the suite had not ended after 25 s; rules that come later were not tried" in out
-
-
-#: Built-in plugins that work on the CPU, with their options. Functions cannot be given on a command line, and
-#: `transformers` needs a model of that library.
-BUILT_IN: dict[str, dict[str, Any]] = {
-    "collectives": {"auto": "", "fake": "", "gloo": "", "threaded": ""},
-    "precision": {"none": "", "fp32": "", "bf16": "", "fp16": "", "mixed": ""},
-    "offload": {"none": "", "cpu": ""},
-    "policies": {
-        "always": "",
-        "never": "",
-        "size": "",
-        "module_class": 'classes = "torch.nn:Sequential"',
-        "transformer": 'layers = "torch.nn:Sequential"',
-        "or": 'policies = ["never", "size"]',
-    },
-    "plugins": {"trace": 'folder = "traces", picture = "none"'},
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in BUILT_IN.items() for name in names])
-def test_built_in_plugins_keep_their_contracts(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert check(name, "--group", group, "--options", f"{{{BUILT_IN[group][name]}}}") == 0, capsys.readouterr().out
