@@ -1,4 +1,4 @@
-"""From the tensors of files to those of a model, and back: in steps, each of a few tensors.
+"""The tensors of a sharded model by name, and how those of files become them, and back: in steps of a few tensors.
 
 Steps are tried without values first: what they make is known before anything is read, written or sent.
 """
@@ -11,7 +11,37 @@ from typing import Any
 
 import torch
 from polyshard.errors import ConfigError
-from polyshard.state.source import listed
+from polyshard.inspect import ShardedModel
+from polyshard.state.contents import model_state, names_within
+from polyshard.state.source import chunks_of, listed
+
+#: Parameters and persistent buffers by all of their names; ``chunks_of`` one are what this rank holds of it.
+Held = Mapping[tuple[str, ...], torch.Tensor]
+
+
+def tensors_of(sharded: ShardedModel) -> Held:
+    """All of the model's, those of units first; last what packed ones have beside.
+
+    Raises:
+        ConfigError: something has no memory to be read into, or to be written from.
+        ParameterChangedError: modules moved, so that a name is another parameter's now.
+    """
+    names = names_within(sharded, sharded.module)
+    held = {names[first]: value for first, value in model_state(sharded.module).items()}
+    hollow = [f"'{each[0]}'" for each, value in held.items() if any(chunk.view.is_meta for chunk in chunks_of(value))]
+    if hollow:
+        raise ConfigError(
+            f"{', '.join(hollow)} are on the meta device (rank {sharded.rank}): shard() was told to leave them alone, "
+            "so there is nothing to read into. Give each memory before shard(), by module.name = "
+            "torch.nn.Parameter(torch.empty_like(module.name, device='cpu'))."
+        )
+    return held
+
+
+def joined(path: str, name: str) -> str:
+    """The name of what is ``name`` in the module ``path``."""
+    return f"{path}.{name}" if path else name
+
 
 #: ``WeightConverter`` and ``WeightRenaming`` of ``transformers.core_model_loading``: from files to a model.
 Conversion = Sequence[Any]

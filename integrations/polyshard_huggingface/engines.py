@@ -18,8 +18,7 @@ from polyshard.state.streaming import Ranks, Weights, copy_kept
 from torch import nn
 
 from . import _private
-from .conversion import Conversion, Outcomes, Step, foreseen
-from .tensors import Held, joined, tensors_of
+from .conversion import Conversion, Held, Outcomes, Step, foreseen, joined, tensors_of
 
 
 def merged(

@@ -29,9 +29,8 @@ from polyshard.state.source import chunks_of, listed
 from torch import nn
 
 from . import _private
-from .conversion import Conversion, Outcomes, Step, foreseen
+from .conversion import Conversion, Held, Outcomes, Step, foreseen, tensors_of
 from .files import Read, identity_of, open_saved, reading
-from .tensors import Held, tensors_of
 
 #: For ranks that have not one file system.
 _ALONE = " Pass ranks='first' to read on rank 0 for all."

@@ -31,11 +31,10 @@ from polyshard.state.exchange import (
 from torch import nn
 
 from . import _private
-from .conversion import Conversion
+from .conversion import Conversion, tensors_of
 from .engines import as_saved, saved_as
 from .files import INDEX, WEIGHTS, header_of
 from .loading import Ranks, require_ranks
-from .tensors import tensors_of
 
 #: For ranks that have not one file system.
 _ALONE = " Pass ranks='first' to write from rank 0 alone."

@@ -16,7 +16,7 @@ from polyshard.state.source import listed
 from torch import nn
 
 from . import _private
-from .tensors import joined
+from .conversion import joined
 
 
 def to_be_loaded(model: nn.Module, *, fresh: Collection[str] = ()) -> Initializer:

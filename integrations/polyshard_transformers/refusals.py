@@ -18,11 +18,13 @@ from transformers import Adafactor
 #: How values of ``TrainingArguments.optim`` begin whose update of an element depends on others of its parameter.
 _WHOLE = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw", "grokadamw")
 
+_ENGINE = "is set, and PolyshardTrainer shards the model itself. Leave it out, or use transformers.Trainer."
 _EVALUATION = (
     "would change the dtype of sharded parameters. Leave it out: evaluation computes in the precision of training."
 )
 #: Settings of ``TrainingArguments`` and of TRL's configurations, and why each is refused.
 _REFUSED = {
+    **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config"), _ENGINE),
     "enable_jit_checkpoint": "saves on each rank behind its own signal: one that was signalled alone, or a step "
     "earlier, would wait for the others in the save. Leave it out, and give the trainer "
     "callbacks=[polyshard_transformers.PreemptionCallback()].",
@@ -48,12 +50,6 @@ def refuse_arguments(args: Any) -> None:
     """Raise ``ConfigError`` where ``TrainingArguments`` ask for another engine, or for something that sharded
     parameters cannot do.
     """
-    for name in ("fsdp", "deepspeed", "parallelism_config"):
-        if getattr(args, name, None):
-            raise ConfigError(
-                f"TrainingArguments.{name} is set, and PolyshardTrainer shards the model itself. Leave {name} out, or "
-                "use transformers.Trainer."
-            )
     for name, why in _REFUSED.items():
         if getattr(args, name, False):
             raise ConfigError(f"TrainingArguments.{name} {why}")

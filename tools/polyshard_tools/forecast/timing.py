@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
 from polyshard.config import did_you_mean
 from polyshard.errors import ConfigError
 from polyshard.inspect import Stream
@@ -150,21 +151,12 @@ def fitted(operation: Operation, ranks: int, timings: Sequence[tuple[int, float]
             f"{operation.value} among {ranks} ranks was timed at {len(set(received))} sizes; it takes two."
         )
     # Minimise sum(((a + b x - t) / t)^2).
-    weights = [1 / seconds**2 for _, seconds in timings]
-    total = math.fsum(weights)
-    mean_x = math.fsum(w * x for w, x in zip(weights, received, strict=True)) / total
-    mean_t = math.fsum(w * t for w, (_, t) in zip(weights, timings, strict=True)) / total
-    spread = math.fsum(w * (x - mean_x) ** 2 for w, x in zip(weights, received, strict=True))
-    slope = (
-        math.fsum(w * (x - mean_x) * (t - mean_t) for w, x, (_, t) in zip(weights, received, timings, strict=True))
-        / spread
-    )
-    latency = mean_t - slope * mean_x
+    seconds = torch.tensor([each for _, each in timings], dtype=torch.float64)
+    terms = torch.stack((torch.ones_like(seconds), torch.tensor(received))) / seconds
+    wanted = torch.ones_like(seconds)[:, None]
+    latency, slope = torch.linalg.lstsq(terms.T, wanted).solution.flatten().tolist()
     if latency < 0:
-        latency = 0.0
-        slope = math.fsum(w * x * t for w, x, (_, t) in zip(weights, received, timings, strict=True)) / math.fsum(
-            w * x * x for w, x in zip(weights, received, strict=True)
-        )
+        latency, slope = 0.0, torch.linalg.lstsq(terms[1:].T, wanted).solution.item()
     if slope <= 0:
         raise ConfigError(
             f"{operation.value} among {ranks} ranks did not take longer for more bytes: latency hides them. Time "
