@@ -24,7 +24,7 @@ from .offload import OffloadSuite
 from .plugin import plugin_context
 from .policy import PolicySuite
 from .precision import PrecisionSuite
-from .ranks import KeptProcesses, Rank, RankProcesses, run_in, run_ranks
+from .ranks import KeptProcesses, Rank, RankProcesses, run_ranks
 
 __all__ = [
     "CollectivesSuite",
@@ -36,6 +36,5 @@ __all__ = [
     "Rank",
     "RankProcesses",
     "plugin_context",
-    "run_in",
     "run_ranks",
 ]

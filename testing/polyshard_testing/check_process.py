@@ -32,8 +32,8 @@ class Stage(enum.StrEnum):
 class Outcome:
     """A line of the record: one test has come to a stage."""
 
-    where: str
-    """Class of the test."""
+    device: str
+    """Of the test; empty for no test."""
     rule: str
     """Name of its method, or ``MADE``."""
     case: str
@@ -49,30 +49,24 @@ MADE = "made"
 TESTS, RECORD = "test_installed.py", "outcomes.jsonl"
 
 
-class Record:
-    """A file of outcomes, one line of JSON each."""
+def outcomes_in(folder: Path) -> list[Outcome]:
+    """What was recorded in ``folder``, in that order."""
+    file = folder / RECORD
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [Outcome(**(fields | {"stage": Stage(fields["stage"])})) for fields in map(json.loads, lines)]
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
 
-    def add(self, outcome: Outcome) -> None:
+class Recorder:
+    """A plugin of pytest that records outcomes in a folder, one line of JSON each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / RECORD
+
+    def add(self, test: str, rule: str, case: str, stage: Stage, message: str = "") -> None:
+        """``test``: a class of tests, named after a device."""
+        outcome = Outcome(test.removeprefix("Test").lower(), rule, case, stage, message)
         with self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(asdict(outcome)) + "\n")
-
-    def __iter__(self) -> Iterator[Outcome]:
-        """The outcomes of the file, which may not be there yet."""
-        if not self._file.exists():
-            return
-        for line in self._file.read_text(encoding="utf-8").splitlines():
-            fields = json.loads(line)
-            yield Outcome(**(fields | {"stage": Stage(fields["stage"])}))
-
-
-class OutcomeReporter:
-    """A plugin of pytest that keeps a ``Record``."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._add(nodeid, Stage.BEGUN)
@@ -87,12 +81,12 @@ class OutcomeReporter:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._record.add(Outcome("", MADE, "", Stage.FAILED, _message(report)))
+            self.add("", MADE, "", Stage.FAILED, _message(report))
 
     def _add(self, nodeid: str, stage: Stage, message: str = "") -> None:
         _, where, test = nodeid.split("::", 2)
         rule, _, case = test.partition("[")
-        self._record.add(Outcome(where, rule, case.removesuffix("]"), stage, message))
+        self.add(where, rule, case.removesuffix("]"), stage, message)
 
 
 def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -105,8 +99,8 @@ def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 def main(folder: Path) -> int:
     """Run the tests of ``folder``, without the user's own settings for pytest."""
-    record = Record(folder / RECORD)
-    tests = [f"{folder / TESTS}::{name}" for name in _makeable(folder / TESTS, record)]
+    recorder = Recorder(folder)
+    tests = [f"{folder / TESTS}::{name}" for name in _makeable(folder / TESTS, recorder)]
     if not tests:
         return 0
     arguments = [
@@ -114,10 +108,10 @@ def main(folder: Path) -> int:
         *("-p", "no:cacheprovider", "-q", "--tb=short", "--import-mode=importlib"),
         *tests,
     ]
-    return int(pytest.main(arguments, plugins=[OutcomeReporter(record)]))
+    return int(pytest.main(arguments, plugins=[recorder]))
 
 
-def _makeable(file: Path, record: Record) -> Iterator[str]:
+def _makeable(file: Path, recorder: Recorder) -> Iterator[str]:
     """The classes of tests whose plugin can be constructed, which is tried here: otherwise every test would fail."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
@@ -129,18 +123,18 @@ def _makeable(file: Path, record: Record) -> Iterator[str]:
     for name, tests in vars(module).items():
         if not (name.startswith("Test") and issubclass(tests, InstalledPlugin)):
             continue
-        record.add(Outcome(name, MADE, "", Stage.BEGUN))
+        recorder.add(name, MADE, "", Stage.BEGUN)
         try:
             tests().try_making()
         except DeviceError as error:
-            record.add(Outcome(name, MADE, "", Stage.SKIPPED, str(error)))
+            recorder.add(name, MADE, "", Stage.SKIPPED, str(error))
         except KeyboardInterrupt:
             raise
         # SystemExit of a factory, too.
         except BaseException as error:
-            record.add(Outcome(name, MADE, "", Stage.FAILED, f"{type(error).__name__}: {error}"))
+            recorder.add(name, MADE, "", Stage.FAILED, f"{type(error).__name__}: {error}")
         else:
-            record.add(Outcome(name, MADE, "", Stage.PASSED))
+            recorder.add(name, MADE, "", Stage.PASSED)
             yield name
 
 

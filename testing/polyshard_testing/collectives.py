@@ -13,7 +13,7 @@ from polyshard.interfaces import Collectives, CollectivesCapabilities, Group, Re
 
 from . import collectives_checks as checks
 from .plugin import PluginSuite, fingerprint_of
-from .ranks import KeptProcesses, Rank, run_in, run_ranks
+from .ranks import KeptProcesses, Rank, run_ranks
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class CollectivesSuite(PluginSuite):
 
     def _in_kept_ranks(self, world_size: int, fn: Callable[[Rank], T]) -> list[T]:
         if self._processes is not None and self.ranks == "processes":
-            return run_in(self._processes.of(world_size), fn, timeout_s=self.timeout_s)
+            return self._processes.of(world_size).run(fn, timeout_s=self.timeout_s)
         return self.start_ranks(world_size, fn)
 
     def factory(self) -> Callable[..., Any]:

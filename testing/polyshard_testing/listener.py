@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from polyshard.config import ShardConfig
 
 
+_HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT_NAME}_spec")]
 #: Methods of an observer, with their arguments.
 _OBSERVER = dict.fromkeys(("unshard", "unsharded", "wait", "waited", "reduce", "reduced", "reshard"), "unit")
 _OBSERVER |= dict.fromkeys(("compute", "computed"), "unit, backward")
@@ -123,8 +124,7 @@ class ListenerSuite(LocalPluginSuite):
             Events([("listener", listener)])
         except PolyshardError as error:
             pytest.fail(str(error))
-        hooks = {name for name, value in vars(hookspecs).items() if hasattr(value, "polyshard_spec")}
-        for name in hooks:
+        for name in _HOOKS:
             method = getattr(listener, name, None)
             marked = hasattr(method, f"{hookspecs.PROJECT_NAME}_impl")
             assert method is None or marked, f"{name} is the name of a hook: mark it with polyshard.hookimpl"
@@ -206,8 +206,7 @@ class ListenerSuite(LocalPluginSuite):
         return self.make()
 
     def _same_numbers(self, use: _Use) -> None:
-        with _seeds(self.device):
-            with_it = use(self._listener, self.device)
+        with_it = _results(use, self._listener, self.device)
         assert _equal(with_it, _without(use, self.device)), "parameters differ from those without the listener"
 
     def _watched(self) -> Watched:
@@ -220,29 +219,28 @@ class ListenerSuite(LocalPluginSuite):
         return watched
 
 
-#: Makes a listener, or None, for each model, and returns the models' parameters at the end.
-_Use = Callable[[Callable[[], object | None], torch.device], list[Values]]
+#: Begins a run: a sharded model with a listener of its own, or without one.
+_Start = Callable[..., _Run]
+_Use = Callable[[_Start], None]
 
 
-def _train(make: Callable[[], object | None], device: torch.device) -> list[Values]:
-    run = _Run(make(), device)
+def _train(start: _Start) -> None:
+    run = start()
     with no_sync(run.model):
         run.loss().backward()  # type: ignore[no-untyped-call]
     run.step()
     run.step()
-    return [run.end()]
 
 
-def _evaluate(make: Callable[[], object | None], device: torch.device) -> list[Values]:
-    run = _Run(make(), device)
+def _evaluate(start: _Start) -> None:
+    run = start()
     run.evaluate()
     run.evaluate()
     run.step()
-    return [run.end()]
 
 
-def _fail(make: Callable[[], object | None], device: torch.device) -> list[Values]:
-    run = _Run(make(), device)
+def _fail(start: _Start) -> None:
+    run = start()
     run.model.fails = True
     with pytest.raises(_PlannedError):
         run.step()
@@ -252,54 +250,60 @@ def _fail(make: Callable[[], object | None], device: torch.device) -> list[Value
     with pytest.raises(_PlannedError):
         loss.backward()  # type: ignore[no-untyped-call]
     run.step()
-    return [run.end()]
 
 
 def _raise(gradient: torch.Tensor) -> None:
     raise _PlannedError
 
 
-def _recompute(make: Callable[[], object | None], device: torch.device) -> list[Values]:
-    run = _Run(make(), device)
+def _recompute(start: _Start) -> None:
+    run = start()
     run.model.recomputes = True
     run.step()
-    return [run.end()]
 
 
-def _freeze(make: Callable[[], object | None], device: torch.device) -> list[Values]:
-    run = _Run(make(), device, frozen=True)
-    run.step()
-    return [run.end()]
+def _freeze(start: _Start) -> None:
+    start(frozen=True).step()
 
 
-def _train_two(make: Callable[[], object | None], device: torch.device) -> list[Values]:
-    runs = [_Run(make(), device), _Run(make(), device)]
+def _train_two(start: _Start) -> None:
+    first, second = start(), start()
     # One step lies within the other, and the next behind it.
-    outer = runs[0].loss()
-    runs[1].step()
+    outer = first.loss()
+    second.step()
     outer.backward()  # type: ignore[no-untyped-call]
-    runs[0].optimizer.step()
-    runs[0].optimizer.zero_grad()
-    runs[0].step()
-    return [run.end() for run in runs]
+    first.optimizer.step()
+    first.optimizer.zero_grad()
+    first.step()
 
 
-def _save_and_load(make: Callable[[], object | None], device: torch.device) -> list[Values]:
+def _save_and_load(start: _Start) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        saved = _Run(make(), device)
+        saved = start()
         saved.step()
         directory = checkpoints.save(Path(folder), 1, saved.model, saved.optimizer)
-        loaded = _Run(make(), device)
+        loaded = start()
         checkpoints.load(directory, loaded.model, loaded.optimizer)
     loaded.step()
-    return [saved.end(), loaded.end()]
+
+
+def _results(use: _Use, make: Callable[[], object | None], device: torch.device) -> list[Values]:
+    """The models' parameters behind ``use``, each with a listener that ``make`` makes."""
+    runs: list[_Run] = []
+
+    def start(**settings: Any) -> _Run:
+        runs.append(_Run(make(), device, **settings))
+        return runs[-1]
+
+    with _seeds(device):
+        use(start)
+        return [run.end() for run in runs]
 
 
 @functools.cache
 def _without(use: _Use, device: torch.device) -> list[Values]:
     """The result of ``use`` without a listener: the same for all of them."""
-    with _seeds(device):
-        return use(lambda: None, device)
+    return _results(use, lambda: None, device)
 
 
 @contextmanager
@@ -351,6 +355,9 @@ class Watched(Listener):
         """Where it waited for the device inside a step, and by what."""
         self.changes: list[str] = []
         """Changes that it made to the model, and where."""
+        for name in _HOOKS:
+            if name != "make_observer":
+                setattr(self, name, self._hand_on(name, getattr(hookspecs, name)))
 
     def _note(self, operation: Any) -> None:
         name = operation.name()
@@ -413,40 +420,16 @@ class Watched(Listener):
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
-    @hookimpl
-    def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
-        with self.inside("before_shard", model):
-            self._events.before_shard(model, config)
+    def _hand_on(self, hook: str, spec: Callable[..., Any]) -> Callable[..., Any]:
+        """An implementation of ``hook``, whose first argument is the model."""
 
-    @hookimpl
-    def after_shard(self, model: torch.nn.Module) -> None:
-        with self.inside("after_shard", model):
-            self._events.after_shard(model)
+        @hookimpl
+        @functools.wraps(spec)
+        def handed_on(*arguments: Any) -> None:
+            with self.inside(hook, arguments[0]):
+                getattr(self._events, hook)(*arguments)
 
-    @hookimpl
-    def on_save(self, model: torch.nn.Module, path: Path) -> None:
-        with self.inside("on_save", model):
-            self._events.on_save(model, path)
-
-    @hookimpl
-    def on_load(self, model: torch.nn.Module, path: Path) -> None:
-        with self.inside("on_load", model):
-            self._events.on_load(model, path)
-
-    @hookimpl
-    def on_progress(self, model: torch.nn.Module, work: str, done: int, total: int) -> None:
-        with self.inside("on_progress", model):
-            self._events.on_progress(model, work, done, total)
-
-    @hookimpl
-    def step_begin(self, model: torch.nn.Module) -> None:
-        with self.inside("step_begin", model):
-            self._events.step_begin(model)
-
-    @hookimpl
-    def step_end(self, model: torch.nn.Module) -> None:
-        with self.inside("step_end", model):
-            self._events.step_end(model)
+        return handed_on
 
     @hookimpl
     def make_observer(self, unit: UnitSpec) -> Any:

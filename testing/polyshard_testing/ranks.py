@@ -103,12 +103,7 @@ def run_ranks(
     if backend != "processes":
         raise ConfigError(f'ranks are "threads" or "processes", not {backend!r}')
     with RankProcesses(world_size, device_type=device_type) as processes:
-        return run_in(processes, fn, timeout_s=timeout_s)
-
-
-def run_in(processes: RankProcesses, fn: Callable[[Rank], T], *, timeout_s: float = 60.0) -> list[T]:
-    """``run_ranks`` in processes that stay for the next call."""
-    return processes.run(fn, timeout_s=timeout_s)
+        return processes.run(fn, timeout_s=timeout_s)
 
 
 @functools.cache

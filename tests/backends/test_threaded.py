@@ -246,17 +246,6 @@ def test_the_contexts_timeout_counts_where_it_is_shorter() -> None:
     ThreadedWorld(2, timeout=60.0).run(on_rank, timeout=10.0)
 
 
-def test_the_first_failure_is_raised_and_its_rank_named() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        if rank == 2:
-            raise ZeroDivisionError("on purpose")
-        join(world, rank).barrier()
-
-    with pytest.raises(ZeroDivisionError, match="on purpose") as raised:
-        ThreadedWorld(3).run(on_rank)
-    assert raised.value.__notes__ == ["raised on rank 2 of a threaded world of 3"]
-
-
 def test_abort_wakes_the_others_and_says_why() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         collectives = join(world, rank)
@@ -269,19 +258,6 @@ def test_abort_wakes_the_others_and_says_why() -> None:
     world.run(on_rank)
     with pytest.raises(StateError, match="make a new one"):
         world.run(on_rank)
-
-
-@pytest.mark.slow
-def test_threads_that_hang_are_reported_with_stacks() -> None:
-    leave = threading.Event()
-
-    def hangs_outside_a_collective(rank: int, world: ThreadedWorld) -> None:
-        if rank == 1:
-            leave.wait(10.0)
-
-    with pytest.raises(CollectiveTimeoutError, match=r"(?s)ranks \[1\] .*in hangs_outside_a_collective"):
-        ThreadedWorld(2).run(hangs_outside_a_collective, timeout=0.3)
-    leave.set()
 
 
 def test_an_operation_that_fails_fails_on_every_rank() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import CollectiveTimeoutError, ConfigError, RankFailedError, WorldSizeError
 from polyshard.interfaces import Collectives, Group, ReduceOp
-from polyshard_testing import CollectivesSuite, KeptProcesses, Rank, RankProcesses, run_in, run_ranks
+from polyshard_testing import CollectivesSuite, KeptProcesses, Rank, RankProcesses, run_ranks
 from polyshard_testing import plugin_context as context_of
 from processes import forking_context
 from torch import nn
@@ -61,9 +61,9 @@ def test_threads_train_a_model_that_they_share() -> None:
 
 @pytest.mark.slow
 def test_processes_train_a_model_that_they_share(kept: KeptProcesses) -> None:
-    check_gradients(run_in(kept.of(2), gradients))
+    check_gradients(kept.of(2).run(gradients))
     # The same processes once more, in the group that they have joined.
-    assert run_in(kept.of(2), place) == [(0, 2, "cpu", 0), (1, 2, "cpu", 1)]
+    assert kept.of(2).run(place) == [(0, 2, "cpu", 0), (1, 2, "cpu", 1)]
 
 
 def place(rank: Rank) -> tuple[int, int, str, int]:
@@ -98,7 +98,7 @@ def exchanging(rank: Rank) -> None:
 def test_what_one_process_raises_is_raised_here_with_its_traceback(kept: KeptProcesses) -> None:
     processes = kept.of(2)
     with pytest.raises(KeyError, match="lost") as raised:
-        run_in(processes, raises_on_one, timeout_s=30.0)
+        processes.run(raises_on_one, timeout_s=30.0)
     (note,) = raised.value.__notes__
     assert note.startswith("raised on rank 1 of 2 processes\nTraceback")
     assert "in raises_on_one" in note
@@ -124,11 +124,11 @@ def unsendable(rank: Rank) -> threading.Lock:
 @pytest.mark.slow
 def test_a_process_that_dies_or_cannot_answer_is_named(kept: KeptProcesses) -> None:
     with pytest.raises(RankFailedError, match="rank 1 of 2 died with exit code 7"):
-        run_in(kept.of(2), dies, timeout_s=30.0)
+        kept.of(2).run(dies, timeout_s=30.0)
     with pytest.raises(RankFailedError, match="rank 0 raised SystemExit: no licence"):
-        run_in(kept.of(1), leaves)
+        kept.of(1).run(leaves)
     with pytest.raises(RankFailedError, match=r"rank 0 returned, a lock, cannot be sent.*Return numbers"):
-        run_in(kept.of(1), unsendable)
+        kept.of(1).run(unsendable)
 
 
 def hangs(rank: Rank) -> None:
@@ -148,7 +148,7 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(kept: KeptProcesses, backend: 
         if backend == "threads":
             run_ranks(2, hangs, timeout_s=0.5)
         else:
-            run_in(kept.of(2), hangs, timeout_s=0.5)
+            kept.of(2).run(hangs, timeout_s=0.5)
 
     with pytest.raises(CollectiveTimeoutError, match=r"had not returned after 0\.5 s") as raised:
         run()
@@ -159,9 +159,9 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(kept: KeptProcesses, backend: 
 @pytest.mark.slow
 def test_what_cannot_be_sent_is_refused_with_what_can(kept: KeptProcesses) -> None:
     with pytest.raises(ConfigError, match=r"Take a function that stands in a module, or functools.partial"):
-        run_in(kept.of(2), lambda rank: rank.rank)
+        kept.of(2).run(lambda rank: rank.rank)
     # Nothing was sent: they work on.
-    assert [each[0] for each in run_in(kept.of(2), place)] == [0, 1]
+    assert [each[0] for each in kept.of(2).run(place)] == [0, 1]
 
 
 def test_wrong_arguments_are_refused_before_anything_starts() -> None:

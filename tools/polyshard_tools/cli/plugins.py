@@ -353,19 +353,20 @@ def _run_suite(tests: str, timeout_s: float) -> SuiteRun:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        outcomes = list(check_process.Record(Path(folder, check_process.RECORD)))
-        return _found(outcomes, ended, written.read_text(encoding="utf-8", errors="replace"))
+        return _found(
+            check_process.outcomes_in(Path(folder)), ended, written.read_text(encoding="utf-8", errors="replace")
+        )
 
 
 def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
     from polyshard_testing.check_process import MADE, Stage
 
-    made = {each.where: each for each in outcomes if each.rule == MADE}
-    devices = tuple(_device(each.where) for each in made.values() if each.stage is Stage.PASSED)
+    made = {each.device: each for each in outcomes if each.rule == MADE}
+    devices = tuple(device for device, each in made.items() if each.stage is Stage.PASSED)
     if not devices:
         reasons = [each.message for each in made.values() if each.message]
         return SuiteRun((), "; ".join(reasons) or f"{ended or 'nothing was tried'}\n{output[-2000:]}".strip(), ())
-    broken = [f"on {_device(each.where)}: {each.message}" for each in made.values() if each.stage is Stage.FAILED]
+    broken = [f"on {device}: {each.message}" for device, each in made.items() if each.stage is Stage.FAILED]
     by_rule: dict[str, list[Outcome]] = {}
     for each in outcomes:
         if each.rule != MADE:
@@ -379,18 +380,13 @@ def _rule(name: str, outcomes: Iterable[Outcome], ended: str) -> Rule:
 
     cases: dict[tuple[str, str], Outcome] = {}
     for each in outcomes:
-        earlier = cases.get((each.where, each.case))
+        earlier = cases.get((each.device, each.case))
         # A failure while a test is torn down follows its passing; one may also fail twice.
         if earlier is None or earlier.stage is not Stage.FAILED:
-            cases[each.where, each.case] = each
-    failures = []
-    for (where, case), each in cases.items():
-        if each.stage is Stage.FAILED:
-            failures.append(Failure(_device(where), case, each.message))
-        elif each.stage is Stage.BEGUN:
-            failures.append(Failure(_device(where), case, ended))
-    return Rule(name, any(each.stage is not Stage.SKIPPED for each in cases.values()), tuple(failures))
-
-
-def _device(where: str) -> str:
-    return where.removeprefix("Test").lower()
+            cases[each.device, each.case] = each
+    failures = tuple(
+        Failure(each.device, each.case, each.message if each.stage is Stage.FAILED else ended)
+        for each in cases.values()
+        if each.stage in (Stage.FAILED, Stage.BEGUN)
+    )
+    return Rule(name, any(each.stage is not Stage.SKIPPED for each in cases.values()), failures)
