@@ -127,7 +127,7 @@ def require_file(path: str | Path) -> None:
 
 
 def has_optimizers(path: str | Path) -> bool:
-    return Manifest.read(Path(path), Marker.read(Path(path))).optimizer is not None
+    return Manifest.read(Path(path), Marker.read(Path(path))).kind is not None
 
 
 def whole_model_state(module: nn.Module) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _load(models: Models, directory: Place, optimizer: Optimizers | None, *, fro
             # Decoded here, where a failure changes nothing.
             precision, extra = source.precision, source.extra
     require_same(everyone, directory, marker.identity, REMEDY)
-    kind = manifest.optimizer.kind if manifest.optimizer else None
+    kind = manifest.kind
     with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone.rank):
         sources = [models.source_of(part, source) for part in parts]
         restores = [

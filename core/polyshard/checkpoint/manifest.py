@@ -7,17 +7,18 @@ import hashlib
 import math
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import StateError
+from ..errors import CheckpointDamagedError, StateError
 from ..io.boxes import Box, Numbers, overlapping
 from ..io.files import DIGEST, REMEDY, damaged, is_digest
 from ..io.memory import DTYPES, NAMES
+from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import listed
 from .archive import ALIGNMENT, lengths
 from .encoding import (
@@ -50,6 +51,9 @@ FORMAT = 4
 _FILES = {3: re.compile(r"rank-\d{5,9}\.bin", re.ASCII), FORMAT: re.compile(r"__\d{1,9}_0\.distcp", re.ASCII)}
 READ = tuple(_FILES)
 _DIGEST = "sha256"
+#: The key in a saved state dict, as containers and names that lead there.
+Path = tuple[Any, ...]
+_GROUPS = (OPTIMIZER, "param_groups")
 #: Bytes: a hundred for each rank's file, and there are not more ranks than half a million.
 _MOST = 64 << 20
 
@@ -120,31 +124,22 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class StoredOptimizer:
-    """One optimizer or several, as one."""
-
-    state: Mapping[str, Mapping[str, StoredTensor | Json]]
-    """By parameter and name of the state; other values are encoded."""
-    groups: Sequence[Mapping[str, Json]]
-    """Encoded settings."""
-    kind: Any
-    """The class, or the classes."""
-
-
-@dataclass(frozen=True)
 class Manifest:
     """All that a checkpoint holds."""
 
+    directory: Place
     files: Mapping[str, StoredFile]
-    model: Mapping[str, StoredTensor]
+    stored: Mapping[Path, StoredTensor | Json]
+    """By path: ``("model", name)``, ``("optimizer", "state", name, key)``, ``("optimizer", "param_groups", index,
+    setting)``. What is no tensor is encoded."""
     aliases: Mapping[str, str]
-    """Further names of what ``model`` has, and the name there."""
-    optimizer: StoredOptimizer | None
+    """Further names of what the model has, and the name in ``stored``."""
+    kind: Any
+    """The optimizer's class, or the classes of several as one; None where none was saved."""
     precision: Json
     extra: Json
     complete: bool
-    directory: Place
-    _within: dict[int, StoredTensor] = field(default_factory=dict)
+    within: Mapping[int, StoredTensor]
     """Tensors in encoded values, by the identity of their descriptions, which live as long."""
 
     @classmethod
@@ -175,46 +170,25 @@ class Manifest:
                     raise MalformedError(f"'{name}' is said to be '{first}'")
             sizes = {name: math.prod(each.shape) for name, each in model.items()}
             sizes.update({name: sizes[first] for name, first in aliases.items()})
-            optimizer = None if top["optimizer"] is None else _optimizer(top["optimizer"], read, sizes)
-            found = cls(known, model, aliases, optimizer, top["precision"], top["extra"], marker.complete, directory)
-
+            stored: dict[Path, StoredTensor | Json] = {(MODEL, name): each for name, each in model.items()}
+            kind = None if top["optimizer"] is None else _optimizer(top["optimizer"], read, sizes, stored)
             # Decoded without elements first: a rank must not find out when others have changed their models.
-            def stand_in(entry: Json) -> torch.Tensor:
-                return read.stand_in(entry, found._within)
-
-            for each in found.settings():
-                decode(each, stand_in)
-            an_object(decode(found.extra, stand_in), "extra")
-            for state in an_object(decode(found.precision, stand_in), "precision").values():
+            an_object(decode(top["extra"], read.stand_in), "extra")
+            for state in an_object(decode(top["precision"], read.stand_in), "precision").values():
                 an_object(state, "precision")
             read.require_apart()
-        return found
-
-    def within(self, entry: Json) -> StoredTensor:
-        """The tensor of ``entry`` in an encoded value of this manifest."""
-        return self._within[id(entry)]
-
-    @property
-    def in_values(self) -> Iterable[StoredTensor]:
-        """Tensors in encoded values."""
-        return self._within.values()
-
-    def settings(self) -> Iterator[Json]:
-        for group in () if self.optimizer is None else self.optimizer.groups:
-            yield from group.values()
+        precision, extra, within = top["precision"], top["extra"], read.within
+        return cls(directory, known, stored, aliases, kind, precision, extra, marker.complete, within)
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
-        for name, stored in self.model.items():
-            yield f"model.{name}", stored
-        if self.optimizer is not None:
-            for name, states in self.optimizer.state.items():
-                for state, value in states.items():
-                    if isinstance(value, StoredTensor):
-                        yield f"optimizer.state.{name}.{state}", value
-        for stored in self.in_values:
+        """Each with a name for errors."""
+        for path, stored in self.stored.items():
+            if isinstance(stored, StoredTensor) and path[:2] != _GROUPS:
+                yield ".".join(path), stored
+        for stored in self.within.values():
             yield "a tensor in extra, precision or param_groups", stored
 
-    def block_damaged(self, file: str, index: int) -> Exception:
+    def block_damaged(self, file: str, index: int) -> CheckpointDamagedError:
         """The error for a block whose content is not what was written."""
         low = index * BLOCK
         high = min(low + BLOCK, self.files[file].size)
@@ -239,11 +213,11 @@ class _Tensors:
         self._sizes = np.array([each.size for each in files.values()], np.int64)
         self._complete = complete
         self._taken: list[StoredTensor] = []
+        self.within: dict[int, StoredTensor] = {}
 
-    def stand_in(self, entry: Json, found: dict[int, StoredTensor]) -> torch.Tensor:
-        """Without elements, for a tensor in an encoded value, which must be whole; it is noted in ``found``."""
-        stored = self.tensor(entry, "a tensor in a value", 0)
-        found[id(entry)] = stored
+    def stand_in(self, entry: Json) -> torch.Tensor:
+        """Without elements, for a tensor in an encoded value, which must be whole; it is noted in ``within``."""
+        stored = self.within[id(entry)] = self.tensor(entry, "a tensor in a value", 0)
         return torch.empty(0, dtype=stored.dtype)
 
     def tensor(self, entry: Json, name: str, most: int | None = None) -> StoredTensor:
@@ -337,27 +311,32 @@ def _file(name: str, entry: Json, names: re.Pattern[str]) -> StoredFile:
     return StoredFile(size, blocks)
 
 
-def _optimizer(entry: Json, read: _Tensors, sizes: Mapping[str, int]) -> StoredOptimizer:
-    """``sizes``: the elements of each parameter."""
+def _optimizer(
+    entry: Json, read: _Tensors, sizes: Mapping[str, int], stored: dict[Path, StoredTensor | Json]
+) -> Json:
+    """Put the optimizer into ``stored``; returns its class. ``sizes``: the elements of each parameter."""
     entry = an_object(entry, "optimizer")
-    state: dict[str, dict[str, StoredTensor | Json]] = {}
     for name, states in an_object(entry["state"], "state").items():
-        own = state.setdefault(name, {})
         for key, value in an_object(states, name).items():
             tensor = tensor_entry(value)
             if tensor is None:
                 # State that is no tensor has none in it: no rank but the first could write one.
                 decode(value, no_tensor)
-            own[key] = value if tensor is None else read.tensor(tensor, f"{name}.{key}", sizes.get(name, 0))
-    groups = [an_object(each, "a group") for each in a_list(entry["groups"], "groups")]
-    members = [a_list(an_object(group["params"], "params")["$list"], "params") for group in groups]
-    others = state.keys() - {a_text(name, "params") for names in members for name in names}
-    if others:
-        raise MalformedError(f"it has optimizer state of {listed(sorted(others))}, which no group has")
-    return StoredOptimizer(state, groups, _kind(entry["kind"]))
+            found = value if tensor is None else read.tensor(tensor, f"{name}.{key}", sizes.get(name, 0))
+            stored[OPTIMIZER, "state", name, key] = found
+    left = set(entry["state"])
+    for index, group in enumerate(a_list(entry["groups"], "groups")):
+        members = a_list(an_object(an_object(group, "a group")["params"], "params")["$list"], "params")
+        left -= {a_text(name, "params") for name in members}
+        for setting, value in group.items():
+            decode(value, read.stand_in)
+            stored[*_GROUPS, index, setting] = read.within.get(id(tensor_entry(value)), value)
+    if left:
+        raise MalformedError(f"it has optimizer state of {listed(sorted(left))}, which no group has")
+    return _kind(entry["kind"])
 
 
-def _kind(entry: Json) -> Any:
+def _kind(entry: Json) -> Json:
     for each in entry if isinstance(entry, list) else [entry]:
         for name in ("module", "class"):
             a_text(an_object(each, "kind")[name], "kind")

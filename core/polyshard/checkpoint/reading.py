@@ -6,7 +6,7 @@ import math
 import operator
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -21,7 +21,7 @@ from ..io.memory import flat_bytes, memory_of_machine, view_of
 from ..io.progress import report_progress
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Entry, Source, chunks_of, in_lines
-from .encoding import Json, checked, decode, tensor_entry
+from .encoding import Json, checked, decode
 from .manifest import BLOCK, NAME, Manifest, Marker, StoredTensor
 from .storage import InputFile, Place, place_of, storage_of
 
@@ -29,7 +29,6 @@ from .storage import InputFile, Place, place_of, storage_of
 _MOST_PARTS = 64
 #: A tensor or a stand-in for one, and what it is to be filled from.
 Filling = tuple[torch.Tensor, StoredTensor]
-_Path = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -83,24 +82,34 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
         for number in numbers:
             blocks.setdefault((each.file, number), []).append(each)
     # By file, then in its order: parts that began in one block end in those behind it.
-    order = dict(sorted(blocks.items()))
+    for error in _read(manifest, dict(sorted(blocks.items()))):
+        if error is not None:
+            raise error
+
+
+def _read(
+    manifest: Manifest, blocks: Mapping[tuple[str, int], Sequence[_Wanted]]
+) -> Iterator[CheckpointDamagedError | None]:
+    """Read blocks into the parts that want them; gives the error of each, or None. Raises as ``fill`` for files."""
     buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-    for _ in range(min(MOST, len(order))):
+    for _ in range(min(MOST, len(blocks))):
         buffers.put(bytearray(BLOCK))
     with ExitStack() as stack, torch.no_grad():
         storage = storage_of(manifest.directory)
         inputs = {
             file: stack.enter_context(storage.opened(manifest.directory, file, manifest.files[file].size))
-            for file in {file for file, _ in order}
+            for file in {file for file, _ in blocks}
         }
-        results = carried_out(_calls(manifest, inputs, order, buffers), len(order))
-        ends = list(accumulate(min(BLOCK, manifest.files[file].size - index * BLOCK) for file, index in order))
-        for _, parts, done in zip(results, order.values(), ends, strict=True):
-            for each in parts:
+        # Ended before the files are closed.
+        results = stack.enter_context(closing(carried_out(_calls(manifest, inputs, blocks, buffers), len(blocks))))
+        ends = list(accumulate(min(BLOCK, manifest.files[file].size - index * BLOCK) for file, index in blocks))
+        for error, parts, done in zip(results, blocks.values(), ends, strict=True):
+            for each in parts if error is None else ():
                 each.left -= 1
                 if not each.left:
                     each.end()
             report_progress(done, ends[-1])
+            yield error
 
 
 def _wanted(names: Sequence[str], target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
@@ -119,9 +128,9 @@ def _wanted(names: Sequence[str], target: torch.Tensor, stored: StoredTensor) ->
 def _calls(
     manifest: Manifest,
     inputs: Mapping[str, InputFile],
-    blocks: Mapping[tuple[str, int], list[_Wanted]],
+    blocks: Mapping[tuple[str, int], Sequence[_Wanted]],
     buffers: queue.SimpleQueue[bytearray],
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[Callable[[], CheckpointDamagedError | None]]:
     for (file, index), parts in blocks.items():
         for each in parts:
             if each.memory is None:
@@ -134,26 +143,30 @@ def _fetch(
     handle: InputFile,
     file: str,
     index: int,
-    parts: list[_Wanted],
+    parts: Sequence[_Wanted],
     buffers: queue.SimpleQueue[bytearray],
-) -> None:
+) -> CheckpointDamagedError | None:
     low = index * BLOCK
     high = min(low + BLOCK, manifest.files[file].size)
     buffer = buffers.get()
     try:
         memory = memoryview(buffer)[: high - low]
-        pieces = _scattered(parts, low, high, memory)
-        if _read(manifest, handle, file, index, pieces or [memory]):
-            raise manifest.block_damaged(file, index)
-        for each in parts if pieces is None else ():
+        scattered = _scattered(parts, low, high, memory)
+        pieces = scattered or [memory]
+        if not handle.read(pieces, low):
+            raise damaged(manifest.directory, f"'{file}' ends within byte {low:,} and those behind it")
+        if digest_of(pieces) != manifest.files[file].blocks[index]:
+            return manifest.block_damaged(file, index)
+        for each in parts if scattered is None else ():
             assert each.memory is not None
             start, stop = max(low, each.low), min(high, each.high)
             each.memory[start - each.low : stop - each.low] = memory[start - low : stop - low]
     finally:
         buffers.put(buffer)
+    return None
 
 
-def _scattered(parts: list[_Wanted], low: int, high: int, spare: memoryview) -> list[memoryview] | None:
+def _scattered(parts: Sequence[_Wanted], low: int, high: int, spare: memoryview) -> list[memoryview] | None:
     """Where the bytes of a block go, in order; those that nobody wants into ``spare``. None where a copy is better:
     for many small parts, and for bytes that several want.
     """
@@ -169,36 +182,6 @@ def _scattered(parts: list[_Wanted], low: int, high: int, spare: memoryview) -> 
         found += (spare[done - low : start - low], each.memory[start - each.low : stop - each.low])
         done = stop
     return [*found, spare[done - low :]]
-
-
-def _differs(
-    manifest: Manifest, handle: InputFile, file: str, index: int, buffers: queue.SimpleQueue[bytearray]
-) -> bool:
-    buffer = buffers.get()
-    try:
-        size = min(BLOCK, manifest.files[file].size - index * BLOCK)
-        return _read(manifest, handle, file, index, [memoryview(buffer)[:size]])
-    finally:
-        buffers.put(buffer)
-
-
-def _read(manifest: Manifest, handle: InputFile, file: str, index: int, pieces: list[memoryview]) -> bool:
-    """Read a block into ``pieces``; returns whether it is another one than was written."""
-    if not handle.read(pieces, index * BLOCK):
-        raise damaged(manifest.directory, f"'{file}' ends within byte {index * BLOCK:,} and those behind it")
-    return digest_of(pieces) != manifest.files[file].blocks[index]
-
-
-def nested(manifest: Manifest, fillings: list[Filling]) -> Callable[[Json], torch.Tensor]:
-    """For ``decode``: gives tensors, and notes in ``fillings`` what they are to be filled from."""
-
-    def give(entry: Json) -> torch.Tensor:
-        stored = manifest.within(entry)
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        fillings.append((tensor, stored))
-        return tensor
-
-    return give
 
 
 @contextmanager
@@ -228,42 +211,27 @@ def _require_memory(manifest: Manifest, tensors: Iterable[StoredTensor]) -> None
 
 
 class StoredSource(Source):
-    """What ``save`` wrote, by path: ``("model", name)``, ``("optimizer", "state", name, key)``,
-    ``("optimizer", "param_groups", index, setting)``.
-    """
+    """What ``save`` wrote, by the paths of its manifest."""
 
     def __init__(self, manifest: Manifest) -> None:
-        _require_memory(manifest, manifest.in_values)
+        _require_memory(manifest, manifest.within.values())
         self._manifest = manifest
         self.label = f"the checkpoint {manifest.directory}"
         self.complete = manifest.complete
-        self._paths: dict[str, _Path] = {}
-        self._stored: dict[str, StoredTensor | Json] = {}
-        for name, stored in manifest.model.items():
-            self._add((MODEL, name), stored)
-        for name, first in manifest.aliases.items():
-            self._add((MODEL, name), manifest.model[first])
-        if manifest.optimizer is None:
-            return
-        for name, states in manifest.optimizer.state.items():
-            for key, value in states.items():
-                self._add((OPTIMIZER, "state", name, key), value)
-        for index, group in enumerate(manifest.optimizer.groups):
-            for setting, entry in group.items():
-                tensor = tensor_entry(entry)
-                self._add(
-                    (OPTIMIZER, "param_groups", index, setting), entry if tensor is None else manifest.within(tensor)
-                )
+        again = {(MODEL, name): manifest.stored[MODEL, first] for name, first in manifest.aliases.items()}
+        # No name has the sign between.
+        named = {"\0".join(map(str, path)): (path, each) for path, each in {**manifest.stored, **again}.items()}
+        self._paths = {key: path for key, (path, _) in named.items()}
+        self._stored = {key: each for key, (_, each) in named.items()}
 
     def read(self, targets: dict[str, Any]) -> None:
         fillings: list[Filling] = []
-        with checked(self._manifest.directory, NAME):
-            for key, target in targets.items():
-                stored = self._stored[key]
-                if isinstance(stored, StoredTensor):
-                    fillings.append((target, stored))
-                else:
-                    targets[key] = decode(stored, nested(self._manifest, fillings))
+        for key, target in targets.items():
+            stored = self._stored[key]
+            if isinstance(stored, StoredTensor):
+                fillings.append((target, stored))
+            else:
+                targets[key] = self._decoded(stored, fillings)
         fill(self._manifest, fillings)
 
     def entry(self, key: str) -> Entry | None:
@@ -280,27 +248,30 @@ class StoredSource(Source):
     @cached_property
     def extra(self) -> Mapping[str, Any]:
         """The user's, and of rank 0."""
-        found: Mapping[str, Any] = self._read(self._manifest.extra)
-        return found
+        return self._read(self._manifest.extra)
 
     @cached_property
     def precision(self) -> Mapping[str, Mapping[str, Any]]:
         """State of precision casters by name of a unit."""
-        found: Mapping[str, Mapping[str, Any]] = self._read(self._manifest.precision)
-        return found
+        return self._read(self._manifest.precision)
 
-    def _read(self, entry: Json) -> Any:
+    def _read(self, entry: Json) -> Mapping[str, Any]:
         fillings: list[Filling] = []
-        with checked(self._manifest.directory, NAME):
-            found = decode(entry, nested(self._manifest, fillings))
+        found: Mapping[str, Any] = self._decoded(entry, fillings)
         fill(self._manifest, fillings)
         return found
 
-    def _add(self, path: _Path, stored: StoredTensor | Json) -> None:
-        # No name has the sign between.
-        key = "\0".join(map(str, path))
-        self._paths[key] = path
-        self._stored[key] = stored
+    def _decoded(self, entry: Json, fillings: list[Filling]) -> Any:
+        """The value of ``entry``, with tensors that are filled by ``fillings``."""
+
+        def give(told: Json) -> torch.Tensor:
+            stored = self._manifest.within[id(told)]
+            tensor = torch.empty(stored.shape, dtype=stored.dtype)
+            fillings.append((tensor, stored))
+            return tensor
+
+        with checked(self._manifest.directory, NAME):
+            return decode(entry, give)
 
 
 def read(directory: Place) -> dict[str, Any]:
@@ -324,26 +295,22 @@ def read(directory: Place) -> dict[str, Any]:
         raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
     marker.require_described(directory)
     manifest = Manifest.read(directory, marker)
-    aliases = (manifest.model[first] for first in manifest.aliases.values())
+    aliases = (manifest.stored[MODEL, first] for first in manifest.aliases.values())
     _require_memory(manifest, (*(stored for _, stored in manifest.tensors()), *aliases))
     with readable(directory):
         source = StoredSource(manifest)
-        paths = source.paths()
-        values: dict[str, Any] = {key: source.blank(key) for key in paths}
+        values: dict[str, Any] = {key: source.blank(key) for key in source.paths()}
         source.read(values)
         extra = source.extra
     found: dict[str, Any] = {MODEL: {}}
-    state: dict[str, dict[str, Any]] = {}
-    groups: dict[int, dict[str, Any]] = {}
-    for key, path in paths.items():
-        if path[0] == MODEL:
-            found[MODEL][path[1]] = values[key]
-        elif path[1] == "state":
-            state.setdefault(path[2], {})[path[3]] = values[key]
-        else:
-            groups.setdefault(path[2], {})[path[3]] = values[key]
-    if groups:
-        found[OPTIMIZER] = {"state": state, "param_groups": [groups[index] for index in sorted(groups)]}
+    for key, path in source.paths().items():
+        inside = found
+        for name in path[:-1]:
+            inside = inside.setdefault(name, {})
+        inside[path[-1]] = values[key]
+    if OPTIMIZER in found:
+        groups = found[OPTIMIZER].pop("param_groups")
+        found[OPTIMIZER] = {"state": {}, **found[OPTIMIZER], "param_groups": [groups[each] for each in sorted(groups)]}
     return {**found, "extra": extra}
 
 
@@ -370,16 +337,10 @@ def verify(directory: Place) -> None:
         marker.require_described(directory)
     except CheckpointDamagedError as error:
         found.append(str(error))
-    buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-    for _ in range(MOST):
-        buffers.put(bytearray(BLOCK))
     for file, stored in sorted(manifest.files.items()):
-        numbers = range(len(stored.blocks))
+        blocks: dict[tuple[str, int], list[_Wanted]] = {(file, index): [] for index in range(len(stored.blocks))}
         try:
-            with storage_of(directory).opened(directory, file, stored.size) as handle:
-                calls = (partial(_differs, manifest, handle, file, index, buffers) for index in numbers)
-                differing = carried_out(calls, len(numbers))
-                found += [str(manifest.block_damaged(file, index)) for index, each in enumerate(differing) if each]
+            found += [str(error) for error in _read(manifest, blocks) if error is not None]
         except CheckpointDamagedError as error:
             found.append(str(error))
     if found:

@@ -8,11 +8,10 @@ import re
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TypeVar
 
 import xxhash
@@ -197,56 +196,38 @@ def is_digest(text: str) -> bool:
     return _TEXT.fullmatch(text) is not None
 
 
-def carried_out(calls: Iterable[Callable[[], T]], count: int, *, threads: int | None = None) -> Iterator[T]:
-    """What the calls return, in their order. Twice as many as there are threads are taken ahead.
+def carried_out(calls: Iterable[Callable[[], T]], count: int) -> Generator[T, None, None]:
+    """What the calls return, in their order, each made in a thread; in the calling one where there is one core.
 
     No executor of ``concurrent.futures``: that takes no work once a program's main thread has ended, when a save in the
     background may still go on.
 
-    ``calls``, about ``count``, are taken one by one in the calling thread. ``threads``: at most; None for as many as
-    there are cores, up to ``MOST``.
+    ``calls``, about ``count``, are taken one by one in the calling thread, no more ahead than go on at once.
     """
-    threads = min(threads or min(MOST, os.cpu_count() or 1), count)
+    threads = min(MOST, os.cpu_count() or 1, count)
     if threads < 2:
         for call in calls:
             yield call()
         return
-    jobs: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
-    crew = [threading.Thread(target=_serve, args=(jobs,), daemon=True) for _ in range(threads)]
     waiting: deque[Future[T]] = deque()
-    started: list[threading.Thread] = []
     try:
-        for each in crew:
-            each.start()
-            started.append(each)
         for call in calls:
             if len(waiting) >= 2 * threads:
                 yield waiting.popleft().result()
             future: Future[T] = Future()
+            threading.Thread(target=_carry_out, args=(future, call), daemon=True).start()
             waiting.append(future)
-            jobs.put((future, call))
         while waiting:
             yield waiting.popleft().result()
     finally:
-        for future in waiting:
-            future.cancel()
-        for _ in started:
-            jobs.put(None)
-        for each in started:
-            each.join()
+        wait(waiting)
 
 
-def _serve(jobs: SimpleQueue[tuple[Future[T], Callable[[], T]] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        future, call = job
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        # Neither its memory nor its result is kept until the next job.
-        del job, future, call
+def _carry_out(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def path_of(given: object, name: str) -> Path:
