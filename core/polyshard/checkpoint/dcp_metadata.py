@@ -17,7 +17,7 @@ import torch
 from .._torch_private import StorageInfo
 from ..errors import StateError
 from ..io.boxes import Box, overlapping
-from ..io.files import damaged, opened, read_at
+from ..io.files import damaged, opened
 from ..io.memory import memory_of_machine
 from ..state.source import Entry
 from .encoding import MalformedError, a_shape, a_text, an_object, counts
@@ -93,13 +93,12 @@ def read_metadata(directory: Path) -> DcpMetadata:
             f"{directory} was not written by torch.distributed.checkpoint: it has no file '{DESCRIBED}', or its save "
             "did not end. Name the directory that was checkpoint_id of the save."
         )
-    with opened(directory, DESCRIBED) as (descriptor, size):
-        if size > (most := memory_of_machine() // _GROWTH):
-            raise StateError(
-                f"{directory} has a '{DESCRIBED}' of {size:,} bytes; this machine can read {most:,}. Use a larger one."
-            )
-        data = bytearray(size)
-        read_at(descriptor, [memoryview(data)], 0, directory / DESCRIBED)
+    with opened(directory, DESCRIBED) as file:
+        if file.size > (most := memory_of_machine() // _GROWTH):
+            told = f"{file.size:,} bytes; this machine can read {most:,}"
+            raise StateError(f"{directory} has a '{DESCRIBED}' of {told}. Use a larger one.")
+        data = bytearray(file.size)
+        file.read([memoryview(data)], 0)
     try:
         found = _state_of(_Unpickler(io.BytesIO(data)).load(), "Metadata")
         places = dict(map(_place, an_object(found["storage_data"], "storage_data").items()))

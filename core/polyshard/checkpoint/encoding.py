@@ -34,7 +34,7 @@ _REMEDY = (
     "Give None, bool, int, float, str, bytes, lists, tuples, sets, dicts, paths, dates, tensors and arrays: a "
     "checkpoint holds no pickles. Of an object save what it is made of, as its state_dict()."
 )
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 #: Keys of one dict or set whose hash another one has.
 _MOST_ALIKE = 1000
 #: Sizes and offsets in bytes, and numbers of elements, stay below.
@@ -58,70 +58,39 @@ class Encoder:
         """
         if depth > _DEPTH:
             raise ConfigError(f"{where[:200]}... is nested more than {_DEPTH} deep, or in itself. Flatten it.")
-        if value is None or value is True or value is False:
-            return value
         kind = type(value)
-        if kind is str:
+        if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MOST_BITS):
             return value
-        if kind is int and value.bit_length() <= _MOST_BITS:
+        if kind is float and math.isfinite(value):
             return value
-        if kind is float:
-            return value if math.isfinite(value) else _tagged("float", repr(value))
-        found = self._of_tensors(value, where)
-        if found is None:
-            found = self._of_containers(value, where, depth)
-        if found is None:
-            found = _of_others(value)
-        if found is None:
-            raise ConfigTypeError(
-                f"{where} is of {kind.__module__}.{kind.__qualname__}, which no checkpoint holds. {_REMEDY}"
-            )
-        return found
-
-    def _items(self, values: Any, where: str, depth: int) -> list[Json]:
-        return [self.encode(each, f"{where}[{index}]", depth + 1) for index, each in enumerate(values)]
-
-    def _of_containers(self, value: Any, where: str, depth: int) -> Json | None:
-        # A named tuple or an enum needs its class, which a file must not name.
-        if isinstance(value, enum.Enum) or hasattr(value, "_fields"):
-            return None
-        if isinstance(value, Mapping):
-            keys = list(value)
-            if all(type(key) is str for key in keys) and not any(key.startswith(_MARK) for key in keys):
-                return {key: self.encode(value[key], f"{where}[{key!r}]", depth + 1) for key in keys}
-            pairs = [
-                [self.encode(key, f"the key {key!r} of {where}", depth + 1),
-                 self.encode(value[key], f"{where}[{key!r}]", depth + 1)]
-                for key in keys
-            ]  # fmt: skip
-            return _tagged("dict", pairs)
-        if isinstance(value, tuple):
-            return _tagged("tuple", self._items(value, where, depth))
-        if isinstance(value, (set, frozenset)):
-            tag = "set" if isinstance(value, set) else "frozenset"
-            # In an order of their own: the same set is written alike.
-            encoded = self._items(value, where, depth)
-            return _tagged(tag, sorted(encoded, key=repr))
-        if isinstance(value, list):
-            return _tagged("list", self._items(value, where, depth))
-        return None
-
-    def _of_tensors(self, value: Any, where: str) -> Json | None:
-        if isinstance(value, np.generic):
-            value_dtype = value.dtype.name
-            if value_dtype not in NUMPY:
-                return None
-            raw = value.astype(value.dtype.newbyteorder("<")).tobytes()
-            return _tagged("scalar", [value_dtype, base64.b64encode(raw).decode()])
-        if isinstance(value, np.ndarray):
-            if type(value) is not np.ndarray or value.dtype.name not in NUMPY:
-                return None
+        if isinstance(value, torch.Tensor):
+            require_plain(value, where)
+            return self._beside("tensor", value)
+        if kind is np.ndarray and value.dtype.name in NUMPY:
             native = value.astype(value.dtype.newbyteorder("="), copy=True)
             return self._beside("array", torch.from_numpy(native.reshape(value.shape)))
-        if not isinstance(value, torch.Tensor):
-            return None
-        require_plain(value, where)
-        return self._beside("tensor", value)
+        # A named tuple or an enum needs its class, which a file must not name.
+        if not isinstance(value, enum.Enum) and not hasattr(value, "_fields"):
+            if isinstance(value, Mapping):
+                return self._of_mapping(value, where, depth)
+            for tag, container in _SEQUENCES.items():
+                if isinstance(value, container):
+                    items = [self.encode(each, f"{where}[{index}]", depth + 1) for index, each in enumerate(value)]
+                    # In an order of their own: the same set is written alike.
+                    return _tagged(tag, sorted(items, key=repr) if container in (set, frozenset) else items)
+        for tag, (takes, encoded, _) in _OTHERS.items():
+            if takes(value):
+                return _tagged(tag, encoded(value))
+        raise ConfigTypeError(
+            f"{where} is of {kind.__module__}.{kind.__qualname__}, which no checkpoint holds. {_REMEDY}"
+        )
+
+    def _of_mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Json:
+        encoded = {key: self.encode(each, f"{where}[{key!r}]", depth + 1) for key, each in value.items()}
+        if all(type(key) is str and not key.startswith(_MARK) for key in encoded):
+            return encoded
+        keys = [self.encode(key, f"the key {key!r} of {where}", depth + 1) for key in encoded]
+        return _tagged("dict", [list(pair) for pair in zip(keys, encoded.values(), strict=True)])
 
     def _beside(self, tag: str, tensor: torch.Tensor) -> Json:
         entry: dict[str, Json] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
@@ -186,14 +155,8 @@ def decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int = 0) 
         if kind in ("set", "frozenset"):
             _require_hashes(items)
         return _SEQUENCES[kind](items)
-    if kind == "scalar":
-        name, raw = a_list(inner, kind)
-        if name not in NUMPY:
-            raise MalformedError(f"it has a scalar of {name!r}")
-        (element,) = np.frombuffer(base64.b64decode(a_text(raw, kind), validate=True), np.dtype(name).newbyteorder("<"))
-        return np.dtype(name).type(element)
     if kind in _OTHERS:
-        return _OTHERS[kind](inner)
+        return _OTHERS[kind][2](inner)
     raise MalformedError(f"it has a value of kind {kind!r}, which this polyshard does not know")
 
 
@@ -208,29 +171,16 @@ def _require_hashes(keys: list[Any]) -> None:
         raise MalformedError("it has keys that were made to have one hash")
 
 
-def _of_others(value: Any) -> Json | None:
-    kind = type(value)
-    if kind in (bytes, bytearray):
-        return _tagged("bytes", base64.b64encode(value).decode())
-    if kind is complex:
-        return _tagged("complex", [repr(value.real), repr(value.imag)])
-    if kind is torch.dtype and value in NAMES:
-        return _tagged("dtype", NAMES[value])
-    if kind is torch.device:
-        return _tagged("device", str(value))
-    if isinstance(value, PurePath):
-        return _tagged("path", str(value))
-    if kind is datetime.datetime and (value.tzinfo is None or type(value.tzinfo) is datetime.timezone):
-        return _tagged("datetime", value.isoformat())
-    if kind is datetime.date:
-        return _tagged("date", value.isoformat())
-    if kind is datetime.timedelta:
-        return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
-    return None
-
-
 def _tagged(tag: str, value: Json) -> Json:
     return {f"{_MARK}{tag}": value}
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _bytes(text: Json) -> bytes:
+    return base64.b64decode(a_text(text, "bytes"), validate=True)
 
 
 def _number(text: Json) -> float:
@@ -244,16 +194,46 @@ def _device(text: Json) -> torch.device:
         raise MalformedError(f"it has the device {text!r}") from error
 
 
-_OTHERS: dict[str, Callable[[Json], Any]] = {
-    "float": _number,
-    "bytes": lambda text: base64.b64decode(a_text(text, "bytes"), validate=True),
-    "complex": lambda parts: complex(*(_number(part) for part in a_list(parts, "a complex number"))),
-    "dtype": lambda name: DTYPES[name],
-    "device": _device,
-    "path": lambda text: Path(a_text(text, "a path")),
-    "datetime": lambda text: datetime.datetime.fromisoformat(a_text(text, "a date")),
-    "date": lambda text: datetime.date.fromisoformat(a_text(text, "a date")),
-    "timedelta": lambda parts: datetime.timedelta(*a_list(parts, "a duration")),
+def _scalar(parts: Json) -> Any:
+    name, raw = a_list(parts, "a scalar")
+    if name not in NUMPY:
+        raise MalformedError(f"it has a scalar of {name!r}")
+    (element,) = np.frombuffer(_bytes(raw), np.dtype(name).newbyteorder("<"))
+    return np.dtype(name).type(element)
+
+
+#: Kinds of values without others in them, by tag: whether a value is of it, and the way there and back.
+_OTHERS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Json], Callable[[Json], Any]]] = {
+    "scalar": (
+        lambda value: isinstance(value, np.generic) and value.dtype.name in NUMPY,
+        lambda value: [value.dtype.name, _base64(value.astype(value.dtype.newbyteorder("<")).tobytes())],
+        _scalar,
+    ),
+    "float": (lambda value: type(value) is float, repr, _number),
+    "bytes": (lambda value: type(value) in (bytes, bytearray), _base64, _bytes),
+    "complex": (
+        lambda value: type(value) is complex,
+        lambda value: [repr(value.real), repr(value.imag)],
+        lambda parts: complex(*(_number(part) for part in a_list(parts, "a complex number"))),
+    ),
+    "dtype": (lambda value: type(value) is torch.dtype and value in NAMES, NAMES.__getitem__, DTYPES.__getitem__),
+    "device": (lambda value: type(value) is torch.device, str, _device),
+    "path": (lambda value: isinstance(value, PurePath), str, lambda text: Path(a_text(text, "a path"))),
+    "datetime": (
+        lambda value: type(value) is datetime.datetime and type(value.tzinfo) in (type(None), datetime.timezone),
+        datetime.datetime.isoformat,
+        lambda text: datetime.datetime.fromisoformat(a_text(text, "a date")),
+    ),
+    "date": (
+        lambda value: type(value) is datetime.date,
+        datetime.date.isoformat,
+        lambda text: datetime.date.fromisoformat(a_text(text, "a date")),
+    ),
+    "timedelta": (
+        lambda value: type(value) is datetime.timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*a_list(parts, "a duration")),
+    ),
 }
 
 

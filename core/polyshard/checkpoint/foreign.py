@@ -20,7 +20,7 @@ from ..inspect import savable_model
 from ..interfaces import Collectives
 from ..io.boxes import Box, Chunk, box_within
 from ..io.files import REMEDY as OF_LATEST
-from ..io.files import damaged, opened, read_at
+from ..io.files import OpenedFile, damaged, opened
 from ..state.contents import Joint, Optimizers
 from ..state.exchange import notify_listeners, require_same, together
 from ..state.restore import Restore
@@ -198,9 +198,9 @@ class ForeignSource(Source):
                     yield key, box, parts
 
     def _load(self, key: str, offsets: tuple[int, ...] | None) -> Any:
-        with self._opened(key, offsets) as (descriptor, place):
+        with self._opened(key, offsets) as (file, place):
             content = io.BytesIO(bytes(place.length))
-            read_at(descriptor, [content.getbuffer()], place.offset, self._directory / place.relative_path)
+            file.read([content.getbuffer()], place.offset)
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -213,12 +213,12 @@ class ForeignSource(Source):
             ) from error
 
     @contextmanager
-    def _opened(self, key: str, offsets: tuple[int, ...] | None) -> Iterator[tuple[int, StorageInfo]]:
+    def _opened(self, key: str, offsets: tuple[int, ...] | None) -> Iterator[tuple[OpenedFile, StorageInfo]]:
         place = self._metadata.places[key, offsets]
-        with opened(self._directory, place.relative_path) as (descriptor, size):
-            if place.offset + place.length > size:
-                raise self._damaged(key, place, f"the file has {size:,} bytes")
-            yield descriptor, place
+        with opened(self._directory, place.relative_path) as file:
+            if place.offset + place.length > file.size:
+                raise self._damaged(key, place, f"the file has {file.size:,} bytes")
+            yield file, place
 
     def _damaged(self, key: str, at: StorageInfo, why: str) -> CheckpointDamagedError:
         return damaged(self._directory, f"'{at.relative_path}' has no '{key:.200}' at byte {at.offset:,}: {why}")

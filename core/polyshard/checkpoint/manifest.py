@@ -311,9 +311,7 @@ def _file(name: str, entry: Json, names: re.Pattern[str]) -> StoredFile:
     return StoredFile(size, blocks)
 
 
-def _optimizer(
-    entry: Json, read: _Tensors, sizes: Mapping[str, int], stored: dict[Path, StoredTensor | Json]
-) -> Json:
+def _optimizer(entry: Json, read: _Tensors, sizes: Mapping[str, int], stored: dict[Path, StoredTensor | Json]) -> Json:
     """Put the optimizer into ``stored``; returns its class. ``sizes``: the elements of each parameter."""
     entry = an_object(entry, "optimizer")
     for name, states in an_object(entry["state"], "state").items():

@@ -24,10 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._torch_private import StorageInfo
-from .manifest import StoredTensor
+from .manifest import Path, StoredTensor
 
-#: The key in a saved state dict, as containers and names that lead there.
-Path = tuple[str | int, ...]
 #: A value that is no tensor: the number of its file, the first byte of its archive, and how many it has.
 Bytes = tuple[int, int, int]
 #: Rows that are made at once.

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import words
 from ..state.contents import Optimizers
-from ..state.exchange import coordinates, from_first, notify_listeners, require_seen, speaks, together
+from ..state.exchange import coordinates, from_first, gather_to_first, notify_listeners, require_seen, speaks, together
 from ..state.source import listed
 from .contents import not_finite_anywhere, number_of
 from .folder import Line
@@ -21,7 +21,7 @@ from .manifest import Marker
 from .parts import Models, Stages, Taken
 from .pending import History, Notes, PendingSave
 from .storage import AnyPlace, Attempt, Place, place_of, storage_of
-from .writing import Document, Ended, Writing, Written, plan_writing, write_all
+from .writing import Document, Ending, Writing, Written, plan_writing
 
 
 def save(
@@ -72,15 +72,15 @@ def save(
         Exception: a listener's, on its rank, once the checkpoint is there.
     """
     with Models.meeting(model, "checkpoint.save()", "save of a checkpoint") as models:
-        collectives = models.collectives
         with ExitStack() as stack:
-            taking = models.taking(optimizer, extra, step, frozen=frozen)
-            task = _prepare(models, root, step, keep, stack, taking)
-            with models.handles[0].reporting_progress(models.modules[0], f"Saving {task.named}"):
-                ended = write_all(task.writing, collectives)
-            with together(collectives, f"Committing {task.label}"):
-                if task.commit is not None and ended is not None:
-                    task.commit.run(ended)
+            task = _prepare(models, root, step, keep, stack, models.taking(optimizer, extra, step, frozen=frozen))
+            progress = models.handles[0].reporting_progress(models.modules[0], f"Saving {task.named}")
+            with progress, together(models.collectives, f"Writing {task.writing.directory}"):
+                written = task.writing.write()
+            everything = gather_to_first(models.collectives, written)
+            with together(models.collectives, f"Committing {task.label}"):
+                if task.commit is not None and everything is not None:
+                    task.commit.run(everything)
         done = f"the save of {task.named}, which is committed"
         for sharded, module in zip(models.handles, models.modules, strict=True):
             notify_listeners(sharded.collectives, done, partial(sharded.notify_saved, module, task.named))
@@ -113,8 +113,23 @@ def async_save(
 
     Raises what ``save`` does, but for what happens in the background.
     """
-    with Models.meeting(model, "checkpoint.async_save()", "save of a checkpoint") as models:
-        return _save_later(models, root, step, keep, models.taking(optimizer, extra, step, frozen=frozen))
+    with Models.meeting(model, "checkpoint.async_save()", "save of a checkpoint") as models, ExitStack() as stack:
+        task = _prepare(models, root, step, keep, stack, models.taking(optimizer, extra, step, frozen=frozen))
+        with together(models.collectives, f"Copying {task.label}"):
+            task.writing.layout.copy()
+        named = cast(AnyPlace, task.named)
+
+        def notify() -> None:
+            for sharded, module in zip(models.handles, models.modules, strict=True):
+                sharded.notify_saved(module, named)
+
+        first, rank = models.handles[0], models.collectives.rank
+        ranks = models.collectives.world_size if speaks(models.collectives) else 1
+        notes = Notes(task.writing.directory, rank, ranks, first.timeout_s)
+        work = partial(task.in_background, notes, stack.pop_all())
+        pending = first.attached(History).pending = PendingSave(named, rank, work, notify, notes)
+        pending.start()
+        return pending
 
 
 @dataclass(frozen=True)
@@ -127,17 +142,12 @@ class _Commit:
     marker: Marker
     """But for the files."""
     keep: int | None
+    ending: Ending
 
-    def run(self, ended: Ended) -> None:
+    def run(self, everything: list[Written]) -> None:
         target = self.attempt.target
-        storage_of(target).require_written(self.attempt.path, ended.sizes)
-        marker = replace(
-            self.marker,
-            turn=self.line.next_turn(),
-            files=ended.sizes,
-            manifest=ended.manifest,
-            described=ended.described,
-        )
+        described = self.ending.write(everything)
+        marker = replace(self.marker, turn=self.line.next_turn(), **described)
         try:
             self.attempt.commit(marker.rendered())
         finally:
@@ -163,28 +173,33 @@ class _Task:
     commit: _Commit | None
     """On the rank that coordinates."""
 
+    def in_background(self, notes: Notes, held: ExitStack, written: Callable[[], None]) -> None:
+        """What the thread of one rank does.
 
-def _save_later(
-    models: Models, root: AnyPlace, step: int, keep: int | None, taking: Callable[[], Taken]
-) -> PendingSave[AnyPlace]:
-    """As ``save``, of a copy that is written in the background."""
-    collectives, first = models.collectives, models.handles[0]
-    with ExitStack() as stack:
-        task = _prepare(models, root, step, keep, stack, taking)
-        with together(collectives, f"Copying {task.label}"):
-            parts = [task.writing.detached()]
-        named = cast(AnyPlace, task.named)
-
-        def notify() -> None:
-            for sharded, module in zip(models.handles, models.modules, strict=True):
-                sharded.notify_saved(module, named)
-
-        ranks = collectives.world_size if speaks(collectives) else 1
-        notes = Notes(task.writing.directory, collectives.rank, ranks, first.timeout_s)
-        work = partial(_in_background, parts, notes, task.commit, task.target, task.identity, stack.pop_all())
-        pending = first.attached(History).pending = PendingSave(named, collectives.rank, work, notify, notes)
-        pending.start()
-        return pending
+        ``held``: gives the directory back. ``written``: to be called once this rank's part is there, and its note left.
+        """
+        with held:
+            try:
+                results = self.writing.write()
+                self.writing.layout.release()
+                notes.leave(results, None)
+                written()
+                if self.commit is not None:
+                    self.commit.run(notes.collect())
+            except BaseException as error:
+                if self.commit is None:
+                    over = notes.given_up(self.target)
+                    if over is not None:
+                        raise over from error
+                    # Where even that cannot be written, the first rank sees that nothing arrives any more.
+                    with suppress(OSError):
+                        notes.leave(None, words(error))
+                elif notes.ranks > 1 and not self.commit.attempt.committed:
+                    self.commit.attempt.stays = True
+                    notes.give_up(words(error))
+                raise
+        if self.commit is None:
+            notes.await_end(self.target, self.identity)
 
 
 def _prepare(
@@ -196,7 +211,7 @@ def _prepare(
         each.attached(History).finish_pending(each)
     history = models.handles[0].attached(History)
     what = f"the checkpoint of step {step} in {root}"
-    commit: _Commit | None = None
+    attempt: Attempt[Any] | None = None
     document: Document | None = None
     called: dict[str, object] = {}
     with together(collectives, f"Preparing {what}", called):
@@ -209,68 +224,27 @@ def _prepare(
         called.update(step=step, keep=keep, **taken.called)
         if coordinates(collectives):
             document = taken.document()
-            storage = storage_of(here)
-            storage.make_folder(here)
             history.claim(here)
             line = history.line_in(here)
-            attempt = stack.enter_context(storage.attempt(here, line.name_of(step)))
-            complete = collectives.world_size == 1 or speaks(collectives)
-            marker = Marker(step, collectives.world_size, complete, attempt.identity, line.newest, 0, {}, True, "")
-            commit = _Commit(history, attempt, line, marker, keep)
+            attempt = stack.enter_context(storage_of(here).attempt(here, line.name_of(step)))
     broken = not_finite_anywhere(collectives, models.handles, taken.broken)
     # A program may let warnings raise.
     with together(collectives, f"Preparing {what}"):
-        if commit is not None and broken:
-            commit = replace(commit, marker=replace(commit.marker, finite=False))
+        if attempt is not None and broken:
             warnings.warn(
                 f"{what[0].upper()}{what[1:]} holds values that are infinite or no number: {listed(broken)}. Whoever "
                 "loads it goes on with them.",
                 stacklevel=4,
             )
     # Names alone: one file system may be mounted at several places.
-    mine = None if commit is None else (commit.attempt.path.name, commit.attempt.target.name, commit.attempt.identity)
+    mine = None if attempt is None else (attempt.path.name, attempt.target.name, attempt.identity)
     path, name, identity = from_first(collectives, mine)
     require_seen(collectives, here / path, storage_of(here).sees(here / path))
     writing = plan_writing(here / path, taken.state, document, collectives, history.plan)
     history.plan = writing.plan
+    commit = None
+    if attempt is not None and writing.ending is not None:
+        complete = writing.ending.complete
+        marker = Marker(step, collectives.world_size, complete, identity, line.newest, 0, {}, not broken, "")
+        commit = _Commit(history, attempt, line, marker, keep, writing.ending)
     return _Task(what, here / name, root / name, identity, writing, commit)
-
-
-def _in_background(
-    parts: list[Writing],
-    notes: Notes,
-    commit: _Commit | None,
-    target: Place,
-    identity: str,
-    held: ExitStack,
-    written: Callable[[], None],
-) -> None:
-    """What the thread of one rank does.
-
-    ``parts``: one, which is taken: its copy of the state is freed once it is written. ``held``: gives the directory
-    back. ``written``: to be called once this rank's part is there, and its note left.
-    """
-    with held:
-        try:
-            writing = parts.pop()
-            results = writing.write()
-            writing = replace(writing, copied=None)
-            notes.leave(results, None)
-            written()
-            if commit is not None and writing.ending is not None:
-                everything: list[Written] = notes.collect()
-                commit.run(writing.ending.write(everything))
-        except BaseException as error:
-            if commit is None:
-                over = notes.given_up(target)
-                if over is not None:
-                    raise over from error
-                # Where even that cannot be written, the first rank sees that nothing arrives any more.
-                with suppress(OSError):
-                    notes.leave(None, words(error))
-            elif notes.ranks > 1 and not commit.attempt.committed:
-                commit.attempt.leave_to_others()
-                notes.give_up(words(error))
-            raise
-    if commit is None:
-        notes.await_end(target, identity)

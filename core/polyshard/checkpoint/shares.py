@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -86,15 +87,19 @@ def share_out(offers: Sequence[Offer], *, complete: bool = False) -> Shares:
 
     Raises PolyshardError: ranks differ in what a tensor is, or lack parts of it.
     """
-    kinds = _kinds(offers)
-    numbers = {key: number for number, key in enumerate(kinds)}
     require_alike([offer.numbers for offer in offers])
-    table = _Table.of(offers, kinds, numbers)
-    left_out = _left_out(offers, kinds, numbers, table, complete=complete)
-    table = table.without(left_out)
-    items = table.items(kinds, left_out, complete=complete)
-    ranks, rows = table.chosen(items)
-    return _laid_out(items, ranks, rows, kinds, left_out, len(offers))
+    tensors = _tensors(offers)
+    for key in _left_out(offers, tensors, complete=complete):
+        del tensors[key]
+    for key, each in tensors.items():
+        if each.held < math.prod(each.shape) and complete:
+            raise PolyshardError(
+                f"Ranks hold {each.held} of the {math.prod(each.shape)} elements of '{'.'.join(key)}': some have no "
+                "such state of their part of the parameter. Let every rank step its part, by a gradient of zeros where "
+                "it has no other."
+            )
+    ranks, rows = _chosen(list(tensors.values()), len(offers))
+    return _laid_out(tensors, ranks, rows, len(offers))
 
 
 def require_alike(numbers_of_ranks: Sequence[Mapping[Key, str]]) -> None:
@@ -111,171 +116,82 @@ def require_alike(numbers_of_ranks: Sequence[Mapping[Key, str]]) -> None:
                 )
 
 
-def places(nbytes: Numbers) -> Numbers:
-    """The first byte of each archive of a file, and one past the last. ``nbytes``: of the archives."""
-    ends = np.zeros(len(nbytes) + 1, np.int64)
-    np.cumsum(-(-nbytes // ALIGNMENT) * ALIGNMENT, out=ends[1:])
-    return ends
+class _Tensor:
+    """One that ranks offer: boxes that have each element once, and who holds each of these."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], found: Numbers) -> None:
+        """``found``: a row for each box of each rank: the rank, the row in its offer, first indices, and extents."""
+        self.dtype, self.shape = DTYPES[dtype], shape
+        found = found[np.lexsort((found[:, 0], *found.T[:1:-1]))]
+        boxes = found[:, 2:]
+        is_first = np.ones(len(found), bool)
+        is_first[1:] = (boxes[1:] != boxes[:-1]).any(axis=1)
+        starts = np.flatnonzero(is_first)
+        self.ranks, self.rows = found[:, 0], found[:, 1]
+        self.offsets, self.sizes = np.split(boxes[starts], 2, axis=1)
+        self.holders = np.stack([starts, np.append(starts, len(found))[1:]])
+        """The first one of each box in ``ranks``, and one past the last."""
+        self.parts: dict[int, Box] = {}
+        """By number of those that are not all of what their holders offer."""
+        if self.held > math.prod(shape):
+            self._cut()
+
+    @property
+    def held(self) -> int:
+        return int(self.sizes.prod(axis=1).sum())
+
+    @property
+    def nbytes(self) -> Numbers:
+        found: Numbers = self.sizes.prod(axis=1) * self.dtype.itemsize
+        return found
+
+    def _cut(self) -> None:
+        boxes = [Box(*map(tuple, each)) for each in zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)]
+        numbers, parts = zip(*disjoint(boxes), strict=True)
+        self.holders = self.holders[:, numbers]
+        self.offsets, self.sizes = (np.array([getattr(part, each) for part in parts]) for each in ("offsets", "sizes"))
+        self.parts = {index: part for index, part in enumerate(parts) if part != boxes[numbers[index]]}
 
 
-_Kinds = Mapping[Key, tuple[str, tuple[int, ...]]]
-
-
-def _kinds(offers: Sequence[Offer]) -> _Kinds:
+def _tensors(offers: Sequence[Offer]) -> dict[Key, _Tensor]:
+    """Raises PolyshardError: ranks differ in what one is."""
     kinds: dict[Key, tuple[str, tuple[int, ...]]] = {}
-    seen: set[int] = set()
-    for rank, offer in enumerate(offers):
-        # Ranks share what is alike.
-        if id(offer.kinds) in seen:
-            continue
-        seen.add(id(offer.kinds))
-        for key, dtype, shape in offer.kinds:
-            if kinds.setdefault(key, (dtype, shape)) != (dtype, shape) and not _may_differ(offers, key):
+    # Ranks share what is alike.
+    firsts = {id(offer.kinds): rank for rank, offer in reversed(list(enumerate(offers)))}
+    for rank in sorted(firsts.values()):
+        for key, dtype, shape in offers[rank].kinds:
+            # Of what may be written by pieces, each has its own form.
+            if kinds.setdefault(key, (dtype, shape)) != (dtype, shape) and not any(key in each.kept for each in offers):
                 raise PolyshardError(
                     f"'{'.'.join(key)}' is {dtype} of shape {shape} on rank {rank} and {kinds[key][0]} of shape "
                     f"{kinds[key][1]} on another. Make the same model and optimizer on every rank."
                 )
-    return kinds
+    numbers = {key: number for number, key in enumerate(kinds)}
+    of_kinds = {
+        each: np.array([numbers[key] for key, *_ in offers[rank].kinds], np.int64) for each, rank in firsts.items()
+    }
+    most = max((len(shape) for _, shape in kinds.values()), default=0)
+    columns = []
+    for rank, offer in enumerate(offers):
+        own = (offer.rows.shape[1] - 1) // 2
+        found = np.zeros((len(offer.rows), 3 + 2 * most), np.int64)
+        found[:, 0] = of_kinds[id(offer.kinds)][offer.rows[:, 0]]
+        found[:, 1], found[:, 2] = rank, np.arange(len(found))
+        found[:, 3 : 3 + own] = offer.rows[:, 1 : 1 + own]
+        found[:, 3 + most : 3 + most + own] = offer.rows[:, 1 + own :]
+        columns.append(found)
+    table = np.concatenate(columns)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    bounds = np.searchsorted(table[:, 0], np.arange(len(kinds) + 1)).tolist()
+    result = {}
+    for (key, (dtype, shape)), start, stop in zip(kinds.items(), bounds, bounds[1:], strict=False):
+        dims = np.arange(len(shape))
+        result[key] = _Tensor(dtype, shape, table[start:stop, np.concatenate([[1, 2], 3 + dims, 3 + most + dims])])
+    return result
 
 
-def _may_differ(offers: Sequence[Offer], key: Key) -> bool:
-    return any(key in offer.kept for offer in offers)
-
-
-@dataclass(frozen=True)
-class _Items:
-    """What is to be written: boxes that have each element once."""
-
-    kinds: Numbers
-    offsets: Numbers
-    sizes: Numbers
-    nbytes: Numbers
-    groups: Numbers
-    """Which boxes they are of, or parts of."""
-    parts: Mapping[int, Box]
-    """Those that are parts."""
-
-
-@dataclass(frozen=True)
-class _Table:
-    """All ranks' boxes, equal ones behind each other."""
-
-    kinds: Numbers
-    boxes: Numbers
-    """First indices and extents."""
-    ranks: Numbers
-    rows: Numbers
-    """In its rank's offer."""
-    starts: Numbers
-    """The first of each group of equal boxes."""
-
-    @classmethod
-    def of(cls, offers: Sequence[Offer], kinds: _Kinds, numbers: Mapping[Key, int]) -> _Table:
-        most = max((len(shape) for _, shape in kinds.values()), default=0)
-        known: dict[int, Numbers] = {}
-        columns = []
-        for rank, offer in enumerate(offers):
-            if id(offer.kinds) not in known:
-                known[id(offer.kinds)] = np.array([numbers[key] for key, *_ in offer.kinds], np.int64)
-            own, count = (offer.rows.shape[1] - 1) // 2, len(offer.rows)
-            found = np.zeros((count, 3 + 2 * most), np.int64)
-            found[:, 0] = known[id(offer.kinds)][offer.rows[:, 0]] if count else 0
-            found[:, 1 : 1 + own] = offer.rows[:, 1 : 1 + own]
-            found[:, 1 + most : 1 + 2 * most] = 1
-            found[:, 1 + most : 1 + most + own] = offer.rows[:, 1 + own :]
-            found[:, -2] = rank
-            found[:, -1] = np.arange(count)
-            columns.append(found)
-        return cls._sorted(np.concatenate(columns))
-
-    @classmethod
-    def _sorted(cls, found: Numbers) -> _Table:
-        order = np.lexsort(found.T[-2::-1])
-        found = found[order]
-        boxes = found[:, :-2]
-        is_first = np.ones(len(found), bool)
-        is_first[1:] = (boxes[1:] != boxes[:-1]).any(axis=1)
-        return cls(found[:, 0], boxes[:, 1:], found[:, -2], found[:, -1], np.flatnonzero(is_first))
-
-    def without(self, kinds: set[int]) -> _Table:
-        if not kinds:
-            return self
-        found = np.concatenate([self.kinds[:, None], self.boxes, self.ranks[:, None], self.rows[:, None]], axis=1)
-        return self._sorted(found[~np.isin(self.kinds, list(kinds))])
-
-    @property
-    def first_kinds(self) -> Numbers:
-        return self.kinds[self.starts]
-
-    def sizes(self) -> Numbers:
-        """Extents of each group's box."""
-        found: Numbers = self.boxes[self.starts][:, self.boxes.shape[1] // 2 :]
-        return found
-
-    def items(self, kinds: _Kinds, left_out: set[int], *, complete: bool) -> _Items:
-        """Raises PolyshardError: together they are no whole tensor, though they are to be."""
-        half = self.boxes.shape[1] // 2
-        first, boxes = self.first_kinds, self.boxes[self.starts]
-        numel = boxes[:, half:].prod(axis=1)
-        held = np.zeros(len(kinds), np.int64)
-        np.add.at(held, first, numel)
-        groups = np.arange(len(first))
-        parts: list[tuple[int, Box]] = []
-        for number, (key, (_, shape)) in enumerate(kinds.items()):
-            have, wanted = int(held[number]), math.prod(shape)
-            if have > wanted:
-                own = np.flatnonzero(first == number)
-                cut = list(disjoint([_box(boxes[group], len(shape)) for group in own]))
-                parts += [(int(own[index]), part) for index, part in cut]
-                groups = groups[~np.isin(groups, own)]
-                have = sum(part.numel for _, part in cut)
-            if have < wanted and complete and number not in left_out:
-                raise PolyshardError(
-                    f"Ranks hold {have} of the {wanted} elements of '{'.'.join(key)}': some have no such state of "
-                    "their part of the parameter. Let every rank step its part, by a gradient of zeros where it has "
-                    "no other."
-                )
-        groups = np.concatenate([groups, np.array([group for group, _ in parts], np.int64)])
-        found = boxes[groups]
-        for place, (_, part) in enumerate(parts, len(groups) - len(parts)):
-            found[place, : len(part.offsets)] = part.offsets
-            found[place, half : half + len(part.sizes)] = part.sizes
-        itemsizes = np.array([DTYPES[dtype].itemsize for dtype, _ in kinds.values()], np.int64)
-        nbytes = found[:, half:].prod(axis=1) * itemsizes[first[groups]]
-        cut_items = {
-            place: part
-            for place, (group, part) in enumerate(parts, len(groups) - len(parts))
-            if part != _box(boxes[group], len(part.sizes))
-        }
-        return _Items(first[groups], found[:, :half], found[:, half:], nbytes, groups, cut_items)
-
-    def chosen(self, items: _Items) -> tuple[Numbers, Numbers]:
-        """The rank that writes each item, and the row in its offer."""
-        stops = np.append(self.starts[1:], len(self.kinds))
-        starts, stops = self.starts[items.groups], stops[items.groups]
-        alone = stops - starts == 1
-        chosen = starts.copy()
-        most = int(self.ranks.max()) + 1 if len(self.ranks) else 1
-        loads = np.bincount(self.ranks[starts[alone]], items.nbytes[alone], minlength=most).astype(np.int64)
-        # The largest first: smaller ones even out the rest.
-        shared = np.flatnonzero(~alone)
-        for item in shared[np.argsort(-items.nbytes[shared], kind="stable")].tolist():
-            candidates = self.ranks[starts[item] : stops[item]]
-            index = int(loads[candidates].argmin())
-            chosen[item] += index
-            loads[candidates[index]] += items.nbytes[item]
-        return self.ranks[chosen], self.rows[chosen]
-
-
-def _box(numbers: Numbers, ndim: int) -> Box:
-    half = len(numbers) // 2
-    return Box(tuple(numbers[:ndim].tolist()), tuple(numbers[half : half + ndim].tolist()))
-
-
-def _left_out(
-    offers: Sequence[Offer], kinds: _Kinds, numbers: Mapping[Key, int], table: _Table, *, complete: bool
-) -> set[int]:
-    """Those of kinds that are not written: a tensor that pieces are written of, or these where it is written."""
+def _left_out(offers: Sequence[Offer], tensors: Mapping[Key, _Tensor], *, complete: bool) -> set[Key]:
+    """Those that are not written: a tensor that pieces are written of, or these where it is written."""
     numels: dict[str, dict[str, tuple[int, int]]] = {}
     pieces: dict[Key, set[Key]] = {}
     forms: dict[Key, set[tuple[str, tuple[int, ...]]]] = {}
@@ -285,19 +201,13 @@ def _left_out(
             numels.setdefault(key[2], {})[label] = (numel, wanted)
             pieces.setdefault(key, set()).add(piece_of(key, label))
             forms.setdefault(key, set()).add(known[key])
-    sizes, first = table.sizes(), table.first_kinds
-    found: set[int] = set()
+    found: set[Key] = set()
     for key, own in pieces.items():
         each = numels[key[2]].values()
         # Otherwise some rank has no state at all.
         has_all = complete and sum(numel for numel, _ in each) >= max(each)[1]
-        at = np.flatnonzero(first == numbers[key])
-        held, wanted = int(sizes[at].prod(axis=1).sum()), math.prod(kinds[key][1])
-        if held > wanted:
-            boxes = [_box(table.boxes[table.starts[group]], len(kinds[key][1])) for group in at]
-            held = sum(part.numel for _, part in disjoint(boxes))
-        parted = has_all and (len(forms[key]) > 1 or held < wanted)
-        found |= {numbers[key]} if parted else {numbers[piece] for piece in own}
+        parted = has_all and (len(forms[key]) > 1 or tensors[key].held < math.prod(tensors[key].shape))
+        found |= {key} if parted else own
     return found
 
 
@@ -306,35 +216,47 @@ def piece_of(key: Key, label: str) -> Key:
     return (*key[:-1], f"{key[-1]}{label}")
 
 
-def _laid_out(
-    items: _Items, ranks: Numbers, rows: Numbers, kinds: _Kinds, left_out: set[int], world_size: int
-) -> Shares:
-    order = np.lexsort((np.arange(len(ranks)), items.kinds, items.nbytes > _IN_FRONT, ranks))
-    ndims = [len(shape) for _, shape in kinds.values()]
-    heads, nbytes = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
-    by_kind = np.argsort(items.kinds, kind="stable")
-    bounds = np.searchsorted(items.kinds[by_kind], np.arange(len(kinds) + 1))
-    for number, (dtype, _) in enumerate(kinds.values()):
-        own = by_kind[bounds[number] : bounds[number + 1]]
-        before, behind = lengths(DTYPES[dtype], items.sizes[own, : ndims[number]])
-        heads[own], nbytes[own] = before, before + items.nbytes[own] + behind
-    starts = places(nbytes[order])
+def _chosen(tensors: Sequence[_Tensor], world_size: int) -> tuple[Numbers, Numbers]:
+    """The rank that writes each box, and the row in its offer."""
+    ranks, rows, nbytes = (_joined([getattr(each, name) for each in tensors]) for name in ("ranks", "rows", "nbytes"))
+    before = accumulate((len(each.ranks) for each in tensors), initial=0)
+    holders = [each.holders + first for each, first in zip(tensors, before, strict=False)]
+    chosen, stops = (_joined([each[end] for each in holders]) for end in (0, 1))
+    alone = stops - chosen == 1
+    loads = np.bincount(ranks[chosen[alone]], nbytes[alone], minlength=world_size).astype(np.int64)
+    # The largest first: smaller ones even out the rest.
+    shared = np.flatnonzero(~alone)
+    for item in shared[np.argsort(-nbytes[shared], kind="stable")].tolist():
+        candidates = ranks[chosen[item] : stops[item]]
+        index = int(loads[candidates].argmin())
+        chosen[item] += index
+        loads[candidates[index]] += nbytes[item]
+    return ranks[chosen], rows[chosen]
+
+
+def _laid_out(tensors: Mapping[Key, _Tensor], ranks: Numbers, rows: Numbers, world_size: int) -> Shares:
+    """``ranks``, ``rows``: of each box, as ``_chosen`` gives them."""
+    beside = [lengths(each.dtype, each.sizes) for each in tensors.values()]
+    heads, tails = (_joined([each[end] for each in beside]) for end in (0, 1))
+    nbytes = _joined([each.nbytes for each in tensors.values()])
+    order = np.lexsort((nbytes > _IN_FRONT, ranks))
     edges = np.searchsorted(ranks[order], np.arange(world_size + 1))
-    at = np.zeros(len(ranks), np.int64)
-    at[order] = starts[:-1] - starts[edges[ranks[order]]]
+    archives = (heads + nbytes + tails)[order]
+    starts = np.append(0, np.cumsum(-(-archives // ALIGNMENT) * ALIGNMENT))
+    first = edges[ranks[order]]
+    at, places = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
+    at[order] = starts[:-1] - starts[first] + heads[order]
+    places[order] = np.arange(len(ranks)) - first
     parts: list[dict[int, Box]] = [{} for _ in range(world_size)]
-    if items.parts:
-        place = np.empty(len(ranks), np.int64)
-        place[order] = np.arange(len(ranks)) - edges[ranks[order]]
-        for item, part in items.parts.items():
-            parts[ranks[item]][int(place[item])] = part
+    stored, begin = {}, 0
+    for key, each in tensors.items():
+        own = slice(begin, begin := begin + len(each.sizes))
+        stored[key] = StoredTensor(each.dtype, each.shape, each.offsets, each.sizes, ranks[own], at[own])
+        for number, part in each.parts.items():
+            parts[ranks[own][number]][int(places[own][number])] = part
     shares = [Share(rows[order[edges[rank] : edges[rank + 1]]], parts[rank]) for rank in range(world_size)]
-    stored = {}
-    for number, (key, (dtype, shape)) in enumerate(kinds.items()):
-        if number in left_out:
-            continue
-        own, ndim = by_kind[bounds[number] : bounds[number + 1]], ndims[number]
-        columns = (items.offsets[own, :ndim], items.sizes[own, :ndim], ranks[own], at[own] + heads[own])
-        stored[key] = StoredTensor(DTYPES[dtype], shape, *columns)
-    ends = starts[edges[1:]] - starts[edges[:-1]]
-    return Shares(shares, stored, ends.tolist())
+    return Shares(shares, stored, (starts[edges[1:]] - starts[edges[:-1]]).tolist())
+
+
+def _joined(columns: Sequence[Numbers]) -> Numbers:
+    return np.concatenate([np.zeros(0, np.int64), *columns])

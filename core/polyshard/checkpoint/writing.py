@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from ..state.source import chunks_of, in_chunks
 from . import metadata
 from .archive import ALIGNMENT, around, of_value
 from .encoding import Encoder, Json, decode, no_tensor, render, require_plain
-from .manifest import BLOCK, DESCRIBED, FORMAT, NAME, StoredTensor, file_of
+from .manifest import BLOCK, DESCRIBED, FORMAT, NAME, Path, StoredTensor, file_of
 from .shares import Key, Kind, Offer, Share, Shares, piece_of, require_alike, share_out
 from .storage import OutputFile, Place, storage_of
 
@@ -49,7 +50,7 @@ class Document:
     extra: Json
     tensors: Sequence[tuple[dict[str, Json], torch.Tensor]]
     """Those in encoded values, each with its description there."""
-    values: Mapping[metadata.Path, Any]
+    values: Mapping[Path, Any]
     """Settings and ``extra`` as they are, for stock torch."""
 
     @classmethod
@@ -74,7 +75,7 @@ class Document:
         where = "the state of the precision caster of unit"
         states = {name: encoder.encode(value, f"{where} {name!r}") for name, value in precision.items()}
         encoded = encoder.encode(dict(extra), "extra")
-        values: dict[metadata.Path, Any] = {
+        values: dict[Path, Any] = {
             (OPTIMIZER, "param_groups", index, name): value
             for index, group in enumerate(given)
             for name, value in group.items()
@@ -83,7 +84,7 @@ class Document:
         return cls(aliases, kind, groups, states, encoded, encoder.tensors, values)
 
 
-def _flattened(values: Mapping[Any, Any], path: metadata.Path) -> Iterator[tuple[metadata.Path, Any]]:
+def _flattened(values: Mapping[Any, Any], path: Path) -> Iterator[tuple[Path, Any]]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value and all(isinstance(each, str) for each in value):
             yield from _flattened(value, (*path, name))
@@ -102,65 +103,116 @@ class Plan:
     """On the rank that coordinates."""
 
 
+class FileLayout:
+    """One rank's file: elements with what archives have around them, and where each begins."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._tensors: list[torch.Tensor] = []
+        self._starts: list[int] = []
+        self._copy: HostCopy | None = None
+
+    def add_tensor(self, tensor: torch.Tensor) -> int:
+        """Add an archive of ``tensor``; returns where its elements begin."""
+        head, tail = around(tensor.dtype, tuple(tensor.shape))
+        start = self.add(_bytes(head)) + len(head)
+        self._put(tensor.detach(), start)
+        self._put(_bytes(tail), self.size)
+        return start
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Add elements; returns where they begin."""
+        start = -(-self.size // ALIGNMENT) * ALIGNMENT
+        self._put(tensor.detach(), start)
+        return start
+
+    def copy(self) -> None:
+        """Have copies in host memory, of what is added no more: later training is not in them."""
+        self._copy = HostCopy(self._tensors, self._starts, self.size)
+        self._tensors, self._starts = [], []
+
+    def release(self) -> None:
+        """Let go of tensors and copies, once they are written."""
+        self._copy, self._tensors, self._starts = None, [], []
+
+    def pieces(self) -> Iterator[memoryview]:
+        """All bytes, in order."""
+        if self._copy is not None:
+            yield from self._copy.pieces()
+        end = 0
+        for tensor, start in zip(self._tensors, self._starts, strict=True):
+            if start > end:
+                yield memoryview(bytes(start - end))
+            yield from pieces_of(tensor)
+            end = start + tensor.numel() * tensor.element_size()
+
+    def _put(self, tensor: torch.Tensor, start: int) -> None:
+        self._tensors.append(tensor)
+        self._starts.append(start)
+        self.size = start + tensor.numel() * tensor.element_size()
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class Writing:
     """What this rank is to write; the ranks have shared it out."""
 
     directory: Place
     file: str
-    tensors: Sequence[torch.Tensor]
-    """In the order of the file, with what archives have around them."""
-    starts: Sequence[int]
-    """The first byte of each."""
-    size: int
+    layout: FileLayout
     ending: Ending | None
     """On the rank that coordinates."""
     plan: Plan
-    copied: HostCopy | None = None
-
-    def detached(self) -> Writing:
-        """The same of copies in host memory, which take what this rank writes: later training is not in it."""
-        return dataclasses.replace(self, tensors=(), copied=HostCopy(self.tensors, self.starts, self.size))
 
     def write(self) -> Written:
         """Write it, to be on disk when this returns; returns what ``Ending.write`` takes. Exchanges nothing.
 
         Raises OSError: writing failed; names the file.
         """
-        if not self.size:
-            return {"file": self.file, "size": 0, "digests": []}
-        pieces = self._pieces() if self.copied is None else self.copied.pieces()
-        with storage_of(self.directory).created(self.directory / self.file, self.size) as file:
-            calls = (
-                partial(_write_block, file, block, index * BLOCK)
-                for index, block in enumerate(_blocks(_joined(pieces)))
-            )
-            found: list[str] = []
-            for digest, block in carried_out(calls, -(-self.size // BLOCK)):
-                file.follow(block, len(found) * BLOCK)
-                found.append(digest)
-                report_progress(min(len(found) * BLOCK, self.size), self.size)
-        return {"file": self.file, "size": self.size, "digests": found}
-
-    def _pieces(self) -> Iterator[memoryview]:
-        end = 0
-        for tensor, start in zip(self.tensors, self.starts, strict=True):
-            if start > end:
-                yield memoryview(bytes(start - end))
-            yield from pieces_of(tensor)
-            end = start + tensor.numel() * tensor.element_size()
+        size = self.layout.size
+        found: list[str] = []
+        if size:
+            with storage_of(self.directory).created(self.directory / self.file, size) as file:
+                blocks = enumerate(_blocks(self.layout.pieces()))
+                calls = (partial(_write_block, file, block, index * BLOCK) for index, block in blocks)
+                # Ended before the file is closed.
+                with closing(carried_out(calls, -(-size // BLOCK))) as written:
+                    for digest, block in written:
+                        file.follow(block, len(found) * BLOCK)
+                        found.append(digest)
+                        report_progress(min(len(found) * BLOCK, size), size)
+        return {"file": self.file, "size": size, "digests": found}
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What stands in the directory beside elements."""
+def _blocks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """``pieces`` in blocks of ``BLOCK`` bytes, the last one of the rest; small ones are put together."""
+    block: list[memoryview | bytearray] = []
+    room = BLOCK
+    for piece in pieces:
+        while piece:
+            part, piece = piece[:room], piece[room:]
+            room -= len(part)
+            if len(part) > _SMALL:
+                block.append(part)
+            elif block and isinstance(block[-1], bytearray):
+                block[-1] += part
+            else:
+                block.append(bytearray(part))
+            if not room:
+                yield [memoryview(each) for each in block]
+                block, room = [], BLOCK
+    if block:
+        yield [memoryview(each) for each in block]
 
-    sizes: Mapping[str, int]
-    """Of all files, in bytes."""
-    manifest: str
-    """Its sha256."""
-    described: str | None
-    """That of ``.metadata``."""
+
+def _write_block(file: OutputFile, block: Sequence[memoryview], at: int) -> tuple[str, Sequence[memoryview]]:
+    digest = digest_of(block)
+    file.write(block, at)
+    return digest, block
 
 
 @dataclass(frozen=True)
@@ -172,28 +224,28 @@ class Ending:
     """The names of files with elements, by number."""
     manifest: Mapping[str, Any]
     """But for the files."""
-    tensors: Mapping[metadata.Path, StoredTensor]
-    values: Mapping[metadata.Path, metadata.Bytes]
+    tensors: Mapping[Path, StoredTensor]
+    values: Mapping[Path, metadata.Bytes]
     complete: bool
 
-    def write(self, everything: Sequence[Written]) -> Ended:
-        """Write ``manifest.json``, and ``.metadata``, of what ranks' ``write`` returned.
+    def write(self, everything: Sequence[Written]) -> dict[str, Any]:
+        """Write ``manifest.json``, and ``.metadata``, of what ranks' ``write`` returned; returns what a marker says of
+        them: sizes of all files, and the sha256 of both.
 
         Raises PolyshardError: not all bytes of all ranks are there; OSError: writing failed.
         """
         storage = storage_of(self.directory)
         sizes = {each["file"]: int(each["size"]) for each in everything if each["size"]}
         storage.require_written(self.directory, sizes)
-        manifest, described = self.composed(everything)
-        storage.write_whole(self.directory / NAME, manifest)
-        sizes[NAME] = len(manifest)
-        if described is not None:
-            # Last: to stock torch it says that everything is there.
-            storage.write_whole(self.directory / DESCRIBED, described)
-            sizes[DESCRIBED] = len(described)
-        digests = [None if each is None else hashlib.sha256(each).hexdigest() for each in (manifest, described)]
-        assert digests[0] is not None
-        return Ended(sizes, digests[0], digests[1])
+        digests = []
+        # ``.metadata`` last: to stock torch it says that everything is there.
+        for name, content in zip((NAME, DESCRIBED), self.composed(everything), strict=True):
+            if content is not None:
+                storage.write_whole(self.directory / name, content)
+                sizes[name] = len(content)
+            digests.append(content and hashlib.sha256(content).hexdigest())
+        storage.require_written(self.directory, sizes)
+        return {"files": sizes, "manifest": digests[0], "described": digests[1]}
 
     def composed(self, everything: Sequence[Written]) -> tuple[bytes, bytes | None]:
         """What both have to say. None: an incomplete state is nothing for stock torch."""
@@ -233,40 +285,7 @@ def plan_writing(
         if document is not None:
             assert plan.shares is not None
             ending = ending_of(directory, plan.shares, document, values, file, collectives.rank, complete=complete)
-    return Writing(directory, file_of(collectives.rank), file.tensors, file.starts, file.size, ending, plan)
-
-
-class FileLayout:
-    """One rank's file, as it is laid out."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.starts: list[int] = []
-        self.size = 0
-
-    def add_tensor(self, tensor: torch.Tensor) -> int:
-        """Add an archive of ``tensor``; returns where its elements begin."""
-        head, tail = around(tensor.dtype, tuple(tensor.shape))
-        start = self.add(_bytes(head)) + len(head)
-        self._put(tensor.detach(), start)
-        self._put(_bytes(tail), self.size)
-        return start
-
-    def add(self, tensor: torch.Tensor) -> int:
-        """Add elements; returns where they begin."""
-        start = -(-self.size // ALIGNMENT) * ALIGNMENT
-        self._put(tensor.detach(), start)
-        return start
-
-    def _put(self, tensor: torch.Tensor, start: int) -> None:
-        self.tensors.append(tensor)
-        self.starts.append(start)
-        self.size = start + tensor.numel() * tensor.element_size()
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _bytes(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return Writing(directory, file_of(collectives.rank), file, ending, plan)
 
 
 def _agreed(
@@ -362,7 +381,7 @@ def ending_of(
 ) -> Ending:
     """What is written last. Adds to ``file`` what no other rank has."""
     paths = {id(value): path for path, value in document.values.items() if isinstance(value, torch.Tensor)}
-    tensors: dict[metadata.Path, StoredTensor] = {}
+    tensors: dict[Path, StoredTensor] = {}
     for entry, tensor in document.tensors:
         path = paths.pop(id(tensor), None)
         add = file.add if path is None else file.add_tensor
@@ -373,7 +392,7 @@ def ending_of(
         if path is not None:
             tensors[path] = stored
     # What is no tensor by name stands in the manifest; stock torch has it as an archive each.
-    others: dict[metadata.Path, metadata.Bytes] = {}
+    others: dict[Path, metadata.Bytes] = {}
     own = {path: value for path, value in document.values.items() if path not in tensors}
     own.update({key: decode(value, no_tensor) for key, value in values.items() if key not in shares.stored})
     for path, value in own.items() if complete else ():
@@ -404,58 +423,3 @@ def ending_of(
     # One rank of a pretended world stands alone, whatever its number.
     names = [file_of(number or rank) for number in np.flatnonzero(has_file).tolist()]
     return Ending(directory, names, manifest, tensors, others, complete)
-
-
-def write_all(writing: Writing, collectives: Collectives) -> Ended | None:
-    """Write every rank's part, and what stands beside; returns what ``Ending.write`` does, on that rank."""
-    what = f"Writing {writing.directory}"
-    with together(collectives, what):
-        written = writing.write()
-    everything = gather_to_first(collectives, written)
-    ended = None
-    with together(collectives, what):
-        if writing.ending is not None:
-            assert everything is not None
-            ended = writing.ending.write(everything)
-    return ended
-
-
-def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The same bytes, with small pieces put together."""
-    small = bytearray()
-    for piece in pieces:
-        if len(piece) <= _SMALL:
-            small += piece
-            if len(small) < BLOCK:
-                continue
-            piece = memoryview(small)
-        elif small:
-            yield memoryview(small)
-        small = bytearray()
-        yield piece
-    if small:
-        yield memoryview(small)
-
-
-def _blocks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Pieces of ``BLOCK`` bytes together; the last ones of the rest."""
-    block: list[memoryview] = []
-    room = BLOCK
-    for piece in pieces:
-        done = 0
-        while done < len(piece):
-            part = piece[done : done + room]
-            block.append(part)
-            done += len(part)
-            room -= len(part)
-            if not room:
-                yield block
-                block, room = [], BLOCK
-    if block:
-        yield block
-
-
-def _write_block(file: OutputFile, block: Sequence[memoryview], at: int) -> tuple[str, Sequence[memoryview]]:
-    digest = digest_of(block)
-    file.write(block, at)
-    return digest, block

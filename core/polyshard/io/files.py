@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -11,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,10 +20,6 @@ from ..errors import CheckpointDamagedError, ConfigError, ConfigTypeError
 
 #: For the end of an error's message.
 REMEDY = "Load the one that polyshard.checkpoint.latest(root, verify=True) names."
-#: What says of a path that it can be no folder, or none of this program's.
-_NO_FOLDER = frozenset(
-    {errno.EACCES, errno.EEXIST, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS}
-)
 #: One call takes no more pieces, by the limit of Linux.
 _MOST_PIECES = 1024
 #: Under which a manifest keeps them.
@@ -50,28 +46,34 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def make_folder(path: Path) -> None:
-    """Have the folder ``path``, made with those around it where missing.
+@dataclass(frozen=True, slots=True)
+class OpenedFile:
+    """A file of this machine that is read, by several threads."""
 
-    Raises ConfigError: it cannot be: a file or a link that leads nowhere is in its place, its name is too long, or this
-    program may not; OSError: the system failed; names it.
-    """
-    try:
-        with naming(path):
-            path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER:
-            raise
-        where = "" if error.filename == str(path) else f" ({error.filename})"
-        why = "it is in the way, and no directory" if error.errno == errno.EEXIST else error.strerror
-        raise ConfigError(
-            f"{path} can be no folder to save into: {why}{where}. Name another one, or make room for it."
-        ) from error
+    path: Path
+    size: int
+    """In bytes."""
+    descriptor: int
+
+    def read(self, pieces: Sequence[memoryview], at: int) -> bool:
+        """Fill ``pieces`` one behind another from byte ``at`` on; returns False where the file ends before.
+
+        Raises OSError: reading failed; names the file.
+        """
+        left = [piece for piece in pieces if len(piece)]
+        with naming(self.path):
+            while left:
+                count = os.preadv(self.descriptor, left[:_MOST_PIECES], at)
+                if count == 0:
+                    return False
+                at += count
+                _take_off(left, count)
+        return True
 
 
 @contextmanager
-def opened(directory: Path, name: str, size: int | None = None) -> Iterator[tuple[int, int]]:
-    """A descriptor of the file ``name`` and the file's size in bytes.
+def opened(directory: Path, name: str, size: int | None = None) -> Iterator[OpenedFile]:
+    """The file ``name``.
 
     Links are not followed, and what is no file is not opened for longer than it takes to see that: a name in a
     checkpoint must not lead out of it, nor wait for the writer of a pipe.
@@ -98,25 +100,9 @@ def opened(directory: Path, name: str, size: int | None = None) -> Iterator[tupl
                 raise damaged(
                     directory, f"'{name}' has {status.st_size:,} bytes, and had {size:,} when it was committed"
                 )
-            yield descriptor, status.st_size
+            yield OpenedFile(path, status.st_size, descriptor)
         finally:
             os.close(descriptor)
-
-
-def read_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> bool:
-    """Fill ``pieces`` one behind another from byte ``at`` of the file on; returns False where it ends before.
-
-    Raises OSError: reading failed; names ``path``.
-    """
-    left = [piece for piece in pieces if len(piece)]
-    with naming(path):
-        while left:
-            count = os.preadv(descriptor, left[:_MOST_PIECES], at)
-            if count == 0:
-                return False
-            at += count
-            _take_off(left, count)
-    return True
 
 
 def write_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> None:
@@ -130,35 +116,6 @@ def write_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path)
             count = os.pwritev(descriptor, left[:_MOST_PIECES], at)
             at += count
             _take_off(left, count)
-
-
-def begin_flush(descriptor: int, at: int, nbytes: int) -> None:
-    """Let the system write these bytes out while more are made: ``fsync`` then has less left to wait for.
-
-    By the advice that they are not needed: Linux then begins to write what is not written yet, which it also keeps.
-    """
-    os.posix_fadvise(descriptor, at, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-@contextmanager
-def created(path: Path) -> Iterator[int]:
-    """A descriptor to write the new file ``path``; all of it is on disk when the body is left.
-
-    Raises FileExistsError: something is there; OSError: writing failed, at the latest here; names ``path``.
-    """
-    with naming(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write the new file ``path``, to be on disk when this returns. Errors as ``created``."""
-    with created(path) as descriptor:
-        write_at(descriptor, [memoryview(content)] if content else [], 0, path)
 
 
 def sync_directory(directory: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ...errors import ConfigError, PolyshardError
 from ...io.files import damaged
@@ -80,25 +80,23 @@ AnyPlace = TypeVar("AnyPlace", Path, URL)
 P = TypeVar("P", Path, URL)
 
 
-class InputFile(ABC):
+class InputFile(Protocol):
     """A file that is read, by several threads."""
 
-    size: int
-    """In bytes."""
+    @property
+    def size(self) -> int:
+        """In bytes."""
 
-    @abstractmethod
     def read(self, pieces: Sequence[memoryview], at: int) -> bool:
         """Fill ``pieces`` one behind another from byte ``at`` on; returns False where the file ends before."""
 
 
-class OutputFile(ABC):
+class OutputFile(Protocol):
     """A new file that is written in blocks."""
 
-    @abstractmethod
     def write(self, block: Sequence[memoryview], at: int) -> None:
         """Take the block that begins at byte ``at``. Threads call it, in any order."""
 
-    @abstractmethod
     def follow(self, block: Sequence[memoryview], at: int) -> None:
         """Behind ``write``: one thread calls it for each block, in the order of the file."""
 
@@ -127,17 +125,15 @@ class Attempt(ABC, Generic[P]):
 
     path: P
     """Where ranks write."""
+    target: P
+    """Where the checkpoint will be."""
 
     def __init__(self) -> None:
         self.identity = uuid.uuid4().hex
         """No other save has it."""
         self.committed = False
-        self._stays = False
-
-    @property
-    @abstractmethod
-    def target(self) -> P:
-        """Where the checkpoint will be."""
+        self.stays = False
+        """Set where others look there when it is given back: the next save removes it."""
 
     @abstractmethod
     def commit(self, marker: bytes) -> None:
@@ -145,10 +141,6 @@ class Attempt(ABC, Generic[P]):
 
         Raises ConfigError: another job is in the way.
         """
-
-    def leave_to_others(self) -> None:
-        """Let the directory stay when it is given back: others look there. The next save removes it."""
-        self._stays = True
 
     @abstractmethod
     def close(self) -> None:
@@ -181,19 +173,17 @@ class Storage(ABC, Generic[P]):
         """Bytes of each file."""
 
     @abstractmethod
-    def make_folder(self, folder: P) -> None:
-        """Have ``folder``, made with those around it where missing. Raises ConfigError: it cannot be."""
-
-    @abstractmethod
     def opened(self, directory: P, name: str, size: int | None = None) -> AbstractContextManager[InputFile]:
         """The file ``name``.
 
         Raises CheckpointDamagedError: it is gone, is no file, or has another size than ``size``.
         """
 
-    @abstractmethod
     def require_files(self, directory: P, sizes: Mapping[str, int]) -> None:
         """Raise as ``opened`` where it would for one of these files."""
+        for name, size in sizes.items():
+            with self.opened(directory, name, size):
+                pass
 
     @abstractmethod
     def created(self, path: P, size: int) -> AbstractContextManager[OutputFile]:
@@ -224,7 +214,10 @@ class Storage(ABC, Generic[P]):
 
     @abstractmethod
     def claim(self, folder: P) -> JobLock[P]:
-        """Have ``folder``, which is there, for this process alone. Raises ConfigError: another job has it."""
+        """Have ``folder``, made where missing, for this process alone.
+
+        Raises ConfigError: another job has it, or it can be no folder.
+        """
 
     @abstractmethod
     def attempt(self, folder: P, name: str) -> AbstractContextManager[Attempt[P]]:

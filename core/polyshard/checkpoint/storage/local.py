@@ -10,35 +10,18 @@ import shutil
 import stat
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...io.files import (
-    begin_flush,
-    created,
-    make_folder,
-    naming,
-    opened,
-    read_at,
-    sync_directory,
-    write_at,
-    write_whole,
-)
-from .contract import (
-    LOCK,
-    MARKER,
-    MOST_OF_LOCK,
-    Attempt,
-    Holder,
-    InputFile,
-    JobLock,
-    OutputFile,
-    Storage,
-    is_written,
-)
+from ...io.files import naming, opened, sync_directory, write_at
+from .contract import LOCK, MARKER, MOST_OF_LOCK, Attempt, Holder, InputFile, JobLock, OutputFile, Storage, is_written
 
+#: What says of a path that it can be no folder, or none of this program's.
+_NO_FOLDER = frozenset(
+    {errno.EACCES, errno.EEXIST, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+)
 #: Names of directories that are no checkpoint yet, or no longer. Nobody else has such.
 _UNFINISHED = re.compile(r"\.unfinished-[0-9a-f]{32}")
 #: Of file systems that have no locks.
@@ -66,32 +49,28 @@ class LocalStorage(Storage[Path]):
                 found[path.name] = path.stat().st_size
         return found
 
-    def make_folder(self, folder: Path) -> None:
-        make_folder(folder)
-
-    @contextmanager
-    def opened(self, directory: Path, name: str, size: int | None = None) -> Iterator[InputFile]:
-        with opened(directory, name, size) as (descriptor, nbytes):
-            yield _Input(descriptor, directory / name, nbytes)
-
-    def require_files(self, directory: Path, sizes: Mapping[str, int]) -> None:
-        for name, size in sizes.items():
-            with opened(directory, name, size):
-                pass
+    def opened(self, directory: Path, name: str, size: int | None = None) -> AbstractContextManager[InputFile]:
+        return opened(directory, name, size)
 
     @contextmanager
     def created(self, path: Path, size: int) -> Iterator[OutputFile]:
-        with created(path) as descriptor:
-            yield _Output(descriptor, path)
+        with naming(path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                yield _Output(descriptor, path)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def write_whole(self, path: Path, content: bytes) -> None:
-        write_whole(path, content)
+        with self.created(path, len(content)) as file:
+            file.write([memoryview(content)], 0)
 
     def replace_whole(self, path: Path, content: bytes) -> None:
         temporary = path.with_name(f"{path.name}.tmp")
         with naming(temporary):
             temporary.unlink(missing_ok=True)
-            write_whole(temporary, content)
+            self.write_whole(temporary, content)
             temporary.replace(path)
 
     def remove(self, path: Path) -> None:
@@ -112,23 +91,21 @@ class LocalStorage(Storage[Path]):
                 directory.rmdir()
 
     def claim(self, folder: Path) -> LocalJobLock:
+        _make_folder(folder)
         return LocalJobLock(folder)
 
     @contextmanager
     def attempt(self, folder: Path, name: str | None) -> Iterator[LocalAttempt]:
         """As the contract says. ``name``: None for what is never committed."""
-        make_folder(folder)
+        _make_folder(folder)
         for path in folder.iterdir():
             is_left = _UNFINISHED.fullmatch(path.name) is not None and not path.is_symlink()
             lock = _lock(path, wait=False) if is_left else None
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
-        attempt = LocalAttempt(folder, name)
-        try:
+        with closing(LocalAttempt(folder, name)) as attempt:
             yield attempt
-        finally:
-            attempt.close()
 
     def beat(self, attempt: Path) -> None:
         os.utime(attempt)
@@ -140,17 +117,26 @@ class LocalStorage(Storage[Path]):
             return None
 
 
-class _Input(InputFile):
-    def __init__(self, descriptor: int, path: Path, size: int) -> None:
-        self.size = size
-        self._descriptor = descriptor
-        self._path = path
+def _make_folder(folder: Path) -> None:
+    """Have ``folder``, made with those around it where missing.
 
-    def read(self, pieces: Sequence[memoryview], at: int) -> bool:
-        return read_at(self._descriptor, pieces, at, self._path)
+    Raises ConfigError: it cannot be: a file or a link that leads nowhere is in its place, its name is too long, or this
+    program may not; OSError: the system failed; names it.
+    """
+    try:
+        with naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER:
+            raise
+        where = "" if error.filename == str(folder) else f" ({error.filename})"
+        why = "it is in the way, and no directory" if error.errno == errno.EEXIST else error.strerror
+        raise ConfigError(
+            f"{folder} can be no folder to save into: {why}{where}. Name another one, or make room for it."
+        ) from error
 
 
-class _Output(OutputFile):
+class _Output:
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor = descriptor
         self._path = path
@@ -162,7 +148,8 @@ class _Output(OutputFile):
     def follow(self, block: Sequence[memoryview], at: int) -> None:
         end = at + sum(map(len, block))
         if end - self._flushed >= _FLUSHED:
-            begin_flush(self._descriptor, self._flushed, end - self._flushed)
+            # Not needed: Linux then begins to write it out, and keeps what is not written yet. Less is left to fsync.
+            os.posix_fadvise(self._descriptor, self._flushed, end - self._flushed, os.POSIX_FADV_DONTNEED)
             self._flushed = end
 
 
@@ -172,7 +159,7 @@ class LocalAttempt(Attempt[Path]):
     def __init__(self, folder: Path, name: str | None) -> None:
         super().__init__()
         self.path = folder / f".unfinished-{self.identity}"
-        self._name = name
+        self.target = folder / (name or self.path.name)
         self._lock: int | None = None
         # Between the two, another job may take it for what an ended one left.
         while not self.path.is_dir():
@@ -180,16 +167,8 @@ class LocalAttempt(Attempt[Path]):
             self.path.mkdir()
             self._lock = _lock(self.path, wait=True)
 
-    @property
-    def target(self) -> Path:
-        assert self._name is not None
-        return self.path.parent / self._name
-
     def commit(self, marker: bytes) -> None:
-        temporary = self.path / f"{MARKER}.tmp"
-        write_whole(temporary, marker)
-        with naming(temporary):
-            temporary.replace(self.path / MARKER)
+        LocalStorage().replace_whole(self.path / MARKER, marker)
         sync_directory(self.path)
         target = self.target
         try:
@@ -212,7 +191,7 @@ class LocalAttempt(Attempt[Path]):
             raise
 
     def close(self) -> None:
-        if not self.committed and not self._stays:
+        if not self.committed and not self.stays:
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 

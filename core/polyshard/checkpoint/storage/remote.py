@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from ...errors import ConfigError, PolyshardError
@@ -106,12 +106,7 @@ class RemoteStorage(Storage[URL]):
 
     def exists(self, path: URL) -> bool:
         # The filesystem's own `exists` says no where it could not ask.
-        try:
-            with _reached(path, looks=True) as (filesystem, name):
-                filesystem.info(name)
-        except FileNotFoundError:
-            return False
-        return True
+        return _asked(path, lambda filesystem, name: filesystem.info(name), looks=True) is not None
 
     def names(self, folder: URL) -> list[str]:
         return sorted(self._listed(folder))
@@ -119,28 +114,18 @@ class RemoteStorage(Storage[URL]):
     def sizes(self, directory: URL) -> dict[str, int]:
         return {name: int(each["size"]) for name, each in self._listed(directory).items() if each["type"] == "file"}
 
-    def make_folder(self, folder: URL) -> None:
-        """Object stores have none; of others, the first write tells."""
-
     @contextmanager
     def opened(self, directory: URL, name: str, size: int | None = None) -> Iterator[InputFile]:
-        path = directory / name
-        try:
-            with _reached(path, looks=True) as (filesystem, called):
-                info = filesystem.info(called)
-        except FileNotFoundError as error:
-            raise damaged(directory, f"'{name}' is gone") from error
-        if info["type"] != "file":
+        info = _asked(directory / name, lambda filesystem, called: filesystem.info(called), looks=True)
+        if info is not None and info["type"] != "file":
             raise damaged(directory, f"'{name}' is no file")
-        _require_size(directory, name, int(info["size"]), size)
-        yield _Input(directory, name, int(info["size"]))
+        found = None if info is None else int(info["size"])
+        yield _Input(directory, name, _required(directory, name, found, size))
 
     def require_files(self, directory: URL, sizes: Mapping[str, int]) -> None:
         found = self.sizes(directory)
         for name, size in sizes.items():
-            if name not in found:
-                raise damaged(directory, f"'{name}' is gone")
-            _require_size(directory, name, found[name], size)
+            _required(directory, name, found.get(name), size)
 
     @contextmanager
     def created(self, path: URL, size: int) -> Iterator[OutputFile]:
@@ -179,8 +164,7 @@ class RemoteStorage(Storage[URL]):
                 filesystem.pipe_file(name, content)
 
     def remove(self, path: URL) -> None:
-        with suppress(FileNotFoundError), _reached(path) as (filesystem, name):
-            filesystem.rm_file(name)
+        _asked(path, lambda filesystem, name: filesystem.rm_file(name))
 
     def remove_tree(self, directory: URL) -> None:
         with suppress(OSError):
@@ -204,43 +188,46 @@ class RemoteStorage(Storage[URL]):
             directory = folder / each
             if _DIRECTORY.fullmatch(each) and directory not in _LIVE and not self.exists(directory / MARKER):
                 self.remove_tree(directory)
-        attempt = RemoteAttempt(self, folder, name)
-        try:
-            attempt.begin()
+        with closing(RemoteAttempt(self, folder, name)) as attempt:
+            self.beat(attempt.path)
             yield attempt
-        finally:
-            attempt.close()
 
     def beat(self, attempt: URL) -> None:
         self.write_whole(attempt / _SAVING, b"%20d" % next(_BEATS))
 
     def beat_of(self, attempt: URL) -> object:
-        path = attempt / _SAVING
         try:
-            with _reached(path) as (filesystem, name):
-                return filesystem.cat_file(name)
-        except FileNotFoundError:
-            return None
+            return _asked(attempt / _SAVING, lambda filesystem, name: filesystem.cat_file(name))
         except OSError as error:
             return str(error)
 
     def _listed(self, folder: URL) -> dict[str, Any]:
-        try:
-            with _reached(folder, looks=True) as (filesystem, name):
-                found = filesystem.ls(name, detail=True)
-        except FileNotFoundError:
-            return {}
+        called = filesystem_of(folder)[1]
+        found = _asked(folder, lambda filesystem, name: filesystem.ls(name, detail=True), looks=True) or []
         # Some list the folder itself, too.
         below = ((each["name"].rstrip("/"), each) for each in found)
-        return {path.rpartition("/")[2]: each for path, each in below if path.strip("/") != name.strip("/")}
+        return {path.rpartition("/")[2]: each for path, each in below if path.strip("/") != called.strip("/")}
 
 
-def _require_size(directory: URL, name: str, found: int, wanted: int | None) -> None:
+def _asked(url: URL, ask: Callable[[Any, str], Any], *, looks: bool = False) -> Any:
+    """What ``ask`` gives of a filesystem and its name for ``url``; None where nothing is there."""
+    try:
+        with _reached(url, looks=looks) as (filesystem, name):
+            return ask(filesystem, name)
+    except FileNotFoundError:
+        return None
+
+
+def _required(directory: URL, name: str, found: int | None, wanted: int | None) -> int:
+    """The size of a file. Raises CheckpointDamagedError: it is not there, or of another size than ``wanted``."""
+    if found is None:
+        raise damaged(directory, f"'{name}' is gone")
     if wanted is not None and found != wanted:
         raise damaged(directory, f"'{name}' has {found:,} bytes, and had {wanted:,} when it was committed")
+    return found
 
 
-class _Input(InputFile):
+class _Input:
     def __init__(self, directory: URL, name: str, size: int) -> None:
         self.size = size
         self._directory = directory
@@ -250,11 +237,11 @@ class _Input(InputFile):
         total = sum(map(len, pieces))
         if not total:
             return True
-        try:
-            with _reached(self._directory / self._name) as (filesystem, name):
-                content = memoryview(filesystem.cat_file(name, start=at, end=at + total))
-        except FileNotFoundError as error:
-            raise damaged(self._directory, f"'{self._name}' is gone") from error
+        place = self._directory / self._name
+        got = _asked(place, lambda filesystem, name: filesystem.cat_file(name, start=at, end=at + total))
+        if got is None:
+            raise damaged(self._directory, f"'{self._name}' is gone")
+        content = memoryview(got)
         if len(content) != total:
             return False
         for piece in pieces:
@@ -263,7 +250,7 @@ class _Input(InputFile):
         return True
 
 
-class _Output(OutputFile):
+class _Output:
     """Takes bytes in their order alone.
 
     No listing has a large file before its end: what grows instead is an object beside it, for those who wait.
@@ -297,16 +284,9 @@ class RemoteAttempt(Attempt[URL]):
 
     def __init__(self, storage: RemoteStorage, folder: URL, name: str) -> None:
         super().__init__()
-        self.path = folder / f"{name}.{self.identity[:_DIGITS]}"
+        self.path = self.target = folder / f"{name}.{self.identity[:_DIGITS]}"
         self._storage = storage
-
-    @property
-    def target(self) -> URL:
-        return self.path
-
-    def begin(self) -> None:
         _LIVE.add(self.path)
-        self._storage.beat(self.path)
 
     def commit(self, marker: bytes) -> None:
         path = self.path / MARKER
@@ -333,7 +313,7 @@ class RemoteAttempt(Attempt[URL]):
 
     def close(self) -> None:
         _LIVE.discard(self.path)
-        if not self.committed and not self._stays:
+        if not self.committed and not self.stays:
             self._storage.remove_tree(self.path)
 
     def _has(self, marker: bytes) -> bool:
@@ -397,8 +377,5 @@ class RemoteJobLock(JobLock[URL]):
 
 
 def _holder_of(folder: URL) -> Holder | None:
-    try:
-        with _reached(folder / LOCK) as (filesystem, name):
-            return Holder.of(filesystem.cat_file(name, start=0, end=MOST_OF_LOCK))
-    except FileNotFoundError:
-        return None
+    raw = _asked(folder / LOCK, lambda filesystem, name: filesystem.cat_file(name, start=0, end=MOST_OF_LOCK))
+    return None if raw is None else Holder.of(raw)
