@@ -15,7 +15,7 @@ from .config import ShardConfig, config_of
 from .errors import ConfigError, StateError
 from .functions.memory import MemoryReport, memory_report
 from .functions.norms import clip_grad_norm, norm_dtype
-from .functions.torch_functions import follow
+from .functions.torch_functions import follow, prepare
 from .functions.whole import unsharded_parameters
 from .interfaces import ReduceOp
 from .planning.plan import MODULE_STATE_ATTRIBUTE
@@ -72,6 +72,7 @@ def shard(
     request = Request(
         model, config, initializer, ignored_modules, ignored_parameters, composes=False, optimizers=optimizers
     )
+    prepare()
     follow(shard_module(request))
     return model
 
@@ -106,6 +107,7 @@ def fully_shard(
     request = Request(
         module, config, initializer, ignored_modules, ignored_parameters, composes=True, optimizers=optimizers
     )
+    prepare()
     follow(shard_module(request))
     return module
 

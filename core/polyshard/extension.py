@@ -21,7 +21,7 @@ from ._torch_private import (
 )
 from .events import Events
 from .functions.norms import clip_grad_norm
-from .functions.torch_functions import follow
+from .functions.torch_functions import follow, prepare
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import iter_tensors, map_tensors
 from .planning.answers import dtypes_of

@@ -23,6 +23,7 @@ from polyshard.extension import (
     Root,
     follow,
     map_tensors,
+    prepare,
     root_of,
     shard_module,
 )
@@ -101,6 +102,7 @@ class State(TorchState):
         """Shard what in the modules is not sharded yet."""
         module = together(self.modules)
         if has_something(module, self.asked.ignored):
+            prepare()
             root = shard_module(
                 Request(
                     module,

@@ -434,3 +434,52 @@ assert held() == before
 @pytest.mark.slow
 def test_importing_and_sharding_leave_torchs_functions_as_they_were() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)
+
+
+#: Of a torch whose checkpoints compute again in other frames than those of today.
+OTHER_FRAMES = """
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, given):
+        ctx.function, ctx.given = function, given
+        with torch.no_grad():
+            return function(given)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given = ctx.given.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.function(given).backward(gradient)
+        return None, given.grad
+
+torch.utils.checkpoint.checkpoint = lambda function, given, **settings: Again.apply(function, given)
+import polyshard
+model = nn.Linear(3, 2)
+config = polyshard.ShardConfig(collectives="fake", strategy="no_shard")
+for shard in (polyshard.shard, polyshard.fully_shard, polyshard.shard):
+    try:
+        shard(model, config)
+    except polyshard.errors.UnsupportedError as error:
+        print(error)
+# The model is as it was.
+model(torch.ones(1, 3)).sum().backward()
+assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
+assert model.weight.grad.tolist() == [[1.0] * 3] * 2
+"""
+
+
+@pytest.mark.slow
+def test_a_torch_whose_checkpoints_cannot_be_seen_is_refused_before_anything_changes() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", OTHER_FRAMES], check=True, timeout=120, capture_output=True, text=True
+    )
+    words = (
+        f"Calls of torch.utils.checkpoint.checkpoint of torch {torch.__version__} are not what polyshard knows of "
+        "torch 2.11 to 2.15, so that ranks could not agree on what is computed again. Use one of these, or a newer "
+        "polyshard."
+    )
+    assert ended.stdout.splitlines() == [words] * 3

@@ -28,29 +28,35 @@ _checks: list[OptimizerCheck] = []
 _loading: WeakSet[Unit] = WeakSet()
 
 
+def prepare() -> None:
+    """Have what ``follow`` needs of torch, before a model is changed.
+
+    Raises UnsupportedError: this torch's checkpoints cannot be seen.
+    """
+    with _installing:
+        if _checks:
+            return
+        if not _torch_private.sees_checkpoints():
+            raise UnsupportedError(
+                f"Calls of torch.utils.checkpoint.checkpoint of torch {torch.__version__} are not what polyshard knows "
+                "of torch 2.11 to 2.15, so that ranks could not agree on what is computed again. Use one of these, or "
+                "a newer polyshard."
+            )
+        check = OptimizerCheck(live_roots)
+        register_optimizer_step_pre_hook(check.before_step)
+        _checks.append(check)
+
+
 def follow(root: Root) -> None:
     """Let torch's functions and optimizers find the parameters of ``root``; let its modules load whole values."""
+    prepare()
     with _installing:
-        if not _checks:
-            _install()
         _checks[0].forget()
         live_roots.add(root)
         # Modules that become part of a larger model have their load hooks.
         new = [unit for unit in root.units if unit not in _loading]
         _loading.update(new)
     load_whole_values(new)
-
-
-def _install() -> None:
-    if not _torch_private.sees_checkpoints():
-        raise UnsupportedError(
-            f"Calls of torch.utils.checkpoint.checkpoint of torch {torch.__version__} are not what polyshard knows of "
-            "torch 2.11 to 2.15, so that ranks could not agree on what is computed again. Use one of these, or a newer "
-            "polyshard."
-        )
-    check = OptimizerCheck(live_roots)
-    register_optimizer_step_pre_hook(check.before_step)
-    _checks.append(check)
 
 
 @contextmanager
