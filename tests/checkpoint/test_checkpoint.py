@@ -18,12 +18,11 @@ from parity import local, one_core, whole
 from polyshard import checkpoint
 from polyshard import state as states
 from polyshard.checkpoint.writing import Writing
-from polyshard.errors import CheckpointDamagedError, ConfigError, PolyshardError, RankMismatchError, StateError
+from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.precision import Unchanged
 from processes import RankPool
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 #: What is ignored here is trained, and its gradients are averaged by hand or not at all.
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
@@ -125,50 +124,6 @@ def test_any_program_reads_whole_tensors_under_ordinary_names(tmp_path: Path) ->
     assert not manifest["aliases"].keys() & manifest["model"].keys()
     assert torch.equal(found["head.weight"], reference.embed.weight)
     assert torch.equal(found["conv.weight"], reference.conv.weight)
-
-
-@pytest.mark.slow
-def test_an_unsharded_adamw_takes_the_optimizer_state_over(tmp_path: Path) -> None:
-    def run(model: Net) -> Values:
-        optimizer = adamw(model)
-        train(model, optimizer, range(3))
-        checkpoint.save(tmp_path, 3, model, optimizer)
-        train(model, optimizer, range(3, 6))
-        return whole(model)
-
-    expected = on_threads(2, run)[0]
-    plain = Net(1)
-    optimizer = adamw(plain)
-    train(plain, optimizer, range(7, 8))
-    state = checkpoint.read(tmp_path / "step-00000003")
-    plain.load_state_dict(state["model"])
-    set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
-    train(plain, optimizer, range(3, 6))
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=1e-12)
-
-
-def test_state_dicts_are_views_of_the_shards() -> None:
-    def inspect(model: Net) -> int:
-        optimizer = adamw(model)
-        train(model, optimizer, range(1))
-        held = 0
-        state = states.get_model_state_dict(model)
-        moments = states.get_optimizer_state_dict(model, optimizer)["state"]
-        for name, parameter in model.named_parameters():
-            if name.startswith("ignored"):
-                assert state[name].data_ptr() == parameter.data_ptr()
-                continue
-            own = local(parameter)
-            assert state[name].to_local().data_ptr() == own.data_ptr()
-            held += own.numel()
-            if parameter.requires_grad and own.numel():
-                assert moments[name]["exp_avg"].shape == state[name].shape
-        assert state["conv.weight"].shape == (5, 2, 3, 3)
-        return held
-
-    managed = [parameter for name, parameter in Net(0).named_parameters() if not name.startswith("ignored")]
-    assert sum(on_threads(3, inspect)) == sum(parameter.numel() for parameter in managed)
 
 
 def test_only_committed_directories_count(tmp_path: Path) -> None:
@@ -457,17 +412,6 @@ def test_one_rank_of_a_pretended_world_takes_back_its_own_part_only(tmp_path: Pa
     stranger = shard(Net(1), {"name": "fake", "rank": 2, "world_size": 4})
     with pytest.raises(ConfigError, match=r"has no|one rank of a pretended world saved it"):
         checkpoint.load(directory, stranger)
-
-
-def test_a_damaged_file_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    directory = saved(tmp_path)
-    (directory / "__1_0.distcp").unlink()
-
-    def load(model: Net) -> None:
-        with pytest.raises(CheckpointDamagedError, match=r"step-00000001 is damaged: '__1_0\.distcp' is gone"):
-            checkpoint.load(directory, model)
-
-    on_threads(2, load, seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -170,37 +170,21 @@ def test_an_unsharded_model_and_optimizer_go_on(tmp_path: Path, world_size: int,
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((2, "full_shard"), (2, "full_shard")),
-        ((2, "full_shard"), (3, "full_shard")),
-        ((3, "full_shard"), (2, "no_shard")),
-        ((2, "no_shard"), (3, "shard_grad_op")),
+        ((2, {}), (2, {})),
+        ((2, {}), (3, {})),
+        ((3, {}), (2, {"strategy": "no_shard"})),
+        ((2, {"strategy": "no_shard"}), (3, {"strategy": "shard_grad_op"})),
         # More ranks than elements of most parameters; ranks of padding alone.
-        ((9, "full_shard"), (2, "full_shard")),
-        ((2, "full_shard"), (1, "no_shard")),
-        ((1, "no_shard"), (3, "full_shard")),
+        ((9, {}), (2, {})),
+        ((2, {}), (1, {"strategy": "no_shard"})),
+        ((1, {"strategy": "no_shard"}), (3, {})),
+        ((4, {"strategy": "hybrid_shard", "shard_size": 2}), (3, {"offload": "cpu"})),
     ],
+    ids=str,
 )
-def test_flat_state_goes_on_at_another_world_size(
-    tmp_path: Path, before: tuple[int, str], after: tuple[int, str], make: Make
-) -> None:
-    directory = save(tmp_path, make, before[0], strategy=before[1])
-    assert_third_step(resume(directory, make, after[0], strategy=after[1]), make)
-
-
-@pytest.mark.slow
-def test_flat_state_goes_on_in_groups_and_with_shards_on_the_cpu(tmp_path: Path) -> None:
-    directory = save(tmp_path, adam, 4, strategy="hybrid_shard", shard_size=2)
-    assert_third_step(resume(directory, adam, 3, offload="cpu"), adam)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_flat_and_own_parameters_load_each_others_checkpoints(tmp_path: Path, world_size: int, make: Make) -> None:
-    directory = save(tmp_path / "flat", make, world_size)
-    assert_third_step(resume(directory, make, 5 - world_size, own), make)
-    directory = save(tmp_path / "own", make, world_size, own)
-    assert_third_step(resume(directory, make, 5 - world_size), make)
+def test_flat_state_goes_on_at_another_world_size(tmp_path: Path, before: Any, after: Any, make: Make) -> None:
+    directory = save(tmp_path, make, before[0], **before[1])
+    assert_third_step(resume(directory, make, after[0], **after[1]), make)
 
 
 @pytest.mark.slow
@@ -317,44 +301,6 @@ def test_numbers_and_empty_parameters_go_both_ways(tmp_path: Path) -> None:
     assert optimizer.state[plain.blocks[0].nothing]["step"] == 2.0
 
 
-@pytest.mark.slow
-def test_scalars_that_differ_between_parameters_of_a_unit_are_refused_by_name(tmp_path: Path) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = shard(Net(), rank, world, strategy="no_shard")
-        optimizer = adam(own(model))
-        train(model, optimizer, range(2))
-        optimizer.state[model.blocks[1].mix.bias]["step"].fill_(9.0)
-        directory = checkpoint.save(tmp_path, 2, model, optimizer)
-        other = shard(Net(seed=1), rank, world)
-        before = whole(other)
-        fresh = adam(flat(other))
-        with pytest.raises(ConfigError) as caught:
-            checkpoint.load(directory, other, fresh)
-        assert "optimizer state 'step' is 2.0 for 'blocks.1." in str(caught.value)
-        assert "but 9.0 for 'blocks.1.mix.bias' in the checkpoint" in str(caught.value)
-        assert "the flat parameter of unit 'blocks.1' has one for both" in str(caught.value)
-        assert not fresh.state
-        torch.testing.assert_close(whole(other), before, rtol=0, atol=0)
-        # Parameters of their own may differ.
-        checkpoint.load(directory, other, adam(own(other)))
-
-    on_ranks(2, on_rank)
-
-
-def test_state_of_some_parameters_of_a_unit_only_is_refused_by_name(tmp_path: Path) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = shard(Net(), rank, world, strategy="no_shard")
-        optimizer = adam(own(model))
-        train(model, optimizer, range(2))
-        del optimizer.state[model.blocks[1].gain]
-        directory = checkpoint.save(tmp_path, 2, model, optimizer)
-        other = shard(Net(seed=1), rank, world)
-        with pytest.raises(ConfigError, match=r"'step' of .* but not of 'blocks.1.gain', and the flat parameter"):
-            checkpoint.load(directory, other, adam(flat(other)))
-
-    on_ranks(2, on_rank)
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_state_of_another_shape_is_refused(tmp_path: Path, strategy: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
@@ -374,25 +320,51 @@ def test_state_of_another_shape_is_refused(tmp_path: Path, strategy: str) -> Non
     assert checkpoint.latest(tmp_path) is None
 
 
-def test_state_that_was_saved_in_another_shape_is_refused(tmp_path: Path) -> None:
+State = dict[torch.Tensor, dict[str, Any]]
+
+
+def differ(model: Net, state: State) -> None:
+    state[model.blocks[1].mix.bias]["step"].fill_(9.0)
+
+
+def lack(model: Net, state: State) -> None:
+    del state[model.blocks[1].gain]
+
+
+def reshape(model: Net, state: State) -> None:
+    for parameter in model.blocks[0].parameters():
+        state[parameter]["rows"] = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            differ,
+            r"optimizer state 'step' is 2\.0 for 'blocks\.1\..* but 9\.0 for 'blocks\.1\.mix\.bias' in the checkpoint.*"
+            r"the flat parameter of unit 'blocks\.1' has one for both",
+        ),
+        (lack, r"'step' of .* but not of 'blocks.1.gain', and the flat parameter"),
+        (reshape, r"'rows' of 'blocks.0.*' has shape \(2,\) .*neither a scalar nor"),
+    ],
+)
+def test_what_a_flat_parameter_cannot_have_is_refused_by_name(
+    tmp_path: Path, change: Callable[[Net, State], None], words: str
+) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = shard(Net(), rank, world, strategy="no_shard")
         optimizer = adam(own(model))
-        train(model, optimizer, range(1))
-        for parameter in model.blocks[0].parameters():
-            optimizer.state[parameter]["rows"] = torch.zeros(2)
-        directory = checkpoint.save(tmp_path, 1, model, optimizer)
-        with pytest.raises(ConfigError, match=r"'rows' of 'blocks.0.*' has shape \(2,\) .*neither a scalar nor"):
-            checkpoint.load(directory, model, adam(flat(model)))
-
-    on_ranks(2, on_rank)
-
-
-def test_a_unit_is_given_once(tmp_path: Path) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = shard(Net(), rank, world)
-        twice = adam([*flat(model), model.blocks[0].gain])
-        with pytest.raises(ConfigError, match=r"stands for 'blocks.0.gain', which the optimizer has already.*not both"):
-            states.get_optimizer_state_dict(model, twice)
+        train(model, optimizer, range(2))
+        change(model, optimizer.state)
+        directory = checkpoint.save(tmp_path, 2, model, optimizer)
+        other = shard(Net(seed=1), rank, world)
+        before, fresh = whole(other), adam(flat(other))
+        with pytest.raises(ConfigError, match=words):
+            checkpoint.load(directory, other, fresh)
+        assert not fresh.state
+        torch.testing.assert_close(whole(other), before, rtol=0, atol=0)
+        # Of parameters of their own the numbers may differ.
+        if change is differ:
+            checkpoint.load(directory, other, adam(own(other)))
 
     on_ranks(2, on_rank)

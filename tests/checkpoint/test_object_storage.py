@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
-import random
 import sys
 import threading
 import time
@@ -437,26 +436,6 @@ def test_ranks_that_do_not_see_one_store_are_named(store: type[ObjectStore]) -> 
     store.before = blind
     on_ranks(2, body)
     assert set(objects()) == {"b/run/.job-lock"}
-
-
-@pytest.mark.slow
-def test_a_slow_store_is_waited_for(store: type[ObjectStore], plains: dict[int, State]) -> None:
-    chance = random.Random(0)
-    store.before = store.behind = lambda kind, path: time.sleep(chance.uniform(0, 0.006))
-
-    def save(rank: int, world: ThreadedWorld) -> URL:
-        model, optimizer = made(rank, world, plains[2])
-        pending = checkpoint.async_save(URL("store://b/run"), 1, model, optimizer)
-        train(model, optimizer, 1)
-        return pending.result(20)
-
-    def load(rank: int, world: ThreadedWorld) -> State:
-        model, optimizer = made(rank, world)
-        checkpoint.load(directory, model, optimizer)
-        return state_of(model, optimizer)
-
-    directory = on_ranks(2, save)[0]
-    assert all(same(found, plains[2]) for found in on_ranks(3, load))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -247,8 +248,8 @@ class PendingSave(Generic[AnyPlace]):
         self._work = work
         self._notify = notify
         self._notes = notes
-        self._written = threading.Event()
-        self._written_here = False
+        #: Of this rank's own part: where that is written, a later failure is another rank's, or the commit's.
+        self._part: Future[None] = Future()
         self._failure: BaseException | None = None
         # No daemon: a program that ends right behind its last save has it.
         self._thread = threading.Thread(target=self._run, name=f"save of {directory.name}")
@@ -259,9 +260,7 @@ class PendingSave(Generic[AnyPlace]):
 
     def own_failure(self) -> BaseException | None:
         """Wait until this rank's own part is written, or was not; returns why it was not."""
-        self._written.wait()
-        # Where it was written, a later failure is another rank's, or the commit's.
-        return None if self._written_here else self._failure
+        return self._part.exception()
 
     def failure(self, *, wait: bool) -> BaseException | None:
         """Why there is no checkpoint. ``wait``: until that is known here; else as far as it is known."""
@@ -325,13 +324,9 @@ class PendingSave(Generic[AnyPlace]):
             raise failure
         return self.directory
 
-    def _note_written(self) -> None:
-        self._written_here = True
-        self._written.set()
-
     def _run(self) -> None:
         try:
-            self._work(self._note_written)
+            self._work(partial(self._part.set_result, None))
         except Exception as error:
             self._failure = error
         except BaseException as error:
@@ -345,7 +340,8 @@ class PendingSave(Generic[AnyPlace]):
             # Nobody may ask: of a program's last save, say.
             _LOGGER.error("%s", self._failure_text())
             atexit.register(self._print_at_exit)
-        self._written.set()
+            if not self._part.done():
+                self._part.set_exception(self._failure)
 
     def _failure_text(self) -> str:
         assert self._failure is not None
