@@ -15,6 +15,7 @@ import polyshard_huggingface
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import alone
 from parity import Block, Net, adam, draw, on_ranks, seeded, sgd, sharded_copy, units_of, whole
 from polyshard import checkpoint
 from polyshard.errors import BackgroundSaveError, ConfigError, ConfigTypeError, RankMismatchError, StateError
@@ -43,11 +44,6 @@ def written_by_torch(folder: Path, values: Mapping[str, torch.Tensor]) -> None:
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         # That one process saves is what no_dist asks for.
         dcp.save({"model": dict(values)}, checkpoint_id=folder, no_dist=True)
-
-
-def alone() -> nn.Module:
-    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 1}, strategy="no_shard")
-    return polyshard.shard(nn.Linear(3, 2), config)
 
 
 #: The arguments on rank 1, the last of which differs, and what all ranks are told of it.
@@ -250,8 +246,7 @@ def test_a_root_that_can_be_no_folder_is_refused_on_all_ranks_and_nothing_is_cha
 @pytest.mark.slow
 def test_ranks_that_have_not_one_file_system_are_named_on_all_of_them(tmp_path: Path) -> None:
     """Each rank has a disk of its own, mounted under the name that all use: here that is a folder for each."""
-    config = {"collectives": {"name": "fake", "world_size": 1}, "strategy": "no_shard"}
-    single = polyshard.shard(seeded(Net), polyshard.ShardConfig(**config))
+    single = alone(seeded(Net))
     checkpoint.save(tmp_path / "seen", 1, single)
     written_by_torch(tmp_path / "dcp", {})
     polyshard_huggingface.save(single, tmp_path / "files")
@@ -447,8 +442,7 @@ class Raising:
 
 @pytest.mark.slow
 def test_what_one_ranks_listener_raises_is_told_on_all(tmp_path: Path) -> None:
-    config = {"collectives": {"name": "fake", "world_size": 1}, "strategy": "no_shard"}
-    single = polyshard.shard(seeded(Net), polyshard.ShardConfig(**config))
+    single = alone(seeded(Net))
     values = whole(single)
     written_by_torch(tmp_path / "dcp", values)
 

@@ -15,8 +15,9 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import on_ranks, threaded, units_of
-from plain_states import Odd, Part, adamw, differing, odd, train
+from checkpoints import alone
+from parity import on_ranks
+from plain_states import differing, made, odd, train
 from polyshard import checkpoint
 from polyshard import state as states
 from polyshard.checkpoint.writing import Writing
@@ -26,15 +27,7 @@ from polyshard.io.memory import HostCopy
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
-Made = tuple[Odd, torch.optim.Optimizer]
 FULL = states.StateOptions(form="full")
-
-
-def made(rank: int, world: ThreadedWorld, **settings: Any) -> Made:
-    with world.lock:
-        model = odd()
-    polyshard.shard(model, threaded(world, rank, policy=units_of(Part), check_ranks=False, **settings))
-    return model, adamw(model)
 
 
 @pytest.fixture
@@ -197,7 +190,7 @@ def test_a_failure_that_nobody_asks_for_is_logged_on_every_rank(
 
 def test_the_copy_of_the_state_is_let_go_of_though_the_failure_is_kept(tmp_path: Path, failing: set[str]) -> None:
     failing.add("0")
-    model = polyshard.shard(nn.Linear(3, 2), polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
+    model = alone()
     pending = checkpoint.async_save(tmp_path, 1, model)
     with pytest.raises(OSError, match="No space left on device"):
         pending.result(20)
@@ -246,7 +239,7 @@ def test_a_program_may_go_elsewhere_while_a_relative_folder_is_written(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    model = polyshard.shard(nn.Linear(3, 2), polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
+    model = alone()
     pending = checkpoint.async_save(Path("run"), 1, model)
     monkeypatch.chdir(tmp_path / "elsewhere")
     gate.set()

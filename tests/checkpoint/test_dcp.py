@@ -11,12 +11,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import polyshard
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parity import on_ranks, threaded, units_of
-from plain_states import Odd, Part, State, adamw, differing, odd, plain_state, sorted_groups, train
+from parity import on_ranks
+from plain_states import State, adamw, differing, made, odd, plain_state, sorted_groups, train
 from polyshard import checkpoint
 from polyshard import state as states
 from polyshard.checkpoint import DcpKeys
@@ -43,13 +42,6 @@ def flattened() -> State:
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 
 
-def made(rank: int, world: ThreadedWorld) -> tuple[Odd, torch.optim.Optimizer]:
-    with world.lock:
-        model = odd(1)
-    polyshard.shard(model, threaded(world, rank, policy=units_of(Part), check_ranks=False))
-    return model, adamw(model)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "keys"),
@@ -67,7 +59,7 @@ def test_what_plain_torch_wrote_is_read(shape: Any, keys: DcpKeys | None, tmp_pa
     folder = write(tmp_path, shape(plain))
 
     def body(rank: int, world: ThreadedWorld) -> State:
-        model, optimizer = made(rank, world)
+        model, optimizer = made(rank, world, seed=1)
         checkpoint.load_dcp(folder, model, optimizer, keys=keys)
         one, other = states.get_state_dict(model, optimizer, FULL)
         train(model, optimizer, 1)
@@ -99,7 +91,7 @@ def test_what_other_versions_of_python_and_torch_put_into_metadata_is_read(tmp_p
     path.write_bytes(path.read_bytes().replace(b"cpathlib\n", b"cpathlib._local\n"))
 
     def body(rank: int, world: ThreadedWorld) -> None:
-        model, optimizer = made(rank, world)
+        model, optimizer = made(rank, world, seed=1)
         checkpoint.load_dcp(tmp_path, model, optimizer)
         one, other = states.get_state_dict(model, optimizer, FULL)
         assert not differing(sorted_groups(plain), sorted_groups({"model": one, "optimizer": other}))
@@ -141,7 +133,7 @@ def test_what_is_of_another_model_is_refused_at_once(tmp_path: Path) -> None:
     ]
 
     def body(rank: int, world: ThreadedWorld) -> None:
-        model, optimizer = made(rank, world)
+        model, optimizer = made(rank, world, seed=1)
         before = states.get_model_state_dict(model, FULL)
         for folder, keys, error, words in cases:
             with pytest.raises(error) as caught:
@@ -168,7 +160,7 @@ def test_where_one_rank_finds_damage_no_rank_has_changed_anything(tmp_path: Path
     os.truncate(data, data.stat().st_size // 2)
 
     def body(rank: int, world: ThreadedWorld) -> None:
-        model, optimizer = made(rank, world)
+        model, optimizer = made(rank, world, seed=1)
         before = states.get_model_state_dict(model, FULL)
         with pytest.raises(CheckpointDamagedError, match=r"cut is damaged: '__0_0\.distcp' has no .* the file has"):
             checkpoint.load_dcp(folders[rank], model, optimizer)

@@ -10,19 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import polyshard
 import pytest
 import torch
+from checkpoints import alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from polyshard import checkpoint
 from polyshard.errors import ConfigError, ConfigTypeError
 from torch import nn
-
-
-def alone() -> nn.Module:
-    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 1}, strategy="no_shard")
-    return polyshard.shard(nn.Linear(3, 2), config)
 
 
 def carried(folder: Path, extra: dict[str, Any]) -> Any:

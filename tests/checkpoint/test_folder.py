@@ -8,6 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import checkpoints
 import polyshard
 import pytest
 import torch
@@ -29,10 +30,7 @@ def filled(value: float) -> nn.Module:
 
 def alone(value: float = 0.0) -> nn.Module:
     """The same, on one rank."""
-    config = polyshard.ShardConfig(
-        collectives={"name": "fake", "rank": 0, "world_size": 1}, strategy="no_shard", policy=units_of(Block)
-    )
-    return polyshard.shard(filled(value), config)
+    return checkpoints.alone(filled(value))
 
 
 def value_of(directory: Path | None) -> set[float]:

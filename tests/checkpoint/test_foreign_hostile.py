@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polyshard
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import alone
 from parity import local
 from polyshard import checkpoint
 from polyshard.errors import CheckpointDamagedError, ConfigError, PolyshardError, StateError
@@ -196,8 +196,7 @@ def test_is_named_and_changes_nothing(name: str, good: Path, tmp_path: Path, mon
     folder = Path(shutil.copytree(good, tmp_path / "directory"))
     make(folder)
     torch.manual_seed(1)
-    model = nn.Linear(5, 3)
-    polyshard.shard(model, polyshard.ShardConfig(collectives={"name": "fake", "world_size": 1}, strategy="no_shard"))
+    model = alone(nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     before = {key: local(each).clone() for key, each in model.state_dict().items()}
     with pytest.raises(PolyshardError, match=words) as caught:

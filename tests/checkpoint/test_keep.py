@@ -10,6 +10,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from checkpoints import alone
 from polyshard import checkpoint
 from polyshard.errors import RankMismatchError
 from polyshard_testing import Rank, run_ranks
@@ -18,8 +19,7 @@ from torch import nn
 
 def sharded() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    return polyshard.shard(model, polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
+    return alone(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
 
 
 def spoil(model: nn.Module, value: float) -> None:

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import polyshard
 import pytest
+from checkpoints import alone
 from polyshard import checkpoint
 from polyshard.checkpoint.manifest import Marker
 from polyshard.checkpoint.storage.local import LocalStorage
 from polyshard.errors import ConfigError
 from processes import start_script
-from torch import nn
 
 #: Saves, says so, and waits to be ended.
 OTHER = """
@@ -35,10 +35,6 @@ checkpoint.save(sys.argv[1], int(sys.argv[2]), model)
 print("saved", flush=True)
 time.sleep(60)
 """
-
-
-def sharded() -> nn.Module:
-    return polyshard.shard(nn.Linear(3, 3), polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
 
 
 def is_locked(folder: Path) -> bool:
@@ -66,7 +62,7 @@ def start(folder: Path, program: str, *arguments: object) -> Iterator[BaseProces
 
 @pytest.mark.slow
 def test_another_jobs_folder_is_refused_until_that_job_ends_however_it_does(tmp_path: Path) -> None:
-    model = sharded()
+    model = alone()
     with start(tmp_path, OTHER, tmp_path, 1) as other:
         for save in (checkpoint.save, checkpoint.async_save):
             with pytest.raises(ConfigError, match=rf"process {other.pid} on '{socket.gethostname()}', since 20\d\d-"):
@@ -81,7 +77,7 @@ def test_another_jobs_folder_is_refused_until_that_job_ends_however_it_does(tmp_
 
 @pytest.mark.slow
 def test_a_closed_model_gives_its_folder_back(tmp_path: Path) -> None:
-    model = sharded()
+    model = alone()
     checkpoint.save(tmp_path, 1, model)
     polyshard.close(model)
     with start(tmp_path, OTHER, tmp_path / "..", 7):
@@ -94,7 +90,7 @@ def test_a_closed_model_gives_its_folder_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
     """A loader's workers outlive a killed parent by seconds, in which the job may be started again."""
-    model = sharded()
+    model = alone()
     checkpoint.save(tmp_path, 1, model)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
     child.start()
@@ -117,7 +113,7 @@ def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_lock_that_says_nothing_is_refused_all_the_same(tmp_path: Path, content: bytes) -> None:
-    model = sharded()
+    model = alone()
     with start(tmp_path, OTHER, tmp_path, 1):
         (tmp_path / ".job-lock").write_bytes(content)
         with pytest.raises(ConfigError, match="Another job saves into"):
@@ -130,7 +126,7 @@ def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / ".job-lock").symlink_to(target)
     with pytest.raises(OSError, match=r"\.job-lock"):
-        checkpoint.save(tmp_path / "saved", 1, sharded())
+        checkpoint.save(tmp_path / "saved", 1, alone())
     assert target.read_text() == "mine"
 
 
@@ -140,7 +136,7 @@ def test_a_job_whose_lock_was_removed_learns_at_its_next_save_that_another_has_t
     tmp_path: Path, what: str
 ) -> None:
     root = tmp_path / "saved"
-    model = sharded()
+    model = alone()
     checkpoint.save(root, 1, model)
     if what == "lock":
         (root / ".job-lock").unlink()
@@ -172,7 +168,7 @@ time.sleep(60)
 
 
 def test_a_model_keeps_the_folder_when_another_of_its_process_is_closed(tmp_path: Path) -> None:
-    one, other = sharded(), sharded()
+    one, other = alone(), alone()
     checkpoint.save(tmp_path, 1, one)
     directory = checkpoint.latest(tmp_path)
     assert directory is not None
@@ -185,7 +181,7 @@ def test_a_model_keeps_the_folder_when_another_of_its_process_is_closed(tmp_path
 
 def test_a_checkpoint_that_is_in_the_way_is_not_moved(tmp_path: Path) -> None:
     """Whoever is killed while it has another name would leave it as what a save left that did not end."""
-    directory = checkpoint.save(tmp_path, 1, sharded())
+    directory = checkpoint.save(tmp_path, 1, alone())
     before = directory.stat()
     local = LocalStorage()
     with (

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import plain_states
 import polyshard
 import pytest
 import torch
+from checkpoints import alone
 from object_store import (
     Counting,
     ObjectStore,
@@ -25,8 +27,8 @@ from object_store import (
     store,
     undisturbed,
 )
-from parity import on_ranks, threaded, units_of
-from plain_states import Odd, Part, State, adamw, differing, odd, plain_state, sorted_groups, train
+from parity import on_ranks, threaded
+from plain_states import Odd, State, differing, plain_state, sorted_groups, train
 from polyshard import checkpoint
 from polyshard import state as states
 from polyshard.checkpoint import URL
@@ -41,12 +43,9 @@ FULL = states.StateOptions(form="full")
 Made = tuple[Odd, torch.optim.Optimizer]
 
 
-def made(rank: int, world: ThreadedWorld, plain: State | None = None, seed: int = 1) -> Made:
+def made(rank: int, world: ThreadedWorld, plain: State | None = None) -> Made:
     """Sharded, with the state ``plain``."""
-    with world.lock:
-        model = odd(seed)
-    polyshard.shard(model, threaded(world, rank, policy=units_of(Part), check_ranks=False))
-    optimizer = adamw(model)
+    model, optimizer = plain_states.made(rank, world, seed=1)
     if plain is not None:
         give(model, optimizer, plain)
     return model, optimizer
@@ -197,9 +196,9 @@ def test_a_step_that_is_saved_again_leaves_the_committed_one_as_it_is(
 
 def test_a_step_that_is_there_as_a_disk_names_it_is_saved_beside_it(store: type[ObjectStore], tmp_path: Path) -> None:
     root = URL("store://copied/run")
-    for path in checkpoint.save(tmp_path, 2, alone(7.0)).iterdir():
+    for path in checkpoint.save(tmp_path, 2, filled(7.0)).iterdir():
         put(f"copied/run/step-00000002/{path.name}", path.read_bytes())
-    model = alone(8.0)
+    model = filled(8.0)
     checkpoint.load(root / "step-00000002", alone())
     first = checkpoint.save(root, 1, model)
     again = checkpoint.save(root, 2, model)
@@ -236,12 +235,11 @@ def test_what_others_put_beside_the_files_of_a_save_stays(store: type[ObjectStor
     checkpoint.verify(kept)
 
 
-def alone(value: float | None = None) -> nn.Module:
-    model = nn.Linear(5, 3)
-    if value is not None:
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, value)
-    return polyshard.shard(model, polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
+def filled(value: float) -> nn.Module:
+    model = alone()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
 
 
 @pytest.mark.slow

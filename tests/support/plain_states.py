@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import polyshard
 import torch
-from parity import seeded
+from parity import seeded, threaded, units_of
+from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
@@ -75,6 +77,14 @@ def plain_state(steps: int = 2, seed: int = 0) -> State:
     optimizer = adamw(model)
     train(model, optimizer, steps)
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def made(rank: int, world: ThreadedWorld, seed: int = 0, **settings: Any) -> tuple[Odd, torch.optim.AdamW]:
+    """A sharded model on one thread, and its optimizer."""
+    with world.lock:
+        model = odd(seed)
+    polyshard.shard(model, threaded(world, rank, policy=units_of(Part), check_ranks=False, **settings))
+    return model, adamw(model)
 
 
 def differing(one: Any, other: Any, path: str = "") -> list[str]:
