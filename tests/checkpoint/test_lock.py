@@ -30,7 +30,7 @@ OTHER = """
 import sys, time, polyshard
 from polyshard import checkpoint
 from torch import nn
-model = polyshard.shard(nn.Linear(3, 3), polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
+model = polyshard.shard(nn.Linear(3, 2), polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
 checkpoint.save(sys.argv[1], int(sys.argv[2]), model)
 print("saved", flush=True)
 time.sleep(60)

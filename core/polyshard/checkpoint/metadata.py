@@ -39,10 +39,6 @@ _PLACE = "\0place"
 _KEY, _FILE = _GET + b"\xfe\xff\xff\xff", _GET + b"\xff\xff\xff\xff"
 
 
-def key_of(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
 def rendered(
     tensors: Mapping[Path, StoredTensor], values: Mapping[Path, Bytes], files: Sequence[str]
 ) -> Iterator[bytes]:
@@ -51,20 +47,22 @@ def rendered(
     yield from memo.beginning()
     whole = Metadata(_PLACE + "1", _PLACE + "2", _PLACE + "3")  # type: ignore[arg-type]
     before, between, beside, behind = _split(_opcodes(whole), (_PLACE + "1", _PLACE + "2", _PLACE + "3"))
-    keys = {path: key_of(path) for path in (*tensors, *values)}
+    keys = {path: ".".join(map(str, path)) for path in (*tensors, *values)}
+    kinds = {len(stored.shape) for stored in tensors.values()}
+    chunks, places = ({ndim: made(ndim) for ndim in kinds} for made in (memo.chunk, memo.place))
     yield before + _DICT
     for path, stored in tensors.items():
         properties = TensorProperties(dtype=stored.dtype)
         described = TensorStorageMetadata(properties, torch.Size(stored.shape), _PLACE)  # type: ignore[arg-type]
         head, tail = _split(_opcodes(described), (_PLACE,))
         yield _MARK + memo.put(keys[path]) + head + _LIST + _MARK
-        yield from _rows(*memo.chunk(len(stored.shape)), np.concatenate([stored.offsets, stored.sizes], axis=1))
+        yield from _rows(*chunks[len(stored.shape)], np.concatenate([stored.offsets, stored.sizes], axis=1))
         yield _APPENDS + tail + _SET_ITEMS
     for path in values:
         yield _MARK + memo.put(keys[path]) + _opcodes(BytesStorageMetadata()) + _SET_ITEMS
     yield between + _opcodes({keys[path]: path for path in keys}) + beside + _DICT
     for path, stored in tensors.items():
-        row, marks = memo.place(len(stored.shape))
+        row, marks = places[len(stored.shape)]
         starts, lengths = stored.archives()
         columns = [*stored.offsets.T, np.arange(len(starts)), starts, lengths, stored.files]
         yield _MARK
@@ -86,8 +84,6 @@ class _Memo:
         parts = [_opcodes(each) for each in (torch.Size, ChunkStorageMetadata, MetadataIndex, StorageInfo, *texts)]
         self._parts = {part: number for number, part in enumerate(parts, len(files))}
         self._keys: dict[str, bytes] = {}
-        self._chunks: dict[int, tuple[bytes, Sequence[int]]] = {}
-        self._places: dict[int, tuple[bytes, Sequence[int]]] = {}
 
     def beginning(self) -> Iterator[bytes]:
         yield b"\x80\x02"
@@ -107,22 +103,17 @@ class _Memo:
 
     def chunk(self, ndim: int) -> tuple[bytes, Sequence[int]]:
         """The row of a box, and the marks in it: first indices, and extents."""
-        if ndim not in self._chunks:
-            marks = [_FIRST + number for number in range(2 * ndim)]
-            made = ChunkStorageMetadata(torch.Size(marks[:ndim]), torch.Size(marks[ndim:]))
-            self._chunks[ndim] = self._shortened(_opcodes(made)), marks
-        return self._chunks[ndim]
+        marks = [_FIRST + number for number in range(2 * ndim)]
+        made = ChunkStorageMetadata(torch.Size(marks[:ndim]), torch.Size(marks[ndim:]))
+        return self._shortened(_opcodes(made)), marks
 
     def place(self, ndim: int) -> tuple[bytes, Sequence[int]]:
         """The row of a box's place, and the marks in it: first indices, its number, the first byte, and how many."""
-        if ndim not in self._places:
-            marks = [_FIRST + number for number in range(ndim + 3)]
-            index = MetadataIndex(_PLACE + "key", torch.Size(marks[:ndim]), marks[ndim])
-            info = StorageInfo(_PLACE, marks[ndim + 1], marks[ndim + 2])
-            row = self._shortened(_opcodes(index) + _opcodes(info))
-            row = row.replace(_opcodes(_PLACE + "key"), _KEY).replace(_opcodes(_PLACE), _FILE)
-            self._places[ndim] = row, marks
-        return self._places[ndim]
+        marks = [_FIRST + number for number in range(ndim + 3)]
+        index = MetadataIndex(_PLACE + "key", torch.Size(marks[:ndim]), marks[ndim])
+        info = StorageInfo(_PLACE, marks[ndim + 1], marks[ndim + 2])
+        row = self._shortened(_opcodes(index) + _opcodes(info))
+        return row.replace(_opcodes(_PLACE + "key"), _KEY).replace(_opcodes(_PLACE), _FILE), marks
 
     def _shortened(self, content: bytes) -> bytes:
         """``content`` with numbers in the place of parts."""
