@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_W = TypeVar("_W", bound=torch.Tensor)
 
 
 #: The number of the backward that the calling thread executes, ``NO_BACKWARD`` outside of any.
@@ -353,25 +352,6 @@ def may_compile() -> bool:
 
 #: Makes a context inside which tensor subclasses are treated as plain tensors.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-#: ``__torch_function__`` of a tensor subclass whose operations are caught by ``__torch_dispatch__`` alone, as torch's
-#: notes on extending it have it.
-no_torch_function: Any = torch._C._disabled_torch_function_impl
-
-
-def wrapper_of(subclass: type[_W], tensor: torch.Tensor) -> _W:
-    """A leaf of ``subclass`` with the metadata of ``tensor`` and no memory.
-
-    The constructor that torch's notes on extending it give for such subclasses; there is no public one.
-    """
-    made: _W = torch.Tensor._make_wrapper_subclass(
-        subclass,
-        tensor.shape,
-        strides=tensor.stride(),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        requires_grad=tensor.requires_grad,
-    )
-    return made
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -278,7 +278,6 @@ def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
         unit.refuse_extended("flat_parameters()")
     root.adopt_changes()
     flat = [parameter for unit in root.units for parameter in unit.flatten()]
-    live_roots.flattened.add(root)
     managed = {original for unit in root.units for original in unit.originals.tensors}
     return flat + [parameter for parameter in model.parameters() if parameter not in managed]
 

@@ -51,9 +51,9 @@ from .runtime.placed import PlacedParameters, PlacedUnit
 from .runtime.reduce import Contribution, Copies, ReductionInput
 from .runtime.replaced import replaced_parameters
 from .runtime.root import Root, root_of
-from .runtime.step import Phase
+from .runtime.states import Phase, Reshard, UnitState
 from .runtime.streams import CommStreams, streams_for
-from .runtime.unit import Reshard, Unit, UnitState, unshard_due
+from .runtime.unit import Unit, unshard_due
 from .setup.build import Request
 from .setup.materialize import is_meta
 from .setup.shard import shard_module

@@ -41,8 +41,9 @@ from .functions.norms import ModelGradients, check_norm_type
 from .planning.parts import gradient_of, is_dtensor, local_of
 from .runtime.live_roots import ParameterLocation, live_roots
 from .runtime.root import Root
+from .runtime.states import Reshard, UnitState
 from .runtime.streams import CudaStreams
-from .runtime.unit import Reshard, Unit, UnitState
+from .runtime.unit import Unit
 
 __all__ = ["Gathers", "PipelineStage", "TiedParameter", "clip_grad_norm_"]
 

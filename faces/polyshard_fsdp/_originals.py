@@ -298,6 +298,18 @@ class ShardedParameter(torch.Tensor):
         )
 
 
+class GuardedBindings(Bindings):
+    """Stand-ins that refuse to compute, in other instances' forwards."""
+
+    def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
+        swaps = super()._collect(leaves)
+        for parameter in self._parameters if self.elsewhere is Shown.GUARDS else ():
+            guard = ShardedParameter.of(parameter)
+            for module, attribute in parameter.sites:
+                swaps[module].of[Shown.GUARDS][attribute] = guard
+        return swaps
+
+
 class FlatBindings(Bindings):
     """Plain tensors under the parameters' names, in ``module.__dict__``.
 

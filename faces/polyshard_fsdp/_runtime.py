@@ -111,7 +111,7 @@ class FSDPModuleState(ModuleState):
             following.unit.unshard()
 
     def _reduce_zeros_if_unused(self) -> None:
-        root = self.step
+        root = self.root
         assert isinstance(root, FSDPRoot)
         if not (self.joins_reduction and root.accumulates):
             return

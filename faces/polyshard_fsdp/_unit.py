@@ -31,7 +31,7 @@ from ._common_utils import HandleTrainingState
 from ._flat_param import FlatParamHandle
 from ._gradients import FlatGradients
 from ._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
-from ._originals import FlatBindings, FlatOriginal, Originals, ShardedParameter
+from ._originals import FlatBindings, FlatOriginal, GuardedBindings, Originals
 from .api import MixedPrecision
 
 
@@ -123,16 +123,9 @@ class FlatUnit(Unit):
 
     def _make_bindings(self) -> Bindings:
         if self.handle.use_orig_params:
-            return Bindings(
-                self.parameters,
-                self.leaves,
-                elsewhere=Shown.VIEWS if self.permanent else Shown.GUARDS,
-                stand_in=None if self.permanent else self._guard,
-            )
+            elsewhere = Shown.VIEWS if self.permanent else Shown.GUARDS
+            return GuardedBindings(self.parameters, self.leaves, elsewhere=elsewhere)
         return FlatBindings(self.parameters, self.leaves, guarded=not self.permanent)
-
-    def _guard(self, index: int, view: torch.Tensor) -> torch.Tensor:
-        return ShardedParameter.of(self.parameters[index])
 
     def _make_gradients(self) -> FlatGradients:
         return FlatGradients(self)
@@ -200,7 +193,7 @@ class FlatUnit(Unit):
 
     def gather(self) -> None:
         # Nobody counts the steps of an optimizer here. Its changes of parameters are as good.
-        self.steps = sum(each._version for each in self.originals.tensors) % FlatBuffer.RELEASED
+        self.roots = sum(each._version for each in self.originals.tensors) % FlatBuffer.RELEASED
         super().issue_gather()
 
     def reshard(self) -> None:
@@ -224,7 +217,7 @@ class FlatUnit(Unit):
     def _stays_whole_without_sync(self) -> bool:
         # Under ``no_sync`` nothing updates parameters before the next forward. What this depends on is alike on all
         # ranks, as it must be: the next forward issues no gather.
-        step = self.step
+        step = self.root
         return (
             step is not None
             and step.phase is Phase.BACKWARD
@@ -426,15 +419,14 @@ class FlatUnit(Unit):
         """Let no later gather read the master before what was written to it on the current stream."""
         self._ahead = False
         self._kept = False
-        if self.step is not None:
+        if self.root is not None:
             # Also within a step, when the start of the next forward, which orders the two, is still far.
-            self.step.streams.drain()
-            self.step.streams.begin_forward()
+            self.root.streams.drain()
+            self.root.streams.begin_forward()
 
     def gather_ahead(self) -> None:
         """Issue the gather for the forward that comes next, or for the one that runs."""
-        step = self.step
-        assert step is not None
+        step = self.root
         if self.permanent or self.state is not UnitState.SHARDED:
             return
         if step.phase is Phase.IDLE:

@@ -132,7 +132,7 @@ class Pair:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        root: Root = self.model.__dict__["_polyshard_module_state"].step
+        root: Root = self.model.__dict__["_polyshard_module_state"].root
         return root.gathered
 
 

@@ -59,7 +59,7 @@ def train(rank: int, dtype: torch.dtype, kind: dict[str, bool], settings: dict[s
         with polyshard.unsharded(model):
             pairs = zip(model.parameters(), reference.parameters(), strict=True)
             parameters_off = max((one - other).abs().max().item() for one, other in pairs)
-    root: Root = model.__dict__["_polyshard_module_state"].step
+    root: Root = model.__dict__["_polyshard_module_state"].root
     return [loss_off, norm_off, parameters_off, float(len(root.gathered))]
 
 

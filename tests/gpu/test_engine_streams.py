@@ -112,7 +112,7 @@ def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple
     model.side, model.late = torch.cuda.Stream(), late
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     expected = torch.optim.SGD(reference.parameters(), lr=1e-3)
-    root: Root = model.__dict__["_polyshard_module_state"].step
+    root: Root = model.__dict__["_polyshard_module_state"].root
     for unit in root.units:
         unit.watch((LateReductions(),))
     loss_off = 0.0

@@ -46,7 +46,7 @@ def fresh_statistics() -> None:
 
 
 def root_of(model: nn.Module) -> Root:
-    root: Root = model.__dict__["_polyshard_module_state"].step
+    root: Root = model.__dict__["_polyshard_module_state"].root
     return root
 
 

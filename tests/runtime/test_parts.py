@@ -13,9 +13,7 @@ from parity import (
     Block,
     adam,
     assert_observed,
-    assert_parity,
     assert_same,
-    is_sharded,
     on_ranks,
     root_of,
     seeded,
@@ -260,7 +258,7 @@ def test_looking_at_a_head_brings_nothing() -> None:
 
         mine.blocks[0].register_forward_hook(look)
         mine(torch.zeros(1, 2, dtype=torch.int64))
-        assert seen == [((WORDS, WIDTH), (WIDTH, 1), torch.float32, "cpu", True)]
+        assert seen == [((WORDS, WIDTH), (WIDTH, 1), torch.bfloat16, "cpu", True)]
         assert root_of(mine).module_states[-1].is_split
 
     on_ranks(2, on_rank)
@@ -328,25 +326,27 @@ def test_using_a_part_outside_of_its_host_s_forward_is_refused_by_name() -> None
 
 
 @small
-def test_a_stand_in_kept_from_one_forward_serves_the_next_and_nothing_between() -> None:
-    class Keeps(Tailed):
-        kept: Any = None
+def test_what_parameters_gives_of_a_head_is_the_dtensor_that_plain_tensors_cannot_compute_with() -> None:
+    class Iterates(Tailed):
+        iterates = True
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            if self.kept is None:
-                self.__dict__["kept"] = next(self.head.parameters())
-                return super().forward(tokens)
-            x = self.norm(self.embedding(tokens))
-            return functional.linear(x, self.kept)
+            if self.iterates:
+                return functional.linear(self.norm(self.embedding(tokens)), next(self.head.parameters()))
+            return super().forward(tokens)
 
-    def unsharded_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        values = tailed_step(model, turn, rank)
-        if is_sharded(model) and turn == 0:
-            with pytest.raises(UnshardedUseError, match=r"'head\.weight' was used"):
-                model.kept.sum()
-        return values
+    model = seeded(Iterates)
 
-    assert_parity(seeded(Keeps), unsharded_step, 2, settings={"policy": units_of(Block)})
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_tailed(world, rank, model)
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            tailed_step(mine, 0, rank)
+        mine.iterates = False
+        return tailed_step(mine, 0, rank)
+
+    observed = on_ranks(2, on_rank)
+    model.iterates = False
+    assert_observed(observed, train_reference(model, tailed_step, 2, turns=1))
 
 
 @small

@@ -216,7 +216,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def root_of(model: nn.Module) -> Root:
     """What the units of a sharded model share."""
-    root: Root = model.__dict__["_polyshard_module_state"].step
+    root: Root = model.__dict__["_polyshard_module_state"].root
     return root
 
 

@@ -52,9 +52,8 @@ class OptimizerCheck:
         make_scales_readable(optimizer)
         units = [unit for held in self._units.get(optimizer, ()) if (unit := held()) is not None]
         # Of its own models alone: ranks may be threads, and each is to be told.
-        for step in {unit.step for unit in units}:
-            if isinstance(step, Root):
-                step.refuse_unseen_gradients()
+        for each in {unit.root for unit in units}:
+            each.refuse_unseen_gradients()
         for reference in self._live.references:
             root = reference()
             if root is not None and root.unfilled:

@@ -25,7 +25,7 @@ from ..runtime.gather import FlatBuffer, GatherRecord, Then, piece_in, shard_in,
 from ..runtime.parameters import become
 from ..runtime.placed import PlacedUnit, keep_attributes
 from ..runtime.root import Root
-from ..runtime.step import Phase
+from ..runtime.states import Phase
 from ..runtime.unit import Unit
 
 
@@ -177,8 +177,7 @@ class WholeGather:
         ``shards``: units of one model, what this rank has of each (``[shard_numel]``), in which dtype it travels, and
         among whom: the unit's owners, or ``ToSome`` of them.
         """
-        root = shards[0][0].step
-        assert isinstance(root, Root)
+        root = shards[0][0].root
         self._streams = root.streams
         with torch.inference_mode(False), torch.no_grad():
             self._records = [_record_of(*shard) for shard in shards]
@@ -459,8 +458,7 @@ class _WholeValues:
         return unit.views.placed(index, own_rows_of(unit, index, whole))
 
     def _warn_of_lost_values(self, index: int) -> None:
-        step = self.unit.step
-        if step is not None and step.unsharded and step.drops_writes:
+        if self.unit.root.unsharded and self.unit.root.drops_writes:
             warn_once(
                 f"load_state_dict() inside of polyshard.unsharded() gives '{self.unit.parameters[index].names[0]}' and "
                 "others values that are dropped where the context ends. Enter unsharded(model, writeback=True) to keep "
@@ -494,9 +492,7 @@ class _WholeValues:
 
     @property
     def _shows_whole(self) -> bool:
-        root = self.unit.step
-        assert isinstance(root, Root)
-        return self.unit in root.unsharded
+        return self.unit in self.unit.root.unsharded
 
     @property
     def _rank(self) -> int:

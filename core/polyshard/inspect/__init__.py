@@ -37,7 +37,7 @@ from ..runtime.grouped import GroupedState
 from ..runtime.live_roots import live_roots
 from ..runtime.module_state import ModuleState
 from ..runtime.root import root_of
-from ..runtime.step import Phase
+from ..runtime.states import Phase
 from ..setup.build import refuse_broken
 from ..setup.materialize import Initializer
 from .model import RecordedModel, ShardedModel, WaitingTimes, WholeFlats

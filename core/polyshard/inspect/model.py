@@ -19,8 +19,7 @@ from ..functions.whole import WholeGather, gather_inner, refuse_flat_parameters,
 from ..io.progress import reporting_progress
 from ..runtime import graph
 from ..runtime.extended import ExtendedUnit
-from ..runtime.step import Phase
-from ..runtime.unit import Reshard
+from ..runtime.states import Phase, Reshard
 
 if TYPE_CHECKING:
     from pathlib import Path

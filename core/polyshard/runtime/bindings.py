@@ -1,22 +1,17 @@
-"""The tensors under a unit's parameter names: the originals, the views that compute, or stand-ins.
-
-Other modules' forwards see a ``LazyParameter`` of a split module, which gathers the parameter when something computes
-with it. Nearly always that happens where another module reads an attribute, and it gets the parameter at once
-(``LazyParameters``). References kept from an earlier forward, and ``head.parameters()``, go around attributes.
-"""
+"""The tensors under a unit's parameter names: the originals, the views that compute, or stand-ins."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _torch_private
-from ..nested import map_tensors
 from ..planning.plan import ManagedParameter
 
 
@@ -28,7 +23,8 @@ class Shown(enum.Enum):
     VIEWS = "views"
     """Whole parameters in compute dtype, during the unit's own compute."""
     GUARDS = "guards"
-    """Stand-ins while another unit's forward runs: they refuse to compute or, of a split module, gather."""
+    """While another unit's forward runs: stand-ins that refuse to compute or, of a split module, the user's own, which
+    are gathered where a module's attribute is read (``LazyParameters``)."""
 
     # Several look-ups a unit in each step; that of ``Enum`` is in Python.
     __hash__ = object.__hash__
@@ -56,19 +52,12 @@ class Bindings:
         leaves: Sequence[torch.Tensor],
         *,
         elsewhere: Shown,
-        stand_in: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
         beside: Sequence[Swap] = (),
     ) -> None:
-        """``elsewhere``: what other modules' forwards see.
-
-        ``stand_in``: called at first use with the index of a parameter and its view; what others see for
-        ``Shown.GUARDS``. ``beside``: what else modules find in each state.
-        """
+        """``elsewhere``: what other modules' forwards see; ``beside``: what else modules find in each state."""
         self.shown = Shown.ORIGINALS
         self.elsewhere = elsewhere
-        self._stand_in = stand_in
         self._beside = beside
-        self._lazy: list[LazyParameter] = []
         self._parameters = tuple(parameters)
         self._swaps = self._collect(leaves)
         self._updates: dict[Shown, list[tuple[dict[str, Any], str, Any]]] = {}
@@ -80,7 +69,7 @@ class Bindings:
                 continue
             for module, attribute in parameter.sites:
                 swap = swaps.setdefault(module, Swap(module._parameters, {shown: {} for shown in Shown}))
-                swap.of[Shown.ORIGINALS][attribute] = parameter.original
+                swap.of[Shown.ORIGINALS][attribute] = swap.of[Shown.GUARDS][attribute] = parameter.original
                 swap.of[Shown.VIEWS][attribute] = leaf
         return swaps
 
@@ -93,20 +82,8 @@ class Bindings:
                 target[name] = tensor
             self.shown = shown
 
-    def follow_requires_grad(self) -> None:
-        for lazy in self._lazy:
-            lazy.follow_requires_grad()
-
     def _prepare(self) -> None:
         # At first use, which is in the first forward: sharding a model is then as fast as it can be.
-        if self._stand_in is not None:
-            for index, parameter in enumerate(self._parameters):
-                module, attribute = parameter.sites[0]
-                stand_in = self._stand_in(index, self._swaps[module].of[Shown.VIEWS][attribute])
-                if isinstance(stand_in, LazyParameter):
-                    self._lazy.append(stand_in)
-                for module, attribute in parameter.sites:
-                    self._swaps[module].of[Shown.GUARDS][attribute] = stand_in
         swaps = [*self._swaps.values(), *self._beside]
         for module, swap in self._swaps.items():
             if isinstance(module, nn.RNNBase):
@@ -118,78 +95,32 @@ class Bindings:
         }
 
 
-class LazyParameter(torch.Tensor):
-    """A parameter of a split module, outside of that module's forward.
-
-    It has shape, strides, dtype and device of the whole parameter, and no memory. The first operation that needs values
-    gathers the parameter and computes with it, which then replaces this one until the backward of that forward ends.
-
-    Operations are caught below autograd, where those of C++ extensions and of autograd functions arrive as well. So
-    autograd takes this tensor for the leaf, and a hook passes its gradient on to the true leaf.
-    """
-
-    _leaf: torch.Tensor
-    _gather: Callable[[], torch.Tensor]
-    _passes_on: bool
-
-    @classmethod
-    def of(cls, leaf: torch.Tensor, gather: Callable[[], torch.Tensor]) -> LazyParameter:
-        """The stand-in of ``leaf``; ``gather`` fills ``leaf`` and returns it."""
-        with torch.inference_mode(False):
-            lazy = _torch_private.wrapper_of(cls, leaf)
-        lazy._leaf, lazy._gather, lazy._passes_on = leaf, gather, False
-        lazy.follow_requires_grad()
-        return lazy
-
-    def follow_requires_grad(self) -> None:
-        self.requires_grad_(self._leaf.requires_grad)
-        if self.requires_grad and not self._passes_on:
-            self._passes_on = True
-            self.register_post_accumulate_grad_hook(_pass_on)  # type: ignore[no-untyped-call]
-
-    # Operations pass unseen above autograd.
-    __torch_function__ = _torch_private.no_torch_function
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        args, kwargs = map_tensors(_whole_if_lazy, (args, dict(kwargs or {})))
-        return func(*args, **kwargs)
-
-    def data_ptr(self) -> int:
-        """Address of the parameter itself, for kernels that are launched from Python."""
-        return _whole(self).data_ptr()
-
-
 class LazyParameters(dict[str, Any]):
-    """``_parameters`` of a module in a split module: reading an attribute gathers the parameter."""
+    """``_parameters`` of a module in a split module: reading an attribute in another module's forward gathers it."""
+
+    #: Lets modules see whole parameters, called with the name of the one that is read; None where they do or need not.
+    gather: Callable[[str], None] | None = None
 
     def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        return _whole(value) if type(value) is LazyParameter else value
+        if self.gather is not None:
+            # The compiler may trace this call, or run it and compile its callees: it sees collectives in neither case.
+            (_uncompiled if _torch_private.may_compile() else _call)(self.gather, name)
+        return super().__getitem__(name)
 
 
-def _whole(lazy: LazyParameter) -> torch.Tensor:
-    # The compiler may trace this call, or run it and compile its callees: it sees collectives in neither case.
-    return _whole_uncompiled(lazy) if _torch_private.may_compile() else lazy._gather()
+def lazily(modules: Iterable[nn.Module], gather: Callable[[nn.Module, str], None]) -> list[Swap]:
+    """What lets ``modules``, which are in a split module, call ``gather`` where others read their parameters."""
+    return [
+        Swap(
+            vars(module._parameters),
+            {shown: {"gather": partial(gather, module) if shown is Shown.GUARDS else None} for shown in Shown},
+        )
+        for module in dict.fromkeys(modules)
+    ]
 
 
-@_torch_private.hidden_from_compile
-def _whole_uncompiled(lazy: LazyParameter) -> torch.Tensor:
-    return lazy._gather()
+def _call(gather: Callable[[str], None], name: str) -> None:
+    gather(name)
 
 
-def _whole_if_lazy(tensor: torch.Tensor) -> torch.Tensor:
-    return _whole(tensor) if isinstance(tensor, LazyParameter) else tensor
-
-
-def _pass_on(lazy: torch.Tensor) -> None:
-    assert isinstance(lazy, LazyParameter)
-    gradient, lazy.grad = lazy.grad, None
-    leaf = lazy._leaf
-    leaf.grad = gradient if leaf.grad is None or gradient is None else leaf.grad + gradient
+_uncompiled = _torch_private.hidden_from_compile(_call)

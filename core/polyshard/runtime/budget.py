@@ -27,7 +27,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..interfaces import Collectives
-from .unit import Reshard, Unit
+from .states import Reshard
+from .unit import Unit
 
 #: Fraction of a device's memory that is left free where the user gives no budget: for activations of larger batches.
 MARGIN = 0.1

@@ -8,14 +8,15 @@ Later gathers fill the same memory.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import _torch_private
 from ..errors import (
     ParameterError,
     PolyshardError,
@@ -27,15 +28,20 @@ from ..planning.extensions import (
     arity,
     inner_tensors,
     own_rows,
+    refuse_untrainable,
 )
 from ..planning.layout import contiguous_stride, product
+from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
 from .bindings import Shown
 from .gather import BehindGather, FlatBuffer
-from .unit import Unit
+from .parameters import MasterViews
+from .placed import KeptUnit, PlacedParameters, PlacedUnit, Placements
+
+_is_meta = attrgetter("is_meta")
 
 
-class ExtendedUnit(Unit):
+class ExtendedUnit(PlacedUnit):
     """Parameters that gather themselves. There is no flat master: each rank has tensors of the parameters' classes.
 
     Gradients are plain, and are reduced and delivered as those of other units.
@@ -43,13 +49,25 @@ class ExtendedUnit(Unit):
 
     extended = True
     writes_gradients_directly = False
-    #: What the parameters' methods are given.
-    arguments: ExtensionArguments
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: What the parameters' methods are given; told while names are those in the module.
+        self.arguments = self.placed.extension_arguments(self.parameters[0], self.spec.master_dtype, self.dtypes)
+
+    def _make_originals(self) -> MasterViews:
+        self.views = ExtendedParameters(self)
+        return self.views
 
     @property
-    @abstractmethod
     def own_tensors(self) -> Sequence[torch.Tensor]:
         """This rank's rows of each parameter, of its class."""
+        assert isinstance(self.views, ExtendedParameters)
+        return self.views.own
+
+    @property
+    def lacks_values(self) -> bool:
+        return any(map(_is_meta, self.own_tensors))
 
     def require_insides(self, call: str) -> None:
         """Raise where the values of a parameter cannot be told by plain tensors; ``call`` begins the message.
@@ -106,7 +124,64 @@ class ExtendedUnit(Unit):
         return [gradient if gradient is None else _plain(gradient) for gradient in super().take_gradients()]
 
 
-def cut(parameter: ManagedParameter, rank: int, ranks: int, device: torch.device) -> torch.Tensor:
+class KeptExtendedUnit(KeptUnit, ExtendedUnit):
+    """Parameters that gather themselves, in a unit that modules see whole."""
+
+
+def placed_unit(
+    placed: Placements, spec: Any, layout: Any, parameters: Sequence[Any], *args: Any, **kwargs: Any
+) -> PlacedUnit:
+    """The unit of ``parameters``, which gather themselves or do not."""
+    kinds = (KeptUnit, KeptExtendedUnit) if placed.keeps_whole else (PlacedUnit, ExtendedUnit)
+    kind = kinds[parameters[0].extended]
+    return kind(spec, layout, parameters, *args, placed=placed, **kwargs)
+
+
+class ExtendedParameters(PlacedParameters):
+    """``DTensor`` parameters whose local tensors are of the classes that the program gave."""
+
+    @property
+    def own(self) -> Sequence[torch.Tensor]:
+        """The local tensors."""
+        return self._views
+
+    def _part(self, index: int) -> torch.Tensor:
+        unit, original = self._unit, self._unit.parameters[index].original
+        if is_dtensor(original):
+            return _torch_private.local_tensor(original)
+        parameter = unit.parameters[index]
+        # Of one that was initialised from the meta device they are there.
+        rows, parameter.rows = parameter.rows, None
+        if rows is None:
+            return _cut(parameter, unit.ranks.shard_rank, unit.layout.world_size, unit.spec.device)
+        return rows
+
+    def retrained(self) -> bool:
+        before = self._trained
+        changed = super().retrained()
+        if changed:
+            for parameter, own, now, was in zip(self._unit.parameters, self.own, self._trained, before, strict=True):
+                if now and not was:
+                    where = f"'{parameter.names[0]}' on rank {self._unit.ranks.world.rank}"
+                    refuse_untrainable(own_rows(own.detach(), 0, 1), where)
+        return changed
+
+    def expose(self) -> None:
+        before, self._views = self._views, [self._part(index) for index in range(len(self.tensors))]
+        for index, (placed, view) in enumerate(zip(self.tensors, self._views, strict=True)):
+            if (before and view is not before[index]) or self.locals[index].dtype != view.dtype:
+                # Its data cannot be exchanged: there is no memory but that of the tensors inside.
+                self.locals[index] = nn.Parameter(view, requires_grad=placed.requires_grad)
+
+    def _take_values(self, found: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        unit = self._unit
+        if dtype != unit.master.dtype:
+            unit.rehome(torch.empty_like(unit.master, dtype=dtype))
+        else:
+            self.expose()
+
+
+def _cut(parameter: ManagedParameter, rank: int, ranks: int, device: torch.device) -> torch.Tensor:
     """The rows of the whole ``parameter`` that ``rank`` of ``ranks`` has, on ``device`` unless on the meta device."""
     whole = parameter.original.detach()
     if not whole.is_meta and whole.device != device:

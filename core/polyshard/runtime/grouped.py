@@ -23,13 +23,13 @@ from torch import nn
 from ..errors import StateError
 from .guards import refuse_escape
 from .hooks import ForwardHooks
-from .module_state import ModuleState, StateKind
-from .root import root_of
-from .step import Phase, Step
+from .module_state import ModuleState
+from .root import Root
+from .states import Phase, StateKind
 
 
 class GroupedState(ModuleState):
-    """The place of several modules in a step."""
+    """The place of several modules in a root."""
 
     #: Whether it was left in this round with gradients on.
     left = False
@@ -65,10 +65,10 @@ class GroupedHooks(ForwardHooks):
 
     module_state: GroupedState
 
-    def _begin(self, step: Step, records: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if step.phase is not Phase.FORWARD and root_of(self.module_state).module_states[0] is self.module_state:
+    def _begin(self, root: Root, records: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if root.phase is not Phase.FORWARD and root.module_states[0] is self.module_state:
             self._refuse_root()
-        super()._begin(step, records, args, kwargs)
+        super()._begin(root, records, args, kwargs)
         return self.module_state.begin_round()
 
     def _refuse_root(self) -> None:
@@ -83,18 +83,18 @@ class GroupedHooks(ForwardHooks):
         self.module_state.computes_otherwise |= super()._computes_otherwise()
         return self.module_state.computes_otherwise
 
-    def _continues(self, step: Step) -> bool:
+    def _continues(self, root: Root) -> bool:
         """Whether the round goes on behind this module, whose forward ends."""
         state = self.module_state
         state.to_run.discard(self.module)
-        if step.active is state:
+        if root.active is state:
             # The outermost forward: what runs behind it is another one.
             state.to_run.clear()
         return bool(state.to_run)
 
-    def _end(self, step: Step, output: Any) -> None:
-        if not self._continues(step):
-            super()._end(step, output)
+    def _end(self, root: Root, output: Any) -> None:
+        if not self._continues(root):
+            super()._end(root, output)
             return
         state = self.module_state
         state.entered -= 1
@@ -102,21 +102,21 @@ class GroupedHooks(ForwardHooks):
         released = [unit for unit in state.units if unit.releases(False)]
         refuse_escape(released, output, state.name)
 
-    def _end_record(self, step: Step) -> None:
+    def _end_record(self, root: Root) -> None:
         state = self.module_state
         if state.left and torch.is_grad_enabled():
             state.execution_order.forget_leaving(state)
-        super()._end_record(step)
+        super()._end_record(root)
         state.left |= torch.is_grad_enabled()
 
-    def _give_up(self, step: Step, recomputes: bool) -> None:
-        if recomputes or not self._continues(step):
-            super()._give_up(step, recomputes)
+    def _give_up(self, root: Root, recomputes: bool) -> None:
+        if recomputes or not self._continues(root):
+            super()._give_up(root, recomputes)
             return
         # Other ranks come through, and keep the group for what is still to run.
         state = self.module_state
         state.entered = max(0, state.entered - 1)
-        self._end_record(step)
+        self._end_record(root)
         state.awaits_backward |= state.kind is StateKind.SHARDED and torch.is_grad_enabled()
 
 

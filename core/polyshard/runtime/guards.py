@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -38,8 +38,11 @@ from ..errors import (
 from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter
 from .module_state import ModuleState
-from .step import Step
-from .unit import Unit, UnitState
+from .states import UnitState
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .root import Root
 
 _address_of = torch.Tensor.data_ptr
 
@@ -49,18 +52,18 @@ class RegistrationGuard:
 
     def __init__(
         self,
-        step: Step,
+        root: Root,
         module_states: Sequence[ModuleState],
         ignored_modules: Collection[nn.Module],
         inner: Iterable[RegistrationGuard],
     ) -> None:
         """``ignored_modules``: the user's own, with all inside them. ``inner``: of models that this one takes over."""
-        self._step = ref(step)
-        self._rank = step.rank
+        self._root = ref(root)
+        self._rank = root.rank
         self._outermost = module_states[0].module
         self._stages = frozenset(module_states)
         self._units = [unit for module_state in module_states for unit in module_state.units]
-        self._alone = step.collectives.world_size == 1
+        self._alone = root.collectives.world_size == 1
         self._ignored = WeakSet(ignored_modules)
         # Names of the parameters that modules had when they were sharded.
         self._had: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
@@ -97,9 +100,9 @@ class RegistrationGuard:
     def note(self) -> None:
         """Note that something was registered in one of the modules."""
         self._changed = True
-        step = self._step()
-        if step is not None:
-            step.registered = True
+        root = self._root()
+        if root is not None:
+            root.registered = True
 
     def refuse_ddp(self) -> None:
         """Raise AlreadyShardedError where ranks share the model: ``DistributedDataParallel`` compares and broadcasts
@@ -137,9 +140,9 @@ class RegistrationGuard:
         if self._changed or anew or trained:
             self._new = dict(self._find_new())
             self._changed = False
-        step = self._step()
-        if step is not None:
-            step.registered = bool(self._new)
+        root = self._root()
+        if root is not None:
+            root.registered = bool(self._new)
         names = [name for name, parameter in self._new.items() if parameter.requires_grad] if trains else []
         if names:
             # There may be thousands.

@@ -38,11 +38,11 @@ from ..nested import CopiedContainers, distinct_tensors
 from .activation_checkpoint import Checkpointed, Region, Running, may_have_backward, running
 from .boundary import Hook, adopt_in_place, exchanged, pass_through, pass_through_in, watch_output
 from .guards import gradients_without_graph, refuse_escape, refuse_moved_views
-from .module_state import BackwardState, ModuleState, StateKind, show_whole, unshard_ahead
+from .module_state import ModuleState, show_whole, unshard_ahead
 from .order import BackwardAction, ForwardRecord, Point
-from .root import Root, root_of
-from .step import Phase, Step
-from .unit import Reshard, gradient_of
+from .root import Root
+from .states import BackwardState, Phase, Reshard, StateKind
+from .unit import gradient_of
 
 _version_of = attrgetter("_version")
 _trains = attrgetter("requires_grad")
@@ -90,10 +90,9 @@ class ForwardHooks:
         return self._post_forward(output)
 
     def _pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        module_state, step = self.module_state, self.module_state.step
-        assert step is not None
-        if step.unsharded:
-            self._refuse_pieces(step.unsharded)
+        module_state, root = self.module_state, self.module_state.root
+        if root.unsharded:
+            self._refuse_pieces(root.unsharded)
             return args, kwargs
         given = args, kwargs
         recomputes = _torch_private.backward_number() != _torch_private.NO_BACKWARD
@@ -101,9 +100,9 @@ class ForwardHooks:
         if _torch_private.transforms_active():
             served = _torch_private.transforms_leave_graph()
             with _torch_private.outside_of_transforms():
-                self._gather(step, records, recomputes, served, args, kwargs)
+                self._gather(root, records, recomputes, served, args, kwargs)
         else:
-            self._gather(step, records, recomputes, True, args, kwargs)
+            self._gather(root, records, recomputes, True, args, kwargs)
         if module_state.input_cast is not None and not module_state.in_full_precision:
             args, kwargs = module_state.input_cast(args, kwargs)
         if records and module_state.kind is StateKind.SHARDED and (not recomputes or self._has_graph()):
@@ -114,7 +113,7 @@ class ForwardHooks:
         return args, kwargs
 
     def _gather(
-        self, step: Step, records: bool, recomputes: bool, served: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, root: Root, records: bool, recomputes: bool, served: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Enter the module state, show it whole, and gather what is used next; refuse what is not ``served``."""
         module_state = self.module_state
@@ -122,7 +121,7 @@ class ForwardHooks:
         kept = False
         if recomputes:
             kept = self._begin_recomputation(records)
-        elif self._begin(step, records, args, kwargs):
+        elif self._begin(root, records, args, kwargs):
             ahead = module_state.execution_order.enter(module_state)
         if not served:
             self._refuse_transforms()
@@ -167,16 +166,14 @@ class ForwardHooks:
 
     def enter_for_others(self) -> None:
         """Gather as ``pre_forward`` does: other ranks run this forward, and this one passes it by."""
-        step = self.module_state.step
-        assert step is not None
-        self._gather(step, torch.is_grad_enabled(), False, True, (), {})
+        root = self.module_state.root
+        self._gather(root, torch.is_grad_enabled(), False, True, (), {})
 
     def leave_for_others(self) -> None:
         """Release as ``post_forward`` does."""
-        step = self.module_state.step
-        assert step is not None
-        self._end(step, None)
-        self._end_record(step)
+        root = self.module_state.root
+        self._end(root, None)
+        self._end_record(root)
 
     def _computes_otherwise(self) -> bool:
         """Whether an embedding's forward may save parameters for backward, since something was put on it."""
@@ -190,30 +187,29 @@ class ForwardHooks:
             or next(iter(module._forward_hooks), self._post_forward_id) != self._post_forward_id
         )
 
-    def _begin(self, step: Step, records: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _begin(self, root: Root, records: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note that the module state is entered; returns whether that is a place in the execution order."""
         module_state = self.module_state
         # In a backward that raised, too: none runs.
-        if step.phase is not Phase.FORWARD:
-            root = root_of(module_state)
+        if root.phase is not Phase.FORWARD:
             if root.same_batch is not None:
                 root.compare_batch(self.module, args, kwargs)
             root.begin_forward(module_state, self.module)
         self._outer_error = id(sys.exception())
         module_state.entered += 1
         if records:
-            module_state.enters_first = step.forward_record is not module_state.forward_record
-            module_state.forward_record, module_state.post_backward_at = step.forward_record, module_state.entry
+            module_state.enters_first = root.forward_record is not module_state.forward_record
+            module_state.forward_record, module_state.post_backward_at = root.forward_record, module_state.entry
         here: Running | None = None
         if _torch_private.hooks_of_saved_tensors(True) is not None or not _torch_private.forward_mode_enabled():
             # Noted as where it runs again, whatever comes of it.
-            here = running(records=step.forward_record.records)
+            here = running(records=root.forward_record.records)
         if module_state.kind is StateKind.MERGED:
             return False
         if here is not None and here.call.region.recorded:
-            self._enter_region(here.call.region, step.forward_record)
+            self._enter_region(here.call.region, root.forward_record)
         elif records:
-            step.forward_record.points.append(module_state.entry)
+            root.forward_record.points.append(module_state.entry)
         return True
 
     def _enter_region(self, region: Region, forward_record: ForwardRecord[ModuleState]) -> None:
@@ -235,12 +231,12 @@ class ForwardHooks:
             return None
         outermost = again.region.forward_record.outermost
         # One checkpoint may call several models.
-        return again if isinstance(outermost, ModuleState) and outermost.step is self.module_state.step else None
+        return again if isinstance(outermost, ModuleState) and outermost.root is self.module_state.root else None
 
     def _begin_recomputation(self, records: bool) -> bool:
         """Note that a backward enters the module state; returns whether its post-backward came on other ranks."""
         module_state, again = self.module_state, self._recomputed_call()
-        root = root_of(module_state)
+        root = module_state.root
         # Also where no gradient comes of it: what it gathers is released when the backward ends.
         root.enter_backward()
         if again is None:
@@ -270,10 +266,9 @@ class ForwardHooks:
         return not self.module_state.awaits_backward if again is None else again.region.reentrant
 
     def _post_forward(self, output: Any) -> Any:
-        module_state, step = self.module_state, self.module_state.step
-        assert step is not None
+        module_state, root = self.module_state, self.module_state.root
         records = torch.is_grad_enabled()
-        if step.unsharded:
+        if root.unsharded:
             # What torch.func differentiates adds to no parameter's gradient.
             return self._watch_output(output)[0] if records and not _torch_private.in_transform() else output
         recomputes = _torch_private.backward_number() != _torch_private.NO_BACKWARD
@@ -285,9 +280,9 @@ class ForwardHooks:
         if output is None:
             error = sys.exception()
             if error is not None and id(error) != self._outer_error:
-                if step.active is module_state and not recomputes:
-                    step.recorder.post_error(error)
-                self._give_up(step, recomputes)
+                if root.active is module_state and not recomputes:
+                    root.recorder.post_error(error)
+                self._give_up(root, recomputes)
                 return None
         if module_state.output_cast is not None and not module_state.in_full_precision:
             output = module_state.output_cast(output)
@@ -302,26 +297,26 @@ class ForwardHooks:
         if recomputes:
             self._computed(True)
         else:
-            self._end(step, output)
+            self._end(root, output)
         module_state.awaits_backward |= watched
         if not recomputes:
-            self._end_record(step)
-            if step.active is module_state and not module_state.entered:
-                root_of(module_state).end_forward(output)
+            self._end_record(root)
+            if root.active is module_state and not module_state.entered:
+                root.end_forward(output)
         return output
 
-    def _end(self, step: Step, output: Any) -> None:
+    def _end(self, root: Root, output: Any) -> None:
         """The module state is left, and keeps what its backward follows at once for."""
         module_state = self.module_state
         module_state.entered -= 1
         if module_state.entered:
             return
-        outermost = step.active is module_state
+        outermost = root.active is module_state
         turns = outermost or module_state.execution_order.turns_at(module_state)
         for unit in module_state.units:
             # As ``Unit.pending``, without a call: a backward inside of the forward came through no output.
             if unit.trainable and list(map(gradient_of, unit.leaves)) != unit.no_gradients:
-                root_of(module_state).end_inner_backward()
+                root.end_inner_backward()
             for observer in unit.observers:
                 observer.computed(unit.spec, False)
             stays = not unit.releases(turns)
@@ -334,7 +329,7 @@ class ForwardHooks:
                 unit.hide()
                 if outermost:
                     # No hook of an outer module will see this error and clean up.
-                    root_of(module_state).abandon()
+                    root.abandon()
                 raise
             if stays:
                 unit.hide()
@@ -344,15 +339,15 @@ class ForwardHooks:
             else:
                 unit.reshard()
 
-    def _end_record(self, step: Step) -> None:
+    def _end_record(self, root: Root) -> None:
         module_state = self.module_state
         if module_state.kind is StateKind.MERGED or not torch.is_grad_enabled():
             return
-        step.forward_record.points.append(module_state.exit)
+        root.forward_record.points.append(module_state.exit)
         if module_state.reads_in_backward:
             module_state.execution_order.leave(module_state)
 
-    def _give_up(self, step: Step, recomputes: bool) -> None:
+    def _give_up(self, root: Root, recomputes: bool) -> None:
         module_state = self.module_state
         if recomputes:
             # Usually no error: a checkpoint stops a recomputation as soon as it has what it needs.
@@ -361,11 +356,11 @@ class ForwardHooks:
         # Nothing was entered where the error came from beginning the forward.
         module_state.entered = max(0, module_state.entered - 1)
         # Other ranks may have come through. A module around this one may go on without it.
-        self._end_record(step)
+        self._end_record(root)
         if module_state.entered:
             return
-        if step.active is module_state:
-            root_of(module_state).abandon()
+        if root.active is module_state:
+            root.abandon()
         else:
             # Whoever catches this goes on with the other ranks, which keep what is kept for a backward.
             module_state.awaits_backward |= module_state.kind is StateKind.SHARDED and torch.is_grad_enabled()
@@ -411,9 +406,8 @@ class Recomputation:
 
 def output_hook(module_state: ModuleState) -> Hook:
     """The hook for gradients of an output of the forward of ``module_state`` that runs."""
-    step = module_state.step
-    assert step is not None
-    if step.unsharded:
+    root = module_state.root
+    if root.unsharded:
         return partial(_refuse, module_state)
     if module_state.kind is StateKind.MERGED:
         assert module_state.parent is not None
@@ -457,8 +451,7 @@ def pre_backward(
     Returns:
         What replaces them; without them, the hook for what takes their place; None where nothing does.
     """
-    root = module_state.step
-    assert isinstance(root, Root)
+    root = module_state.root
     root.enter_backward()
     again = torch.is_grad_enabled()
     if again and root.accumulates:
@@ -486,8 +479,7 @@ def pre_backward_again(module_state: ModuleState, *_: Any) -> None:
     Threads count the nodes that they create by themselves, so autograd may run these behind some of the forward's. The
     parameters stay whole until this backward ends.
     """
-    root = module_state.step
-    assert isinstance(root, Root)
+    root = module_state.root
     root.enter_backward()
     module_state.differentiated_again = True
     module_state.pre_backward(prefetches=False)
@@ -501,8 +493,7 @@ def post_backward(
     module_state: ModuleState, forward_record: ForwardRecord[ModuleState], post_backward_at: Point[ModuleState]
 ) -> Hook | None:
     """The gradients of the inputs of the first forward on ``forward_record`` are there, and so are all others."""
-    root = module_state.step
-    assert isinstance(root, Root)
+    root = module_state.root
     if module_state.backward_state is not BackwardState.PRE_BACKWARD:
         module_state.refuse_unseen_backward()
     if root.arrive(forward_record, post_backward_at) or module_state.backward_state is BackwardState.PRE_BACKWARD:

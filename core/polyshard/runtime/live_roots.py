@@ -53,12 +53,8 @@ class LiveRoots:
         self._lock = threading.Lock()
         # Unit and slot by the parameters' ids: a reference to a parameter may keep its model alive for ever.
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
-        # The ids of all these parameters, and some of former models.
-        self._known: frozenset[int] = frozenset()
         #: All of these roots, and some whose models are gone; for uses in every step.
         self.references: tuple[weakref.ref[Root], ...] = ()
-        #: Roots whose units an optimizer sees as flat parameters.
-        self.flattened: weakref.WeakSet[Root] = weakref.WeakSet()
 
     def add(self, root: Root) -> None:
         places = {
@@ -68,17 +64,11 @@ class LiveRoots:
         }
         with self._lock:
             self._places[root] = places
-            self._known = frozenset(key for each in self._places.values() for key in each)
             self.references = tuple(map(weakref.ref, self._places))
 
     def roots(self) -> list[Root]:
         """The outermost roots, in the order in which they were made."""
         return [root for root, _ in self._entries()]
-
-    def may_hold(self, tensor: torch.Tensor) -> bool:
-        """Whether ``find`` may find ``tensor``, at a fraction of its cost: for calls on every new tensor."""
-        # Flat parameters are 1-D, and made later.
-        return id(tensor) in self._known or (tensor.ndim == 1 and bool(self.flattened))
 
     def find(self, tensors: Sequence[torch.Tensor]) -> list[ParameterLocation | None]:
         """The location of each of ``tensors``; None for a tensor that is no parameter of a sharded model."""
@@ -110,7 +100,7 @@ class LiveRoots:
         with self._lock:
             entries = list(self._places.items())
         # A root whose units joined a larger one is about to be freed.
-        return [(root, places) for root, places in entries if all(unit.step is root for unit in root.units)]
+        return [(root, places) for root, places in entries if all(unit.root is root for unit in root.units)]
 
 
 #: One for the process, as torch's functions are.

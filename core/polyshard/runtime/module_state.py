@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_not
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import WeakSet
 
 import torch
@@ -21,46 +20,14 @@ from ..planning.plan import ManagedParameter, modules_called, names_behind
 from .activation_checkpoint import may_have_backward
 from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
 from .reduce import Contribution
-from .step import Step
-from .unit import Reshard, Unit, UnitState, unshard_due, unshard_together
+from .states import BackwardState, Reshard, StateKind, UnitState
+from .unit import Unit, unshard_due, unshard_together
+
+if TYPE_CHECKING:
+    from .root import Root
 
 _units_of = attrgetter("units")
 _is_due = attrgetter("due")
-
-
-class StateKind(enum.Enum):
-    """How much a module state's hooks have to do."""
-
-    NOTHING = "nothing"
-    """It has no units, or none that its backward must gather or reduce; modules inside it have some."""
-    MERGED = "merged"
-    """It was split off its parent, which has its units now."""
-    SHARDED = "sharded"
-    """At least one unit is gathered, cast or reduced."""
-
-
-class BackwardState(enum.Enum):
-    """How far the backward that runs has come in a module state.
-
-    =============  =============  =========================================================
-    from           to             by
-    =============  =============  =========================================================
-    NOT_REACHED    PRE_BACKWARD   ``pre_backward``: a gradient reaches one of its outputs
-    PRE_BACKWARD   POST_BACKWARD  ``post_backward``
-    POST_BACKWARD  PRE_BACKWARD   another gradient: of an earlier call, or a recomputation
-    any            NOT_REACHED    ``reset``: the backward ended, or was given up
-    =============  =============  =========================================================
-
-    ``post_backward`` in NOT_REACHED takes part in a reduction for other ranks' sake, and in POST_BACKWARD reduces
-    gradients that arrived late. Neither changes the state.
-    """
-
-    NOT_REACHED = "not reached"
-    """None of its outputs has a gradient."""
-    PRE_BACKWARD = "pre-backward"
-    """Its parameters are whole, and its gradients are being computed."""
-    POST_BACKWARD = "post-backward"
-    """Its parameters are released, and its gradients on their way."""
 
 
 class ModuleState:
@@ -69,6 +36,9 @@ class ModuleState:
     Usually one unit; more where parameters differ in dtype, or in whether they are trained. ``hooks.py`` calls it from
     the module's forward, and from the gradients of its outputs and inputs.
     """
+
+    #: That of its model; None before a drop-in has composed the model.
+    root: Root = cast("Root", None)
 
     def __init__(
         self,
@@ -93,7 +63,6 @@ class ModuleState:
         self.governing = self.modules[0] if parent is None else parent.module
         #: Whether its backward gathers. The same on every rank, whatever hooks come later on one of them.
         self.reads_in_backward = reads_in_backward
-        self.step: Step | None = None
         #: The root's: in which order module states are entered and prefetched.
         self.execution_order: ExecutionOrder[ModuleState]
         self.input_cast = input_cast
@@ -178,8 +147,7 @@ class ModuleState:
 
     @property
     def rank(self) -> int:
-        assert self.step is not None
-        return self.step.rank
+        return self.root.rank
 
     @property
     def is_split(self) -> bool:
@@ -281,8 +249,7 @@ class ModuleState:
 
     def post_backward(self) -> None:
         """Take the gradients, release the parameters, start the reductions."""
-        step = self.step
-        assert step is not None
+        root = self.root
         self.recomputations = None
         # Not reached here, but a recomputation for another module state may still come through.
         keeps, self.recomputed = self.recomputed and self.backward_state is not BackwardState.PRE_BACKWARD, False
@@ -290,7 +257,7 @@ class ModuleState:
             self.backward_state = BackwardState.POST_BACKWARD
         self.awaits_backward = False
         joins, self.joins_reduction = self.joins_reduction, False
-        synchronises = step.synchronises and self._synchronises
+        synchronises = root.synchronises and self._synchronises
         reduced: list[tuple[Contribution, list[torch.Tensor | None]]] = []
         for unit in self.units:
             for observer in unit.observers:
@@ -308,26 +275,26 @@ class ModuleState:
             elif not (self.entered or self.differentiated_again):
                 unit.reshard()
             if arrived:
-                step.accumulates = True
-            elif synchronises and step.accumulates and self._waits(unit):
+                root.accumulates = True
+            elif synchronises and root.accumulates and self._waits(unit):
                 # Earlier microbatches left gradients that nothing else would reduce.
                 pass
-            elif not (unit.trainable and joins and step.accumulates) or unit.ranks.alone:
+            elif not (unit.trainable and joins and root.accumulates) or unit.ranks.alone:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
             its = unit.gradients
             if synchronises and (self.all_reduces or unit.ranks.replicate is None):
-                reduced.append((its.contribute(gradients, step.streams), gradients))
+                reduced.append((its.contribute(gradients, root.streams), gradients))
                 unit.reduced = True
             elif synchronises and unit.ranks.reduction is not None:
-                reduced.append((its.contribute_without_replicas(gradients, step.streams), gradients))
+                reduced.append((its.contribute_without_replicas(gradients, root.streams), gradients))
             else:
-                its.keep(gradients, step.streams)
-                step.awaits_optimizer = True
+                its.keep(gradients, root.streams)
+                root.awaits_optimizer = True
         if len(reduced) == 1:
-            step.reducer.reduce(*reduced[0])
+            root.reducer.reduce(*reduced[0])
         elif reduced:
-            step.reducer.reduce_together(reduced)
+            root.reducer.reduce_together(reduced)
 
     def _waits(self, unit: Unit) -> bool:
         """Whether gradients of earlier backwards are to be reduced in one that synchronises."""
@@ -345,11 +312,10 @@ class ModuleState:
 
     def lacks_post_backward(self) -> bool:
         """Whether gradients arrived after ``post_backward``, or nothing called it."""
-        step = self.step
-        assert step is not None
+        root = self.root
         if self.backward_state is BackwardState.PRE_BACKWARD:
             return True
-        reduces = step.synchronises and self._synchronises and step.accumulates
+        reduces = root.synchronises and self._synchronises and root.accumulates
         for unit in self.units:
             if unit.trainable and unit.pending:
                 return True
@@ -416,8 +382,8 @@ class ModuleState:
 
     @property
     def _label_and_rank(self) -> str:
-        # Without a step only before the first use of a model that is composed.
-        where = f", rank {self.step.rank}" if self.step is not None else ""
+        # Without a root only before the first use of a model that is composed.
+        where = f", rank {self.root.rank}" if self.root is not None else ""
         return f"unit '{self.label}'{where}"
 
 
@@ -471,31 +437,28 @@ def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
 
 
 def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:
-    """Give the units of a split module to ``parent`` as soon as another module computes with them.
+    """Give the units of a split module to ``parent`` as soon as another module reads one of their parameters.
 
-    The stand-ins under the parameters' names notice that: a split module may not change what a forward may do.
+    ``LazyParameters`` notice that: a split module may not change what a forward may do.
     """
     for unit in module_state.units:
         unit.on_lazy_use = partial(_merge, module_state, parent)
 
 
-def _merge(module_state: ModuleState, parent: ModuleState, unit: Unit, parameter: str) -> None:
-    """Another module computes with ``parameter`` of ``unit``: from now on ``parent`` owns the units.
+def _merge(module_state: ModuleState, parent: ModuleState, unit: Unit, module: nn.Module, key: str) -> None:
+    """Another module reads ``key`` of ``module``, a parameter of ``unit``: from now on ``parent`` owns the units.
 
     Raises UnshardedUseError: outside of a forward and of a backward of the parent.
     """
     if not (parent.entered or parent.in_backward):
+        name = next((each.names[0] for each in unit.parameters if (module, key) in each.sites), key)
         raise UnshardedUseError(
-            f"The parameter '{parameter}' was used while it is sharded, outside of the forward of "
+            f"The parameter '{name}' was used while it is sharded, outside of the forward of "
             f"'{parent.label}' (rank {module_state.rank}). Compute with it inside that forward, or name the "
             "method that does with polyshard.register_forward_method."
         )
     moved = module_state.units
-    module_state.own(())
     if moved:
+        module_state.own(())
         parent.own((*parent.units, *moved))
-        show_whole(moved, parent.module.training, recomputes=False)
-    else:
-        # In backward, where autograd kept a stand-in.
-        unit.unshard()
-        unit.wait()
+    show_whole(moved or (unit,), parent.module.training, recomputes=False)

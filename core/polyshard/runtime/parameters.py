@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +11,6 @@ from torch import nn
 from .. import _torch_private
 from ..planning.layout import Piece, Slot, product
 from .gather import view_of
-
-_address_of = torch.Tensor.data_ptr
-_is_trained = attrgetter("requires_grad")
-_dtype_of = attrgetter("dtype")
-#: Behind what is compared: a dict that became shorter brings its value forward, where something else is expected.
-_END: dict[str, Any] = {"": object()}
 
 
 @dataclass(frozen=True, slots=True)

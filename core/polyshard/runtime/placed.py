@@ -24,8 +24,8 @@ from .gradients import Gradients
 from .live_roots import live_roots
 from .parameters import GradientTarget, MasterViews, part_of_master
 from .replaced import replaced_parameters
-from .root import Root
-from .unit import Unit, UnitState
+from .states import UnitState
+from .unit import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -146,8 +146,7 @@ class PlacedUnit(Unit):
 
     def take_over(self) -> None:
         """Let parameters that were moved, cast, replaced or given memory since then be those of the unit."""
-        assert self.step is not None
-        if self.views.changed and self not in self.step.unsharded:
+        if self.views.changed and self not in self.root.unsharded:
             if self.prepared and self.bindings.shown is Shown.VIEWS:
                 self._conceal_replaced()
             self.outdate()
@@ -172,9 +171,8 @@ class PlacedUnit(Unit):
     def parameters_replaced(self) -> None:
         """Other objects are the parameters now."""
         self._be_found()
-        assert isinstance(self.step, Root)
-        if self.step.registrations is not None:
-            self.step.registrations.parameters_replaced()
+        if self.root.registrations is not None:
+            self.root.registrations.parameters_replaced()
         if self.prepared:
             self._bind(self.buffer)
         if self.flat is None:
@@ -184,8 +182,7 @@ class PlacedUnit(Unit):
 
     def _be_found(self) -> None:
         """Let functions of torch's and ours that are given the parameters find them."""
-        assert isinstance(self.step, Root)
-        live_roots.add(self.step)
+        live_roots.add(self.root)
 
     @property
     def belongs_on(self) -> torch.device:

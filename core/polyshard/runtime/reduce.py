@@ -60,7 +60,6 @@ class Reducer:
     Args:
         limit: Bytes that wait at most in one bucket; 0 to send each reduction by itself.
         streams: Runs them beside compute.
-        audit: Compares each unit's with the other ranks', in the first step; None for no comparison.
         announce: Called with the names of the next units that all ranks reduce; None where they do not compare them.
         recorder: Remembers each communication before it is announced.
     """
@@ -69,13 +68,12 @@ class Reducer:
         self,
         limit: int,
         streams: CommStreams,
-        *,
-        audit: Audit | None = None,
-        announce: Callable[[str], None] | None = None,
+        announce: Callable[[str], None] | None,
         recorder: Recorder,
     ) -> None:
         self.streams = streams
-        self.audit = audit
+        #: Compares each unit's reduction with the other ranks', in the first step; None for no comparison.
+        self.audit: Audit | None = None
         #: Which units go together.
         self.buckets: Buckets[Contribution] = Buckets(limit)
         self._announce = announce

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Literal, NoReturn, Protocol
@@ -20,10 +21,11 @@ from .budget import Budget
 from .guards import RegistrationGuard, refuse_differentiable_gradients, refuse_escape
 from .module_state import ModuleState, ModuleUse
 from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
-from .peers import refuse_different_batches
-from .step import Phase, Step
+from .peers import Audit, refuse_different_batches
+from .recorder import Recorder
+from .reduce import Reducer
+from .states import Phase, UnitState
 from .streams import CommStreams
-from .unit import UnitState
 from .used_parameters import UsedParameters
 
 _reduced = attrgetter("reduced")
@@ -31,13 +33,12 @@ _reduced = attrgetter("reduced")
 
 def root_of(module_state: ModuleState) -> Root:
     """The root of the model that ``module_state`` is inside. Raises StateError: there is none yet."""
-    root = module_state.step
-    if not isinstance(root, Root):
+    if module_state.root is None:
         raise StateError(
             f"'{module_state.name or 'The model'}' has no root before its first forward: modules around it may still "
             "be wrapped. Run a forward first, or call the wrapper's own methods."
         )
-    return root
+    return module_state.root
 
 
 def _tell_failed_backward(held: weakref.ref[Root], reference: object) -> None:
@@ -54,7 +55,7 @@ class EndsWithModel(Protocol):
         """The model is closed. Every rank calls it."""
 
 
-class Root(Step):
+class Root:
     """The outermost of a model's sharded modules, and every module state inside it."""
 
     def __init__(
@@ -67,7 +68,42 @@ class Root(Step):
         *,
         check_ranks: bool | Literal["always"],
     ) -> None:
-        super().__init__(collectives, streams, execution_order.batch_nbytes, check_ranks=check_ranks)
+        self.collectives = collectives
+        self.streams = streams
+        self.phase = Phase.IDLE
+        #: The outermost module state, while its forward runs.
+        self.active: ModuleState | None = None
+        # The thread that the forward runs in that began last.
+        self._thread = 0
+        #: Which module states that forward, or the last one, entered and left with gradients on.
+        self.forward_record: ForwardRecord[ModuleState] = ForwardRecord(None)
+        #: Whether parameters may have come into the model that nobody reduces gradients of (``guards.py``).
+        self.registered = False
+        #: The units of which ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
+        self.unsharded: Collection[object] = ()
+        #: Whether these get their former values back behind it.
+        self.drops_writes = False
+        #: Where masters hold other values than the trained ones: the context that the program entered, and what these
+        #: are, for messages. None elsewhere.
+        self.replaced: tuple[str, str] | None = None
+        #: False under ``no_sync``.
+        self.synchronises = True
+        #: Whether backwards left what ``Root.settle`` ends before an optimizer steps, or what no step may pass over.
+        self.awaits_optimizer = False
+        #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
+        self.accumulates = False
+        self.check_ranks = check_ranks
+        self._always = check_ranks == "always"
+        #: Compares each collective with the other ranks', always or until the first backward has ended.
+        self.audit: Audit | None = None
+        #: Called with what all ranks issue next; None where they do not compare it.
+        self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
+        #: Remembers what was issued, and names it in errors.
+        self.recorder = streams.recorder = Recorder(collectives.rank)
+        self.recorder.sender = streams
+        #: Issues the units' reductions, those of small ones together.
+        self.reducer = Reducer(execution_order.batch_nbytes, streams, self.announce, self.recorder)
+        self.begin_audit()
         self.module_states = tuple(module_states)
         #: Every unit, in module order. A merge moves one to another module state, and not in this list.
         self.units = tuple(unit for module_state in self.module_states for unit in module_state.units)
@@ -120,15 +156,79 @@ class Root(Step):
         self.recorder.when_failed = self._keep_memory
         self.use_order(execution_order)
         for module_state in self.module_states:
-            module_state.step = self
+            module_state.root = self
             for unit in module_state.units:
-                unit.step = self
+                unit.root = self
         self._parking: tuple[OffloadManager, ...] = tuple(
             {id(u.offload): u.offload for u in self.units if u.parks}.values()
         )
         self._encoding: tuple[PrecisionCaster, ...] = tuple(
             {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
         )
+
+    @property
+    def rank(self) -> int:
+        return self.collectives.rank
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a forward of the model runs in this thread, and no backward inside of it."""
+        return self.phase is Phase.FORWARD and self._thread == threading.get_ident()
+
+    def refuse_ended(self, call: str) -> None:
+        """Raise StateError if the model was closed, or if a communication failed; ``call`` begins the message."""
+        if self.phase is Phase.CLOSED:
+            raise StateError(
+                f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
+                "more, and its parameters are this rank's shards. Close a model behind its last use."
+            )
+        self.recorder.refuse_behind_failure(call)
+
+    def refuse_open_stream(self, call: str) -> None:
+        """Raise StateError while weights are handed out; ``call`` begins the message."""
+        if self.phase is Phase.STREAM:
+            raise StateError(
+                f"{call} came while a polyshard.stream() of the model is open (rank {self.rank}). Go through all of "
+                "it, or end it by its close(), on every rank."
+            )
+
+    def _refuse_replaced(self) -> None:
+        if self.replaced is not None:
+            context, values = self.replaced
+            raise StateError(
+                f"A backward inside of {context} would give the parameters gradients of their {values} (rank "
+                f"{self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
+            )
+
+    @contextmanager
+    def meeting(self, operation: str, groups: Iterable[Collectives | None], told: str = "") -> Iterator[None]:
+        """Communications between steps, in ``groups``, which are announced where that is done.
+
+        ``told``: what else must be alike on all ranks, to be announced with ``operation``.
+        """
+        with self.recorder.during(operation):
+            if self.announce is not None:
+                for group in groups:
+                    if group is not None:
+                        self.streams.meet(group.announce, f"{operation}{told}")
+            yield
+
+    def use_streams(self, streams: CommStreams) -> None:
+        """Send by ``streams`` from now on."""
+        self.streams = self.reducer.streams = streams
+        streams.recorder = self.recorder
+        self.recorder.sender = streams
+
+    def begin_audit(self) -> None:
+        """Compare collectives with the other ranks' until the next backward has ended, as in the first step."""
+        if self.check_ranks and self.collectives.capabilities.can_communicate:
+            self.audit = self.reducer.audit = Audit()
+
+    def end_audit(self) -> None:
+        """Compare no more, unless always: what follows repeats what was compared."""
+        if self._always:
+            return
+        self.audit = self.reducer.audit = None
 
     def use_order(self, execution_order: ExecutionOrder[ModuleState]) -> None:
         """Prefetch by ``execution_order`` from now on."""
@@ -153,7 +253,7 @@ class Root(Step):
                 self.same_batch = group
                 raise
 
-    def begin_forward(self, outermost: object, module: nn.Module) -> None:
+    def begin_forward(self, outermost: ModuleState, module: nn.Module) -> None:
         """The outermost forward starts."""
         if self.phase is not Phase.IDLE:
             self.abandon()
@@ -307,7 +407,7 @@ class Root(Step):
                 )
 
     def _refuse_outdated(self) -> NoReturn:
-        label = next((each.label for each in self.module_states if each is self.active), "(root)")
+        label = "(root)" if self.active is None else self.active.label
         raise StateError(
             f"A backward came behind an optimizer's step inside of one forward of '{label}' (rank "
             f"{self.rank}): what is gathered there has the values from before the step. Let each step be a call of its "

@@ -24,7 +24,7 @@ from ..planning.plan import MODULE_STATE_ATTRIBUTE
 from .hooks import ForwardHooks
 from .module_state import ModuleState, ModuleUse
 from .root import Root, root_of
-from .step import Phase
+from .states import Phase
 
 
 def agree_on_use(root: Root, model: nn.Module, uses: Mapping[nn.Module, bool]) -> None:

@@ -12,13 +12,14 @@ saved past autograd: attributes of a ``ctx``, tensors packed by ``saved_tensors_
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import TYPE_CHECKING, cast
 from weakref import ref
 
 import torch
+from torch import nn
 
 from .. import _torch_private
 from ..errors import CollectiveError, ParameterError, ParameterMovedError
@@ -37,59 +38,21 @@ from ..planning.groups import UnitRanks
 from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
-from .bindings import Bindings, LazyParameter, Shown, Swap
+from .bindings import Bindings, Shown, Swap, lazily
 from .direct import write_directly
 from .formed import FormBuffer, compute_with_forms
 from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
 from .master import UnitMaster
 from .peers import Audit
-from .step import Phase, Step
+from .states import Phase, Reshard, UnitState
+
+if TYPE_CHECKING:
+    from .root import Root
 
 gradient_of = attrgetter("grad")
 
 
-class UnitState(enum.Enum):
-    """Where a unit's whole parameters are.
-
-    ====================  ====================  =====================================================
-    from                  to                    by
-    ====================  ====================  =====================================================
-    SHARDED               GATHERING             ``unshard``
-    GATHERING             UNSHARDED             ``wait``
-    GATHERING             SHARDED               ``reshard`` (a prefetch nobody used)
-    UNSHARDED             GATHERING             ``unshard`` after ``expire``
-    UNSHARDED             SHARDED               ``reshard``
-    UNSHARDED             SHARDED_POST_FORWARD  ``reshard_post_forward``
-    SHARDED_POST_FORWARD  GATHERING             ``unshard``, among neighbours
-    SHARDED_POST_FORWARD  SHARDED               ``reshard``, ``outdate``; ``expire``: no backward came
-    ====================  ====================  =====================================================
-    """
-
-    SHARDED = "sharded"
-    """Nowhere: the gather buffer has no memory, and reading a view of it would be a crash."""
-    GATHERING = "gathering"
-    """On their way; compute must wait before it reads them."""
-    UNSHARDED = "unsharded"
-    """In the gather buffer, and compute is ordered after the gather."""
-    SHARDED_POST_FORWARD = "sharded post-forward"
-    """Nowhere, as in SHARDED, but this rank keeps a part of the gather buffer, from which a backward gathers them."""
-
-
 _RELEASED = (UnitState.SHARDED, UnitState.SHARDED_POST_FORWARD)
-
-
-class Reshard(enum.Enum):
-    """Whether a unit is released after forward."""
-
-    ALWAYS = "always"
-    """Released, and gathered again for backward."""
-    UNLESS_TURNING = "unless_turning"
-    """Released, but for modules whose backward follows their forward at once: the outermost one, and the last one to
-    run if it was split off the outermost one, or that one has no parameters of its own."""
-    PARTLY = "partly"
-    """Released but for a part, where a backward may follow: for that it is gathered among neighbours alone."""
-    NEVER = "never"
-    """Kept until the end of its backward."""
 
 
 class Unit(UnitMaster):
@@ -105,6 +68,8 @@ class Unit(UnitMaster):
       over the view.
     """
 
+    #: That of its model; None before a drop-in has composed the model.
+    root: Root = cast("Root", None)
     #: Whether large linear layers write their weight gradients into the reduction's input.
     writes_gradients_directly = True
 
@@ -141,7 +106,6 @@ class Unit(UnitMaster):
         self.neighbours = neighbours
         #: Told of gathers, compute and reductions.
         self.observers: tuple[Observer, ...] = ()
-        self.step: Step | None = None
         self.buffer: FlatBuffer
         #: What the next gather knows of the unit, or the last one did; made anew whenever something in it changes.
         self.record: GatherRecord
@@ -151,8 +115,8 @@ class Unit(UnitMaster):
         self.bindings: Bindings
         #: Reduced in the backward that runs.
         self.reduced = False
-        #: Of a split module: called when another module computes with a parameter of the unit.
-        self.on_lazy_use: Callable[[Unit, str], None] | None = None
+        #: Of a split module: called with a module and the attribute of it that another module's forward reads.
+        self.on_lazy_use: Callable[[Unit, nn.Module, str], None] | None = None
         #: Where it was used since its gather, as ``CommStreams.here`` says: one place, but for models that compute on
         #: several streams.
         self.places: list[object] = []
@@ -197,15 +161,14 @@ class Unit(UnitMaster):
         if isinstance(self.buffer, FormBuffer):
             direct = self.writes_gradients_directly and not self.gradients.widens
             beside = compute_with_forms(self.parameters, self.buffer, self.claim_gradient if direct else None)
-        lazy = self.on_lazy_use is not None and not self.permanent
         # Memory that is never released is shown everywhere: the leaf collects the gradient that is reduced. With other
         # originals and plain tensors torch refuses to compute.
-        elsewhere = Shown.VIEWS if self.permanent else Shown.GUARDS if lazy else Shown.ORIGINALS
-        stand_in = self._lazy_parameter if lazy else None
-        return Bindings(self.parameters, self.leaves, elsewhere=elsewhere, stand_in=stand_in, beside=beside)
-
-    def _lazy_parameter(self, index: int, view: torch.Tensor) -> torch.Tensor:
-        return LazyParameter.of(view, partial(self._lazy_view, index))
+        elsewhere = Shown.VIEWS if self.permanent else Shown.ORIGINALS
+        if self.on_lazy_use is not None and not self.permanent:
+            elsewhere = Shown.GUARDS
+            sites = (module for each in self.parameters for module, _ in each.sites)
+            beside = [*beside, *lazily(sites, partial(self.on_lazy_use, self))]
+        return Bindings(self.parameters, self.leaves, elsewhere=elsewhere, beside=beside)
 
     def watch(self, observers: tuple[Observer, ...]) -> None:
         """Tell ``observers`` of gathers, compute and reductions from now on."""
@@ -360,15 +323,14 @@ class Unit(UnitMaster):
 
     def claim_gradient(self, index: int) -> torch.Tensor | None:
         """Where the gradient of view ``index`` may be written in the backward that runs; None for memory of its own."""
-        step = self.step
+        root = self.root
         if (
-            step is None
-            or not (step.synchronises and self.synchronises and step.accumulates)
+            not (root.synchronises and self.synchronises and root.accumulates)
             or self.buffer is not self._training_buffer
             or self.leaves[index].grad is not None
         ):
             return None
-        return self.gradients.claim(index, step.reducer)
+        return self.gradients.claim(index, root.reducer)
 
     def keep_memory(self) -> None:
         """Keep memory alive that a communication which did not end may still read and write."""
@@ -393,7 +355,6 @@ class Unit(UnitMaster):
             self.flat.follow_requires_grad()
         for trained, leaf in zip(self.originals.trained, self.leaves, strict=True):
             leaf.requires_grad_(trained)
-        self.bindings.follow_requires_grad()
         self.trainable = any(leaf.requires_grad for leaf in self.leaves)
 
     def choose_buffer(self, training: bool) -> None:
@@ -434,14 +395,13 @@ class Unit(UnitMaster):
 
     def wait(self) -> None:
         """Order compute after the gather. To be called wherever the unit is used."""
-        assert self.step is not None
-        streams = self.step.streams
+        streams = self.root.streams
         if self.state is UnitState.GATHERING:
             for observer in self.observers:
                 observer.wait(self.spec)
             streams.arrive(self.record)
-            if self.step.audit is not None:
-                self._compare_gathered(self.step.audit)
+            if self.root.audit is not None:
+                self._compare_gathered(self.root.audit)
             for observer in self.observers:
                 observer.waited(self.spec)
             versioned = self.buffer.versioned
@@ -458,8 +418,7 @@ class Unit(UnitMaster):
         if audit.done or among is None or self.name in audit.gathered:
             return
         audit.gathered.add(self.name)
-        assert self.step is not None
-        with self.step.recorder.during("comparison of a gather", (self.spec,), self.step.phase is Phase.BACKWARD):
+        with self.root.recorder.during("comparison of a gather", (self.spec,), self.root.phase is Phase.BACKWARD):
             audit.compare_gathered(among, self.name, *self._arrived())
 
     def _arrived(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -477,17 +436,12 @@ class Unit(UnitMaster):
         self.bindings.show(Shown.VIEWS)
 
     def hide(self) -> None:
-        """Let modules see the originals again; during a forward, stand-ins that refuse to compute."""
+        """Let modules see the originals again; during a forward, what ``Bindings.elsewhere`` says."""
         if self.prepared:
-            bindings, step = self.bindings, self.step
-            shown = bindings.elsewhere if step is not None and step.phase is Phase.FORWARD else Shown.ORIGINALS
+            bindings, root = self.bindings, self.root
+            shown = bindings.elsewhere if root is not None and root.phase is Phase.FORWARD else Shown.ORIGINALS
             if bindings.shown is not shown:
                 bindings.show(shown)
-
-    def _lazy_view(self, index: int) -> torch.Tensor:
-        assert self.on_lazy_use is not None
-        self.on_lazy_use(self, self.parameters[index].names[0])
-        return self.leaves[index]
 
     def reshard(self) -> None:
         """Release the gather buffer, and what is kept of it behind a forward."""
@@ -498,8 +452,7 @@ class Unit(UnitMaster):
         if self.state is UnitState.SHARDED_POST_FORWARD:
             self._drop_post_forward()
             return
-        assert self.step is not None
-        self.step.streams.release(self.record)
+        self.root.streams.release(self.record)
         self.places.clear()
         self.state = UnitState.SHARDED
         self.due = True
@@ -515,8 +468,7 @@ class Unit(UnitMaster):
             return
         self.hide()
         self.ahead = False
-        assert self.step is not None
-        self.step.streams.keep(self.record, part)
+        self.root.streams.keep(self.record, part)
         self.places.clear()
         self.record = self._post_forward_record
         self.state = UnitState.SHARDED_POST_FORWARD
@@ -547,8 +499,7 @@ class Unit(UnitMaster):
     def retain(self) -> None:
         """Keep the parameters whole for later forwards, until an optimizer steps."""
         if self._hide_whole():
-            assert self.step is not None
-            self.retained = self.step.awaits_optimizer = True
+            self.retained = self.root.awaits_optimizer = True
 
     def outdate(self) -> None:
         """The master gets other values: parameters that are retained, or kept in part, are gathered again at their next
@@ -635,28 +586,27 @@ def unshard_due(units: Sequence[Unit]) -> None:
 
 def unshard_together(units: Sequence[Unit]) -> None:
     """Issue the gathers of ``units`` of one root, all of them due, as one communication."""
-    step = units[0].step
-    assert step is not None
-    entry = step.recorder.issue("all_gather", [unit.spec for unit in units], step.phase is Phase.BACKWARD)
+    root = units[0].root
+    entry = root.recorder.issue("all_gather", [unit.spec for unit in units], root.phase is Phase.BACKWARD)
     try:
-        if step.audit is not None:
+        if root.audit is not None:
             for unit in units:
                 if unit.ranks.spread == 1:
-                    step.streams.meet(step.audit.agree, unit.ranks.world, unit.name, *unit.gathered)
-        if step.announce is not None:
+                    root.streams.meet(root.audit.agree, unit.ranks.world, unit.name, *unit.gathered)
+        if root.announce is not None:
             # Among those that gather: replicas may evaluate apart.
             for same in alike(units, [id(unit.record.group) for unit in units]) if len(units) > 1 else (units,):
                 among = same[0].record.group
                 if among is not None:
-                    step.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in same))
-        step.streams.gather([unit.record for unit in units])
+                    root.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in same))
+        root.streams.gather([unit.record for unit in units])
     except BaseException as error:
         if isinstance(error, CollectiveError):
-            step.recorder.fail(error, entry)
+            root.recorder.fail(error, entry)
         for unit in units:
             unit.give_up_gather()
         if isinstance(error, CollectiveError):
-            step.recorder.refuse(error, entry)
+            root.recorder.refuse(error, entry)
         raise
     for unit in units:
         unit._issued()

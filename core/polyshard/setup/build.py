@@ -25,6 +25,7 @@ from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParam
 from ..planning.units import PlannedModule, PlannedUnit
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
+from ..runtime.extended import placed_unit
 from ..runtime.gather import piece_in, view_of
 from ..runtime.grouped import GroupedState, hooks_of
 from ..runtime.guards import RegistrationGuard
@@ -32,11 +33,11 @@ from ..runtime.module_state import ModuleState, merge_on_use
 from ..runtime.order import ExecutionOrder
 from ..runtime.peers import peers_of
 from ..runtime.placed import Placements
-from ..runtime.placed_extended import placed_unit
 from ..runtime.recorder import Watch
 from ..runtime.root import Root
+from ..runtime.states import Reshard
 from ..runtime.streams import streams_for
-from ..runtime.unit import Reshard, Unit
+from ..runtime.unit import Unit
 from .materialize import Initializer, materialize, park, place_buffers, remember, try_codecs
 
 
@@ -224,7 +225,7 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
         there.join(", ".join(names[there]), ranks_of, names_of)
     _share_neighbours(state for state in states if state.signature == plan.signature)
     # The root takes the module states, and what they own, from the inner roots.
-    inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))
+    inner_roots = dict.fromkeys(state.root for state in states if state.root is not None)
     inner_owned = dict.fromkeys(each for inner_root in inner_roots for each in inner_root.owned)
     root = Root(
         groups.world,

@@ -1,0 +1,113 @@
+"""The states of a model, its modules and its units in a step, and what leads from one to the next."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Phase(enum.Enum):
+    """Where the model stands in a step.
+
+    ========  ========  ===============================================================
+    from      to        by
+    ========  ========  ===============================================================
+    IDLE      FORWARD   the outermost forward starts
+    FORWARD   IDLE      it ends, or raises
+    IDLE      BACKWARD  a gradient reaches an output, or what backwards left is reduced
+    BACKWARD  IDLE      the backward ends; after one that raised, the next forward
+    FORWARD   BACKWARD  a forward differentiates inside itself, and goes on after
+    IDLE      STREAM    the first weights of ``polyshard.stream`` are asked for
+    STREAM    IDLE      the stream ends, or is closed
+    IDLE      CLOSED    ``polyshard.close``; there is no way back
+    any       FAILED    a communication did not end; ``polyshard.close`` alone follows
+    ========  ========  ===============================================================
+    """
+
+    IDLE = "idle"
+    """Between forwards and backwards: parameters may be read, changed and saved."""
+    FORWARD = "forward"
+    """Inside the outermost module's forward."""
+    BACKWARD = "backward"
+    """Inside a backward."""
+    STREAM = "stream"
+    """Whole weights are handed out, and the next ones on their way: masters must not change, and no step begins."""
+    FAILED = "failed"
+    """Nothing can be gathered or reduced any more: ranks stand at different places of their order."""
+    CLOSED = "closed"
+    """Nothing can be gathered or reduced any more: the collectives were closed."""
+
+
+class UnitState(enum.Enum):
+    """Where a unit's whole parameters are.
+
+    ====================  ====================  =====================================================
+    from                  to                    by
+    ====================  ====================  =====================================================
+    SHARDED               GATHERING             ``unshard``
+    GATHERING             UNSHARDED             ``wait``
+    GATHERING             SHARDED               ``reshard`` (a prefetch nobody used)
+    UNSHARDED             GATHERING             ``unshard`` after ``expire``
+    UNSHARDED             SHARDED               ``reshard``
+    UNSHARDED             SHARDED_POST_FORWARD  ``reshard_post_forward``
+    SHARDED_POST_FORWARD  GATHERING             ``unshard``, among neighbours
+    SHARDED_POST_FORWARD  SHARDED               ``reshard``, ``outdate``; ``expire``: no backward came
+    ====================  ====================  =====================================================
+    """
+
+    SHARDED = "sharded"
+    """Nowhere: the gather buffer has no memory, and reading a view of it would be a crash."""
+    GATHERING = "gathering"
+    """On their way; compute must wait before it reads them."""
+    UNSHARDED = "unsharded"
+    """In the gather buffer, and compute is ordered after the gather."""
+    SHARDED_POST_FORWARD = "sharded post-forward"
+    """Nowhere, as in SHARDED, but this rank keeps a part of the gather buffer, from which a backward gathers them."""
+
+
+class Reshard(enum.Enum):
+    """Whether a unit is released after forward."""
+
+    ALWAYS = "always"
+    """Released, and gathered again for backward."""
+    UNLESS_TURNING = "unless_turning"
+    """Released, but for modules whose backward follows their forward at once: the outermost one, and the last one to
+    run if it was split off the outermost one, or that one has no parameters of its own."""
+    PARTLY = "partly"
+    """Released but for a part, where a backward may follow: for that it is gathered among neighbours alone."""
+    NEVER = "never"
+    """Kept until the end of its backward."""
+
+
+class StateKind(enum.Enum):
+    """How much a module state's hooks have to do."""
+
+    NOTHING = "nothing"
+    """It has no units, or none that its backward must gather or reduce; modules inside it have some."""
+    MERGED = "merged"
+    """It was split off its parent, which has its units now."""
+    SHARDED = "sharded"
+    """At least one unit is gathered, cast or reduced."""
+
+
+class BackwardState(enum.Enum):
+    """How far the backward that runs has come in a module state.
+
+    =============  =============  =========================================================
+    from           to             by
+    =============  =============  =========================================================
+    NOT_REACHED    PRE_BACKWARD   ``pre_backward``: a gradient reaches one of its outputs
+    PRE_BACKWARD   POST_BACKWARD  ``post_backward``
+    POST_BACKWARD  PRE_BACKWARD   another gradient: of an earlier call, or a recomputation
+    any            NOT_REACHED    ``reset``: the backward ended, or was given up
+    =============  =============  =========================================================
+
+    ``post_backward`` in NOT_REACHED takes part in a reduction for other ranks' sake, and in POST_BACKWARD reduces
+    gradients that arrived late. Neither changes the state.
+    """
+
+    NOT_REACHED = "not reached"
+    """None of its outputs has a gradient."""
+    PRE_BACKWARD = "pre-backward"
+    """Its parameters are whole, and its gradients are being computed."""
+    POST_BACKWARD = "post-backward"
+    """Its parameters are released, and its gradients on their way."""
