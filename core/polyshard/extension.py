@@ -45,13 +45,13 @@ from .runtime.gradients import Gradients
 from .runtime.guards import refuse_escape
 from .runtime.hooks import ForwardHooks, output_hook
 from .runtime.module_state import ModuleState
-from .runtime.order import ExecutionOrder, HintedOrder
+from .runtime.order import ExecutionOrder
 from .runtime.parameters import GradientTarget, MasterViews, become, part_of_master
 from .runtime.placed import PlacedParameters, PlacedUnit
 from .runtime.reduce import Contribution, Copies, ReductionInput
 from .runtime.replaced import replaced_parameters
 from .runtime.root import Root, root_of
-from .runtime.states import Phase, Reshard, UnitState
+from .runtime.states import Fresh, Phase, Reshard, UnitState
 from .runtime.streams import CommStreams, streams_for
 from .runtime.unit import Unit, unshard_due
 from .setup.build import Request

@@ -112,7 +112,7 @@ class _Copy:
         tuples = {id(value): value for value in containers if isinstance(value, tuple)}
         others = [value for value in containers if not isinstance(value, tuple)]
         for value in others:
-            self._new[id(value)] = copy.copy(value) if isinstance(value, (list, dict)) else copy_fields(value)
+            self._new[id(value)] = copy.copy(value)
         waiting = list(tuples.values())
         while waiting:
             value = waiting[-1]
@@ -283,21 +283,6 @@ def slots_of(kind: type) -> list[str]:
             owner = base.__name__.lstrip("_")
             names.append(f"_{owner}{name}" if private and owner else name)
     return names
-
-
-def copy_fields(value: Any) -> Any:
-    """A shallow copy of a dataclass instance, every attribute as it is.
-
-    ``dataclasses.replace`` would run ``__init__`` and ``__post_init__`` again, which fails for fields with init=False
-    and may recompute what forward had set.
-    """
-    copied = object.__new__(type(value))
-    if hasattr(value, "__dict__"):
-        copied.__dict__.update(value.__dict__)
-    for name in slots_of(type(value)):
-        if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-            object.__setattr__(copied, name, getattr(value, name))
-    return copied
 
 
 def differ(these: list[Any], those: list[Any]) -> bool:

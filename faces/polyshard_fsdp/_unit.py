@@ -12,6 +12,7 @@ from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedE
 from polyshard.extension import (
     Bindings,
     FlatBuffer,
+    Fresh,
     MasterViews,
     Phase,
     Reshard,
@@ -68,10 +69,6 @@ class FlatUnit(Unit):
         self._checks_writeback = checks_writeback
         self._whole: torch.Tensor | None = None
         self._shown_addresses: list[int] = []
-        #: Whether a gather was issued for a forward that has not started.
-        self._ahead = False
-        #: Whether a backward under ``no_sync`` left the parameters whole for the next forward.
-        self._kept = False
         self.whole_for_user: torch.Tensor | None = None
         handle.unit = self
         super().__init__(
@@ -210,8 +207,10 @@ class FlatUnit(Unit):
         if self.permanent or self.state is UnitState.SHARDED:
             self.conceal()
             return
-        self._kept = self._stays_whole_without_sync
-        _runtime_utils._reshard(self._instance, self.handle, not self._kept)
+        stays = self._stays_whole_without_sync
+        if stays and not self.fresh.due:
+            self.fresh = Fresh.AHEAD
+        _runtime_utils._reshard(self._instance, self.handle, not stays)
 
     @property
     def _stays_whole_without_sync(self) -> bool:
@@ -417,8 +416,8 @@ class FlatUnit(Unit):
 
     def order_gathers_after_writes(self) -> None:
         """Let no later gather read the master before what was written to it on the current stream."""
-        self._ahead = False
-        self._kept = False
+        if self.fresh is Fresh.AHEAD:
+            self.fresh = Fresh.NOW
         if self.root is not None:
             # Also within a step, when the start of the next forward, which orders the two, is still far.
             self.root.streams.drain()
@@ -434,16 +433,10 @@ class FlatUnit(Unit):
             if not self.prepared:
                 self.prepare()
             self.order_gathers_after_writes()
-            self._ahead = True
-        self.unshard()
-
-    def expire(self) -> None:
-        fresh = self._ahead or self._kept
-        self._ahead = self._kept = False
-        super().expire()
-        # Gathered for the forward that starts now, or kept for it by a backward under ``no_sync``.
-        if fresh and self.state is not UnitState.SHARDED:
-            self.due = False
+            self.unshard()
+            self.fresh = Fresh.AHEAD
+        else:
+            self.unshard()
 
 
 def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError:

@@ -14,7 +14,6 @@ from polyshard.errors import DeviceError, StateError
 from polyshard.extension import (
     MODULE_STATE_ATTRIBUTE,
     GroupedModules,
-    HintedOrder,
     ModuleState,
     ParameterPlace,
     PlacedUnit,
@@ -292,8 +291,10 @@ def use_hints(root: Root) -> None:
         each: [hinted for hinted in of_root(state.backward_hints) if hinted.reads_in_backward]
         for each, state in states.items()
     }
-    if any((*forward.values(), *backward.values())) or isinstance(root.execution_order, HintedOrder):
-        root.use_order(HintedOrder(root.execution_order, forward, backward))
+    order = root.execution_order
+    # Each by a launch of its own.
+    order.forward_hints = {each: [[hinted] for hinted in hints] for each, hints in forward.items() if hints}
+    order.backward_hints = {each: [[hinted] for hinted in hints] for each, hints in backward.items() if hints}
 
 
 def outermost(state: State, call: str) -> Root:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, StepAssertionError
-from polyshard.extension import ModuleState, Phase, Unit, UnitState, in_backward, root_of, unshard_due
+from polyshard.extension import Fresh, ModuleState, Phase, Unit, UnitState, in_backward, root_of, unshard_due
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
@@ -29,7 +29,7 @@ class UnshardHandle(TorchUnshardHandle):
         """Order compute after the gather, and let the module hold whole parameters."""
         units, self._units = self._units, ()
         for unit in units:
-            if unit.due:
+            if unit.fresh.due:
                 # A forward used it and let go of it.
                 continue
             unit.wait()
@@ -106,7 +106,7 @@ class FSDPModule(TorchFSDPModule):
             for unit in units:
                 unit.take_over()
                 unit.require_values("unshard()")
-                if rests and not unit.ahead:
+                if rests and unit.fresh is not Fresh.AHEAD:
                     unit.adopt_changes()
                     if unit.state is UnitState.SHARDED_POST_FORWARD:
                         # The next forward may use what is gathered now, behind an optimizer's step.
@@ -115,8 +115,9 @@ class FSDPModule(TorchFSDPModule):
                     unit.prepare()
                 unit.choose_buffer(module_state.governing.training)
             unshard_due(units)
-            for unit in units:
-                unit.ahead = rests
+            for unit in units if rests else ():
+                if unit.fresh is Fresh.NOW and not unit.permanent:
+                    unit.fresh = Fresh.AHEAD
         handle = UnshardHandle(units)
         if async_op:
             return handle

@@ -114,7 +114,7 @@ def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple
     expected = torch.optim.SGD(reference.parameters(), lr=1e-3)
     root: Root = model.__dict__["_polyshard_module_state"].root
     for unit in root.units:
-        unit.watch((LateReductions(),))
+        unit.observers = (LateReductions(),)
     loss_off = 0.0
     # A parameter that two streams use gathers its gradient on the first of them, and torch says so.
     warnings.filterwarnings("ignore", message=".*AccumulateGrad node's stream")

@@ -242,11 +242,6 @@ def test_errors_of_polyshard_pass_through_a_constructor(context: PluginContext) 
         resolved_from(factory).construct(context)
 
 
-def test_a_factory_must_take_the_context(context: PluginContext) -> None:
-    with pytest.raises(PluginContractError, match="must take a PluginContext as its first argument"):
-        resolved_from(lambda: EveryChild()).construct(context)
-
-
 def test_a_result_outside_the_contract_is_refused(context: PluginContext) -> None:
     with pytest.raises(PluginContractError, match=r"must construct a polyshard\.interfaces\.WrapPolicy.*builtins:dict"):
         resolved_from(lambda context: {}).construct(context)

@@ -129,7 +129,7 @@ def gathers_a_step(use: str, turns: int) -> list[list[str]]:
         mine = sharded_tailed(world, rank, seeded(lambda: Tailed(use)))
         waited: list[list[str]] = []
         for unit in root_of(mine).units:
-            unit.watch((Waits(waited, unit.name),))
+            unit.observers = (Waits(waited, unit.name),)
         for turn in range(turns):
             waited.append([])
             tailed_step(mine, turn, rank)

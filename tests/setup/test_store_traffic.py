@@ -16,7 +16,7 @@ from polyshard import ShardConfig, _torch_private
 from polyshard.errors import PluginContractError, RankMismatchError
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard.runtime.peers import Peers
-from polyshard.setup.agree import Report, StoreAgreement
+from polyshard.setup.agree import EVERYONE, Report, StoreAgreement
 from torch import nn
 
 T = TypeVar("T")
@@ -301,7 +301,7 @@ def test_what_some_ranks_share_costs_each_of_them_as_little_and_leaves_nothing()
     def reported(rank: int, odd: int | None) -> Report:
         value = rank % 4 + 10 * (rank == odd)
         scoped = {f"tp {rank % 4} of 4": [["values", "up", [1], value]], f"ep {rank // 8} of 2": [["a"]]}
-        return Report([["strategy", "full_shard"]], scoped)
+        return {EVERYONE: [["strategy", "full_shard"]], **scoped}
 
     def hold(size: int, odd: int | None = None) -> list[tuple[str, Traffic]]:
         found: dict[int, tuple[str, Traffic]] = {}

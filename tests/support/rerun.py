@@ -49,8 +49,8 @@ class _Rerun(Recording[T]):
 class Rerun(Capturer):
     """Replays by running the step again."""
 
-    def obstacle(self) -> str | None:
-        return None
+    def __init__(self) -> None:
+        pass
 
     def warm_up(self, step: Callable[[], T]) -> T:
         return step()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,40 +30,28 @@ from ..nested import iter_tensors
 T = TypeVar("T")
 
 
-def capturer_for(device: torch.device, groups: Iterable[Collectives]) -> Capturer | None:
-    """The capturer for steps on ``device`` that communicate over ``groups``; None where it records none."""
-    return CudaCapturer(device, groups) if device.type == "cuda" else None
-
-
-class Recording(ABC, Generic[T]):
+@dataclass(eq=False)
+class Recording(Generic[T]):
     """A recorded step."""
 
-    @abstractmethod
+    graph: torch.cuda.CUDAGraph
+    outputs: T
+    device: torch.device
+
     def replay(self) -> T:
         """Run it once more, on the current stream; returns its outputs, the same tensors every time."""
+        self.graph.replay()
+        return self.outputs
 
-    @abstractmethod
     def close(self) -> None:
         """Free its memory, once it no longer runs."""
+        torch.cuda.synchronize(self.device)
+        self.graph.reset()
 
 
-class Capturer(ABC):
+class Capturer:
     """Runs steps so that they can be recorded, and records one."""
 
-    def warm_up(self, step: Callable[[], T]) -> T:
-        return step()
-
-    @abstractmethod
-    def record(self, step: Callable[[], T]) -> Recording[T]:
-        """Record ``step``, which is called once and executes nothing.
-
-        Raises:
-            CaptureError: it returned a tensor that is not on the device.
-            Exception: from ``step``. Nothing of the recording is left.
-        """
-
-
-class CudaCapturer(Capturer):
     def __init__(self, device: torch.device, groups: Iterable[Collectives]) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._groups = tuple(groups)
@@ -86,6 +73,12 @@ class CudaCapturer(Capturer):
             caller.wait_stream(stream)
 
     def record(self, step: Callable[[], T]) -> Recording[T]:
+        """Record ``step``, which is called once and executes nothing.
+
+        Raises:
+            CaptureError: it returned a tensor that is not on the device.
+            Exception: from ``step``. Nothing of the recording is left.
+        """
         torch.cuda.synchronize(self._device)
         # Garbage freed during the recording could not be used by it, and cached memory not by its pool.
         gc.collect()
@@ -104,7 +97,7 @@ class CudaCapturer(Capturer):
                         f"{self._device}."
                     )
             graph.capture_end()
-        return _GraphRecording(graph, outputs, self._device)
+        return Recording(graph, outputs, self._device)
 
     @contextmanager
     def _undone_on_error(self, graph: torch.cuda.CUDAGraph) -> Iterator[Any]:
@@ -128,18 +121,3 @@ class CudaCapturer(Capturer):
                 generator.graphsafe_set_state(before)
                 self._failed.append(graph)
             raise
-
-
-@dataclass(eq=False)
-class _GraphRecording(Recording[T]):
-    graph: torch.cuda.CUDAGraph
-    outputs: T
-    device: torch.device
-
-    def replay(self) -> T:
-        self.graph.replay()
-        return self.outputs
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self.graph.reset()

@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import CaptureError, ConfigError, ConfigTypeError, PolyshardError
 from ..inspect import RecordedModel, ShardedModel, outermost_model
 from ..nested import map_tensors
-from .graph import Capturer, Recording, capturer_for
+from .graph import Capturer, Recording
 from .static import OptimizerWatch, StaticInputs, optimizer_obstacle, to_device
 
 __all__ = ["CaptureFallback", "CaptureMode", "CapturedStep"]
@@ -197,7 +197,8 @@ class CapturedStep(Generic[P, T]):
             self._give_up(obstacle)
 
     def _make_capturer(self) -> Capturer | None:
-        return capturer_for(self._device, self._sharded.groups)
+        """None where the device records no graphs."""
+        return Capturer(self._device, self._sharded.groups) if self._device.type == "cuda" else None
 
     def _check_arguments(self) -> None:
         rank = self._sharded.rank

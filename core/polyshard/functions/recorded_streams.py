@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from ..runtime.gather import FlatBuffer, GatherRecord, PostForwardShard
+from ..runtime.gather import FlatBuffer, Gathered, PostForwardShard
 from ..runtime.streams import HostStreams, Reduction
 
 
@@ -56,29 +56,29 @@ class RecordedStreams(HostStreams):
         self._released = None
         self._order(Stream.COMPUTE, Stream.GATHER)
 
-    def gather(self, records: Sequence[GatherRecord]) -> None:
+    def gather(self, units: Sequence[Gathered]) -> None:
         if self._released is not None:
             self._streams.wait(Stream.GATHER, self._released)
             self._released = None
         with self._streams.on(Stream.GATHER):
-            super().gather(records)
+            super().gather(units)
         event = self._streams.signal(Stream.GATHER)
-        self._arriving.update(dict.fromkeys((record.buffer for record in records), event))
+        self._arriving.update(dict.fromkeys((unit.buffer for unit in units), event))
 
-    def arrive(self, record: GatherRecord) -> None:
-        event = self._arriving.pop(record.buffer, None)
+    def arrive(self, unit: Gathered) -> None:
+        event = self._arriving.pop(unit.buffer, None)
         if event is not None:
             self._streams.wait(Stream.COMPUTE, event)
-        super().arrive(record)
+        super().arrive(unit)
 
-    def release(self, record: GatherRecord) -> None:
-        super().release(record)
+    def release(self, unit: Gathered) -> None:
+        super().release(unit)
         self._released = self._streams.signal(Stream.COMPUTE)
 
-    def keep(self, record: GatherRecord, part: PostForwardShard) -> None:
+    def keep(self, unit: Gathered, part: PostForwardShard) -> None:
         self._order(Stream.COMPUTE, Stream.GATHER)
         with self._streams.on(Stream.GATHER):
-            super().keep(record, part)
+            super().keep(unit, part)
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         self._order(Stream.COMPUTE, Stream.REDUCE)

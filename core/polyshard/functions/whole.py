@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,13 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError, UnsupportedError, warn_once
-from ..interfaces import Collectives, CollectivesDecorator, Work
+from ..interfaces import Collectives, CollectivesDecorator, Observer, PrecisionCaster, UnitSpec, Work
 from ..planning.extensions import InnerTensor, own_rows, rows_of
+from ..planning.groups import UnitRanks
 from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter
 from ..runtime.extended import ExtendedUnit
-from ..runtime.gather import FlatBuffer, GatherRecord, Then, piece_in, shard_in, slices_of, start_gathers, view_of
+from ..runtime.gather import FlatBuffer, Source, Then, piece_in, shard_in, slices_of, start_gathers, view_of
 from ..runtime.parameters import become
 from ..runtime.placed import PlacedUnit, keep_attributes
 from ..runtime.root import Root
@@ -141,11 +142,11 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         if owner is None:
             return own.to(unit.spec.device if unit.parks else own.device)
-        record = _record_of(unit, own, own.dtype, owner)
+        whole = _whole_of(unit, own, own.dtype, owner)
         # Where it is issued: units of a drop-in have no streams before their first forward.
-        for work in start_gathers([record]):
+        for work in start_gathers([whole]):
             work.wait()
-    return record.buffer.flat
+    return whole.buffer.flat
 
 
 def gather_inner(unit: ExtendedUnit, index: int, inner: InnerTensor) -> torch.Tensor:
@@ -180,19 +181,19 @@ class WholeGather:
         root = shards[0][0].root
         self._streams = root.streams
         with torch.inference_mode(False), torch.no_grad():
-            self._records = [_record_of(*shard) for shard in shards]
+            self._wholes = [_whole_of(*shard) for shard in shards]
             # The memory may be what compute read last.
             root.begin_gathers()
-            self._streams.gather(self._records)
+            self._streams.gather(self._wholes)
 
     def wait(self) -> list[torch.Tensor]:
         """Order the current stream behind it; each unit whole (``[padded_numel]``), without memory where this rank gets
         none. Called once.
         """
         with torch.inference_mode(False), torch.no_grad():
-            for record in self._records:
-                self._streams.arrive(record)
-        return [record.buffer.flat for record in self._records]
+            for whole in self._wholes:
+                self._streams.arrive(whole)
+        return [whole.buffer.flat for whole in self._wholes]
 
 
 class ToSome(CollectivesDecorator):
@@ -240,8 +241,21 @@ class ToSome(CollectivesDecorator):
         return Then([deliver], work)
 
 
-def _record_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype, among: Collectives | None) -> GatherRecord:
-    """A gather of ``own`` (``[shard_numel]``) into memory of its own."""
+@dataclass(eq=False, slots=True)
+class _Whole:
+    """A gather of one unit into memory of its own, which nobody observes."""
+
+    spec: UnitSpec
+    ranks: UnitRanks
+    caster: PrecisionCaster
+    buffer: FlatBuffer
+    source: Source
+    observers: tuple[Observer, ...] = ()
+    places: list[object] = field(default_factory=list)
+
+
+def _whole_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype, among: Collectives | None) -> _Whole:
+    """A gather of ``own`` (``[shard_numel]``)."""
     layout, device = unit.layout, unit.spec.device
     receives = not isinstance(among, ToSome) or among.receives
     whole = torch.empty(layout.padded_numel, dtype=dtype, device=device if receives else "meta")
@@ -249,23 +263,9 @@ def _record_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype, among: Collect
     if not receives:
         buffer.owns = slices_of(torch.empty(layout.shard_numel, dtype=dtype, device=device), layout)
         buffer.pairs = [(out, part) for (out, _), part in zip(buffer.pairs, buffer.owns, strict=True)]
-    return GatherRecord(
-        unit.spec,
-        among,
-        own,
-        buffer,
-        among or unit.ranks.world,
-        # A manager fetches masters in the dtype of compute alone.
-        None,
-        unit.caster,
-        # What a caster encodes is close to the values.
-        None,
-        (),
-        [],
-        slices_of(own, layout),
-        buffer.pairs,
-        buffer.owns,
-    )
+    # A manager fetches masters in the dtype of compute alone, and what a caster encodes is close to the values.
+    source = Source(among, own, None, None, slices_of(own, layout), buffer.pairs, buffer.owns)
+    return _Whole(unit.spec, unit.ranks, unit.caster, buffer, source)
 
 
 def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -101,8 +100,9 @@ class ShardedModel:
     def attached(self, make: Callable[[], A]) -> A:
         """What ``make`` gave for this model at the first call. It lives with the model and is closed before it."""
         if self._root.attached is None:
-            self._root.attached = _Attached(make())
-        found: A = self._root.attached.value  # type: ignore[attr-defined]
+            made = make()
+            self._root.attached = made, lambda root: made.close(ShardedModel(root))
+        found: A = self._root.attached[0]
         return found
 
     def refuse_inside_step(self, call: str) -> None:
@@ -355,16 +355,6 @@ class RecordedModel(Protocol):
 
     def obstacle(self) -> tuple[str, bool] | None:
         """Why the recording cannot be replayed, and whether that lasts until it is recorded anew; None where it can."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Attached:
-    """What stands above the runtime, as the runtime sees it."""
-
-    value: EndsWithModel
-
-    def close(self, root: Root) -> None:
-        self.value.close(ShardedModel(root))
 
 
 class EndsWithModel(Protocol):

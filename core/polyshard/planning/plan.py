@@ -483,7 +483,7 @@ def _check_parameter(
 
 
 def _walk(
-    root: nn.Module, chosen: Mapping[nn.Module, Any], ignored: Collection[nn.Module]
+    root: nn.Module, chosen: Mapping[nn.Module, Any], ignored: Collection[nn.Module], *, into_sharded: bool = False
 ) -> list[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     # Every path to every module, shared ones too: a parameter belongs to a module that contains all of its uses.
     found: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = []
@@ -491,7 +491,7 @@ def _walk(
     def visit(prefix: str, module: nn.Module, chain: tuple[nn.Module, ...], above: frozenset[nn.Module]) -> None:
         if module in ignored or module in above:
             return
-        if module is not root and MODULE_STATE_ATTRIBUTE in module.__dict__:
+        if module is not root and not into_sharded and MODULE_STATE_ATTRIBUTE in module.__dict__:
             return
         if module is root or module in chosen:
             chain = (*chain, module)
@@ -510,21 +510,8 @@ def _walk(
 def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
     """What tells all names that a parameter has in ``root``, in module order, whatever paths lead to its modules."""
     paths: dict[nn.Module, list[tuple[int, str]]] = {}
-
-    def visit(prefix: str, module: nn.Module, above: frozenset[nn.Module]) -> None:
-        if module in above:
-            return
-        paths.setdefault(module, []).append((len(order), prefix))
-        order.append(module)
-        if not module._modules:
-            return
-        around = above | {module}
-        for key, child in module._modules.items():
-            if child is not None:
-                visit(f"{prefix}.{key}" if prefix else key, child, around)
-
-    order: list[nn.Module] = []
-    visit("", root, frozenset())
+    for number, (prefix, module, _) in enumerate(_walk(root, {}, (), into_sharded=True)):
+        paths.setdefault(module, []).append((number, prefix))
 
     def names_of(parameter: ManagedParameter) -> tuple[str, ...]:
         found = sorted((*path, key) for module, key in parameter.sites for path in paths.get(module, ()))

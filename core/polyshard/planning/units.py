@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class PlannedUnit:
     """A unit before any memory is taken for it."""
 
+    parameters: tuple[ManagedParameter, ...]
+    """In the order of ``layout``."""
     spec: UnitSpec
     layout: FlatLayout
     dtypes: UnitDtypes
@@ -47,10 +49,10 @@ class PlannedUnit:
     """How linear layers compute with what a gather brings, one a segment; empty where they compute in a dtype."""
     observers: tuple[Observer, ...]
     ranks: PlannedRanks
-    parked: bool
-    """Whether the offload manager keeps its master and gradient; ``decide_parking`` knows."""
     launch_numel: int
     """Elements by which launches of communication are planned: the same on all ranks, whichever part they hold."""
+    parked: bool = False
+    """Whether the offload manager keeps its master and gradient; ``decide_parking`` says."""
 
     @property
     def is_cut(self) -> bool:
@@ -75,11 +77,15 @@ class PlannedModule(ModuleParameters):
     fail from here on.
     """
 
-    plugins: ModulePlugins
+    caster: PrecisionCaster
+    """As ``offload`` the model's, or the one that its policy named for it."""
+    offload: OffloadManager
+    named: Mapping[str, Constructed[Any]]
+    """The plugins that the policy named, by setting."""
     ranks: PlannedRanks
     """Of its buffers, and of its units but for those with a mesh of their own."""
     units: tuple[PlannedUnit, ...]
-    """One for each of ``groups``."""
+    """At least one for each of ``groups``, which a caster may divide."""
     buffer_dtype: torch.dtype | None
     """Of floating-point buffers; None leaves them alone."""
     input_cast: InputCast | None
@@ -91,8 +97,7 @@ class PlannedModule(ModuleParameters):
     @property
     def placed_parameters(self) -> Iterator[tuple[PlannedUnit, ManagedParameter]]:
         """All of its parameters, each with its unit."""
-        for unit, group in zip(self.units, self.groups, strict=True):
-            yield from ((unit, parameter) for parameter in group)
+        return ((unit, parameter) for unit in self.units for parameter in unit.parameters)
 
     @property
     def parks(self) -> bool:
@@ -100,22 +105,14 @@ class PlannedModule(ModuleParameters):
 
     @property
     def has_meta_parameters(self) -> bool:
-        return any(parameter.original.is_meta for group in self.groups for parameter in group)
-
-
-@dataclass(frozen=True, slots=True)
-class ModulePlugins:
-    """The plugins that serve one module: the model's, or those that its policy named for it."""
-
-    caster: PrecisionCaster
-    offload: OffloadManager
-    overrides: Mapping[str, Constructed[Any]]
-    """Those that the policy named, by setting."""
+        return any(parameter.original.is_meta for _, parameter in self.placed_parameters)
 
 
 def plan_units(
     planned: ModuleParameters,
-    plugins: ModulePlugins,
+    caster: PrecisionCaster,
+    offload: OffloadManager,
+    named: Mapping[str, Constructed[Any]],
     ranks_of: Callable[[DeviceMesh | None], PlannedRanks],
     device: torch.device,
     events: Events,
@@ -129,7 +126,7 @@ def plan_units(
 
     Args:
         planned: A module and the parameters that it owns.
-        plugins: As in ``PlannedModule``.
+        caster, offload, named: As in ``PlannedModule``.
         ranks_of: The ranks of its units by the mesh that these have of their own, or None.
         device: The device that computes.
         events: The listeners.
@@ -142,9 +139,8 @@ def plan_units(
         PluginContractError: a plugin answered what its contract does not allow.
         ConfigError: of ``ranks_of``, or a parameter is cut along a dimension that the ranks do not divide.
     """
-    caster, of_module = plugins.caster, ranks_of(None)
+    of_module = ranks_of(None)
     units: list[PlannedUnit] = []
-    groups: list[tuple[ManagedParameter, ...]] = []
     unsized = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
     for group in (part for each in planned.groups for part in split_by_caster(planned, each, caster, unsized, rank)):
         ranks = of_module if group[0].mesh is None else ranks_of(group[0].mesh)
@@ -177,36 +173,23 @@ def plan_units(
         _full_precision_in_eval(caster, spec, rank)
         observers = events.observers(spec) if events.active else ()
         launched = _launch_numel(group, flat)
-        units.append(
-            PlannedUnit(spec, flat, dtypes, wire, forms, observers, ranks, parked=False, launch_numel=launched)
-        )
-        groups.append(tuple(group))
-    computing = next(
-        (
-            unit
-            for unit, members in zip(units, groups, strict=True)
-            if members[0].packed is None and not is_packed(unit.spec.master_dtype)
-        ),
-        None,
-    )
+        units.append(PlannedUnit(tuple(group), spec, flat, dtypes, wire, forms, observers, ranks, launched))
+    plain = (unit for unit in units if unit.parameters[0].packed is None and not is_packed(unit.spec.master_dtype))
+    computing = next(plain, None)
     if computing is not None:
         first, buffer_dtype = computing.spec, computing.dtypes.buffer
     else:
         first = unsized
         buffer_dtype = dtypes_of(caster, first, rank).buffer
-    for unit, members in zip(units, groups, strict=True):
-        _refuse_narrow_batch_norms(members, unit.dtypes.compute, buffer_dtype, rank)
+    for unit in units:
+        _refuse_narrow_batch_norms(unit.parameters, unit.dtypes.compute, buffer_dtype, rank)
     # A split module's inputs and outputs stay inside the module around it.
     casts = planned.parent is None
     return PlannedModule(
-        name=planned.name,
-        module=planned.module,
-        modules=planned.modules,
-        groups=tuple(groups),
-        overrides=planned.overrides,
-        dtype=planned.dtype,
-        parent=planned.parent,
-        plugins=plugins,
+        *(getattr(planned, field.name) for field in dataclasses.fields(planned)),
+        caster=caster,
+        offload=offload,
+        named=named,
         ranks=of_module,
         units=tuple(units),
         buffer_dtype=buffer_dtype,
@@ -245,24 +228,20 @@ def _refuse_narrow_batch_norms(
             )
 
 
-def decide_parking(plans: Sequence[PlannedModule], rank: int) -> tuple[PlannedModule, ...]:
-    """``plans``, of one model in its order, with each unit marked that its offload manager parks.
+def decide_parking(plans: Sequence[PlannedModule], rank: int) -> None:
+    """Mark each unit of ``plans``, of one model in its order, that its offload manager parks.
 
     A manager is asked once, of all the units that it serves.
 
     Raises PluginContractError: a manager answered what its contract does not allow.
     """
-    served: dict[int, tuple[OffloadManager, list[UnitSpec]]] = {}
+    served: dict[int, tuple[OffloadManager, list[PlannedUnit]]] = {}
     for plan in plans:
-        manager = plan.plugins.offload
-        served.setdefault(id(manager), (manager, []))[1].extend(unit.spec for unit in plan.units)
-    parked = {key: parked_of(manager, tuple(specs), rank) for key, (manager, specs) in served.items()}
-    return tuple(_with_parked(plan, parked[id(plan.plugins.offload)]) for plan in plans)
-
-
-def _with_parked(plan: PlannedModule, parked: frozenset[UnitSpec]) -> PlannedModule:
-    units = tuple(dataclasses.replace(unit, parked=unit.spec in parked) for unit in plan.units)
-    return dataclasses.replace(plan, units=units) if parked else plan
+        served.setdefault(id(plan.offload), (plan.offload, []))[1].extend(plan.units)
+    for manager, units in served.values():
+        parked = parked_of(manager, tuple(unit.spec for unit in units), rank)
+        for unit in units:
+            unit.parked = unit.spec in parked
 
 
 def reads_in_backward(module: nn.Module) -> bool:

@@ -71,20 +71,12 @@ class Resolved(Generic[_T_co]):
     def check_options(self) -> None:
         """Compare the options with the factory's signature, without calling it.
 
-        Raises ``ConfigError`` for options that it does not take or that are missing, and ``PluginContractError`` where
-        it takes no context.
+        Raises ``ConfigError`` for options that it does not take or that are missing.
         """
         try:
             signature = inspect.signature(self.factory)
         except (TypeError, ValueError):
             return  # Some callables written in C have no signature; the call itself will tell.
-        try:
-            signature.bind_partial(None)
-        except TypeError as error:
-            raise PluginContractError(
-                f"{self.label} must take a PluginContext as its first argument, but {self.value} has the "
-                f"signature {signature}."
-            ) from error
         try:
             signature.bind(None, **self.options)
         except TypeError as error:

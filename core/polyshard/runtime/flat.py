@@ -28,7 +28,7 @@ class FlatParameter:
         originals: MasterViews,
         master: torch.Tensor,
         spec: Any,
-        placed: Callable[[int, torch.Tensor], torch.Tensor],
+        placed: Callable[[int | None, torch.Tensor], torch.Tensor],
         name_of: Callable[[int | None], str],
     ) -> None:
         """Stand for ``originals``, over ``master``.
@@ -40,9 +40,8 @@ class FlatParameter:
 
         Raises StateError: a parameter has a gradient already, or only some of them are trained.
         """
-        self._originals, self._spec = originals, spec
+        self._originals, self.spec = originals, spec
         self._placed, self._name_of = placed, name_of
-        self._dtensor = _torch_private.dtensor_maker()
         if any(parameter.grad is not None for parameter in originals.tensors):
             raise StateError(
                 f"A parameter of {name_of(None)} has a gradient already, which its flat parameter would not get. "
@@ -60,10 +59,6 @@ class FlatParameter:
     def gradient_target(self) -> GradientTarget:
         """The flat parameter, which receives all of this rank's gradient."""
         return GradientTarget(self.parameter, 0, (self.local.numel(),), (1,))
-
-    def placed(self, local: torch.Tensor) -> torch.Tensor:
-        """``local`` (``[shard_numel]``) as this rank's part of a flat tensor."""
-        return self._dtensor(local, self._spec)
 
     def follow_requires_grad(self) -> None:
         """Train it where the parameters are trained.
@@ -107,7 +102,7 @@ class _Gradient:
             return None
         local, target = _torch_private.local_tensor(whole), self._target
         part = local.as_strided(target.shape, target.stride, local.storage_offset() + target.offset)
-        return self._flat._placed(target.index or 0, part)
+        return self._flat._placed(target.index, part)
 
     def write(self, value: torch.Tensor | None) -> None:
         """Raises StateError: ``value`` is another gradient, and no change in place."""

@@ -1,7 +1,4 @@
-"""Gathers: the memory that holds whole units, and the functions that fill it.
-
-A gather works on records: code that moves bytes reads a unit's record and never calls the unit.
-"""
+"""Gathers: the memory that holds whole units, and the functions that fill it."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,62 +26,67 @@ from ..interfaces import (
     Work,
 )
 from ..planning.answers import issued
+from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout, Slot
 
 
-@dataclass(eq=False, slots=True)
-class GatherRecord:
-    """One unit, as a gather sees it."""
+class Source(NamedTuple):
+    """What a gather is made from, and among whom."""
 
-    spec: UnitSpec
     group: Collectives | None
     """The ranks that share the unit, or neighbours among them; None where nothing is sent."""
-    source: torch.Tensor
-    """This rank's shard (``[shard_numel]``, master dtype), where ``offload`` has it if it is parked. Where ``group`` is
+    memory: torch.Tensor
+    """This rank's shard (``[shard_numel]``, master dtype), where ``keeper`` has it if it is parked. Where ``group`` is
     of neighbours, its ``PostForwardShard``."""
-    buffer: FlatBuffer
-    """The whole unit is gathered here (``[padded_numel]``, compute dtype)."""
-    allocator: Collectives
-    """Its backend may have memory of its own for gathers."""
-    offload: OffloadManager | None
-    """It alone reads a parked ``source``; None where nothing is parked."""
-    caster: PrecisionCaster
+    keeper: OffloadManager | None
+    """It alone reads parked ``memory``; None where nothing is parked."""
     wire: WireSpec | None
-    """How the unit travels where ``caster`` encodes it; None for as ``buffer`` is."""
-    observers: tuple[Observer, ...]
-    places: list[object]
-    """Where the unit was used since its gather, as ``CommStreams.here`` says. The unit's own list."""
+    """How the unit travels where its caster encodes it; None for as its buffer is."""
     slices: Sequence[torch.Tensor]
-    """The slices of ``source``, one for each of ``owns``."""
+    """The slices of ``memory``, one for each of ``owns``."""
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """What the gather fills, one a segment of ``buffer``, and this rank's slice of it."""
+    """What the gather fills, one a segment of the buffer, and this rank's slice of it."""
     owns: list[torch.Tensor]
     """These slices."""
 
-    @property
-    def allocation(self) -> AbstractContextManager[Any]:
-        """A context in which memory for the buffer is taken."""
-        return self.allocator.allocation(BufferRole.GATHER, self.buffer.nbytes)
+
+class Gathered(Protocol):
+    """A unit as gathers see it, which read it when they are issued."""
+
+    spec: UnitSpec
+    ranks: UnitRanks
+    caster: PrecisionCaster
+    observers: tuple[Observer, ...]
+    places: list[object]
+    """Where it was used since its gather, as ``CommStreams.here`` says."""
+    buffer: FlatBuffer
+    """It is gathered here (``[padded_numel]``, compute dtype)."""
+    source: Source
 
 
-def start_gathers(records: Sequence[GatherRecord]) -> Sequence[Work]:
+def allocation_of(unit: Gathered) -> AbstractContextManager[Any]:
+    """A context in which memory for the buffer is taken: its backend may have memory of its own for gathers."""
+    return (unit.source.group or unit.ranks.world).allocation(BufferRole.GATHER, unit.buffer.nbytes)
+
+
+def start_gathers(units: Sequence[Gathered]) -> Sequence[Work]:
     """Write the own slices into attached buffers, and start the gathers: one launch for each group of ranks,
     in the order in which the groups come up.
 
-    ``end_gather`` follows for each record, where operations are ordered behind the returned works.
+    ``end_gather`` follows for each unit, where operations are ordered behind the returned works.
     """
-    if len(records) == 1:
-        return (_start_one(records[0]),)
+    if len(units) == 1:
+        return (_start_one(units[0]),)
     # As ``alike`` does, without a call.
-    together: dict[int, list[GatherRecord]] = {}
-    for record in records:
-        together.setdefault(id(record.group), []).append(record)
+    together: dict[int, list[Gathered]] = {}
+    for unit in units:
+        together.setdefault(id(unit.source.group), []).append(unit)
     works: list[Work] = []
     try:
         for members in together.values():
-            group = members[0].group
+            group = members[0].source.group
             if group is None:
-                works += [_start_one(record) for record in members]
+                works += [_start_one(unit) for unit in members]
             else:
                 works.append(_start_many(group, members))
     except BaseException:
@@ -100,94 +102,96 @@ def wait_quietly(works: Iterable[Work]) -> None:
             work.wait()
 
 
-def end_gather(record: GatherRecord) -> None:
+def end_gather(unit: Gathered) -> None:
     """Call the observers: the gather ends at the present point of the current stream."""
-    for observer in record.observers:
-        observer.unsharded(record.spec)
+    for observer in unit.observers:
+        observer.unsharded(unit.spec)
 
 
-def _start_one(record: GatherRecord) -> Work:
-    group, buffer = record.group, record.buffer
+def _start_one(unit: Gathered) -> Work:
+    source, buffer = unit.source, unit.buffer
+    group = source.group
     if buffer.divided:
-        return _start_many(group, (record,))
-    for observer in record.observers:
-        observer.unshard(record.spec)
-    if record.wire is not None and group is not None:
-        encoded = _EncodedGather(group, [record])
-        return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, record.spec))
-    own = record.owns[0]
-    if record.offload is not None:
-        record.offload.fetch(record.spec, record.source, own)
+        return _start_many(group, (unit,))
+    for observer in unit.observers:
+        observer.unshard(unit.spec)
+    if source.wire is not None and group is not None:
+        encoded = _EncodedGather(group, [unit])
+        return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, unit.spec))
+    own = source.owns[0]
+    if source.keeper is not None:
+        source.keeper.fetch(unit.spec, source.memory, own)
     else:
         # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
-        own.copy_(record.source)
+        own.copy_(source.memory)
     if group is None:
         return COMPLETED
-    return issued(group.all_gather(buffer.flat, own), "all_gather", group, record.spec)
+    return issued(group.all_gather(buffer.flat, own), "all_gather", group, unit.spec)
 
 
-def _start_many(group: Collectives | None, records: Sequence[GatherRecord]) -> Work:
-    for record in records:
-        for observer in record.observers:
-            observer.unshard(record.spec)
-    plain = [record for record in records if record.wire is None]
-    here = [record for record in plain if record.offload is None]
-    stages = [stage for record in plain for stage in record.buffer.stages]
+def _start_many(group: Collectives | None, units: Sequence[Gathered]) -> Work:
+    for unit in units:
+        for observer in unit.observers:
+            observer.unshard(unit.spec)
+    plain = [unit for unit in units if unit.source.wire is None]
+    here = [unit for unit in plain if unit.source.keeper is None]
+    stages = [stage for unit in plain for stage in unit.buffer.stages]
     for stage in stages:
         stage.attach()
-    for record in plain:
-        if record.buffer.encode is not None:
-            record.buffer.encode(_on_device(record))
-    owns = [own for record in here for own in record.owns]
+    for unit in plain:
+        if unit.buffer.encode is not None:
+            unit.buffer.encode(_on_device(unit))
+    owns = [own for unit in here for own in unit.source.owns]
     if owns:
         # The cast is the copy-in, as for one, in one launch.
-        _torch_private.foreach_copy_(owns, [each for record in here for each in record.slices])
+        _torch_private.foreach_copy_(owns, [each for unit in here for each in unit.source.slices])
     if len(here) < len(plain):
-        for record in plain:
-            if record.offload is not None and record.buffer.encode is None:
-                _fetch(record, record.offload)
-    pairs = [pair for record in plain for pair in record.pairs]
-    unit = records[0].spec if len(records) == 1 else None
+        for unit in plain:
+            if unit.source.keeper is not None and unit.buffer.encode is None:
+                _fetch(unit, unit.source.keeper)
+    pairs = [pair for unit in plain for pair in unit.source.pairs]
+    spec = units[0].spec if len(units) == 1 else None
     if group is None:
         # What is made of bytes is made so on one rank, too.
         gather = COMPLETED
-    elif len(plain) == len(records):
-        gather = issued(group.all_gather_many(pairs), "all_gather_many", group, unit)
+    elif len(plain) == len(units):
+        gather = issued(group.all_gather_many(pairs), "all_gather_many", group, spec)
     else:
-        encoded = _EncodedGather(group, [record for record in records if record.wire is not None])
-        gather = encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, unit))
+        encoded = _EncodedGather(group, [unit for unit in units if unit.source.wire is not None])
+        gather = encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, spec))
     return Then([stage.empty for stage in stages], gather) if stages else gather
 
 
-def _fetch(record: GatherRecord, offload: OffloadManager) -> None:
-    owns = record.owns
-    if not record.buffer.layout.segments:
-        offload.fetch(record.spec, record.source, owns[0])
+def _fetch(unit: Gathered, keeper: OffloadManager) -> None:
+    memory, owns = unit.source.memory, unit.source.owns
+    if not unit.buffer.layout.segments:
+        keeper.fetch(unit.spec, memory, owns[0])
         return
     # A manager writes the shard in one piece.
-    shard = torch.empty(record.source.numel(), dtype=record.buffer.dtype, device=record.spec.device)
-    offload.fetch(record.spec, record.source, shard)
-    _torch_private.foreach_copy_(owns, slices_of(shard, record.buffer.layout))
+    shard = torch.empty(memory.numel(), dtype=unit.buffer.dtype, device=unit.spec.device)
+    keeper.fetch(unit.spec, memory, shard)
+    _torch_private.foreach_copy_(owns, slices_of(shard, unit.buffer.layout))
 
 
-def _on_device(record: GatherRecord) -> torch.Tensor:
+def _on_device(unit: Gathered) -> torch.Tensor:
     """The shard on the device that computes."""
-    if record.offload is None:
-        return record.source
-    shard = torch.empty(record.source.numel(), dtype=record.source.dtype, device=record.spec.device)
-    record.offload.fetch(record.spec, record.source, shard)
+    source = unit.source
+    if source.keeper is None:
+        return source.memory
+    shard = torch.empty(source.memory.numel(), dtype=source.memory.dtype, device=unit.spec.device)
+    source.keeper.fetch(unit.spec, source.memory, shard)
     return shard
 
 
 class _EncodedGather:
     """Units that travel as bytes of their casters: own shards are encoded here, and ``pairs`` are to be gathered."""
 
-    def __init__(self, group: Collectives, records: Sequence[GatherRecord]) -> None:
-        nbytes = [record.wire.nbytes_per_rank for record in records if record.wire is not None]
+    def __init__(self, group: Collectives, units: Sequence[Gathered]) -> None:
+        nbytes = [unit.source.wire.nbytes_per_rank for unit in units if unit.source.wire is not None]
         sizes = [group.world_size * each for each in nbytes]
         ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))
         # In one piece of memory: allocating many costs the host more than cutting one.
-        memory = torch.empty(ends[-1], dtype=torch.uint8, device=records[0].spec.device)
+        memory = torch.empty(ends[-1], dtype=torch.uint8, device=units[0].spec.device)
         wires = [
             memory[start : start + size].view(group.world_size, -1)
             for start, size in zip([0, *ends], sizes, strict=False)
@@ -196,11 +200,11 @@ class _EncodedGather:
         #: The bytes that each unit's gather fills, and this rank's part of them.
         self.pairs = [(wire.view(-1), own) for wire, own in zip(wires, owns, strict=True)]
         self._decodes: list[Callable[[], None]] = []
-        for caster in {id(record.caster): record.caster for record in records}.values():
-            mine = [index for index, record in enumerate(records) if record.caster is caster]
-            specs = [records[index].spec for index in mine]
-            caster.encode_many(specs, [owns[index] for index in mine], [_on_device(records[index]) for index in mine])
-            buffers = [records[index].buffer for index in mine]
+        for caster in {id(unit.caster): unit.caster for unit in units}.values():
+            mine = [index for index, unit in enumerate(units) if unit.caster is caster]
+            specs = [units[index].spec for index in mine]
+            caster.encode_many(specs, [owns[index] for index in mine], [_on_device(units[index]) for index in mine])
+            buffers = [units[index].buffer for index in mine]
             self._decodes.append(partial(_decode, caster, specs, [wires[index] for index in mine], buffers))
 
     def behind(self, gather: Work) -> Work:

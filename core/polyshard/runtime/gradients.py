@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Protocol
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
 from .. import _torch_private
 from ..errors import StateError
-from ..interfaces import Observer, OffloadManager, UnitDtypes, UnitSpec
+from ..interfaces import OffloadManager, UnitDtypes
 from ..planning.answers import refuse_gradient
-from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout, contiguous_stride
 from .parameters import GradientTarget
-from .reduce import Contribution, Reducer, ReductionInput, kind_of
+from .reduce import Contribution, Reducer, Reducible, ReductionInput
 from .streams import CommStreams
 
 _gradient_of = attrgetter("grad")
 _is_trained = attrgetter("requires_grad")
-
-
-class Reducible(Protocol):
-    """A unit as its gradients see it. Read anew each time: the unit may become part of a larger model."""
-
-    spec: UnitSpec
-    ranks: UnitRanks
-    launch_numel: int
-    observers: tuple[Observer, ...]
 
 
 class Gradients:
@@ -47,12 +36,16 @@ class Gradients:
         dtypes: UnitDtypes,
         targets: Sequence[GradientTarget],
         keeper: OffloadManager | None,
+        placed: Callable[[int | None, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """``keeper``: parks the reduced gradient; None where it stays on the device that computes."""
+        """``keeper``: parks the reduced gradient; None where it stays on the device that computes.
+
+        ``placed``: makes a target's part of it what the target is, by the target's index; None where it is that.
+        """
         self.unit = unit
         self._layout = layout
         self._dtypes = dtypes
-        self._keeper = keeper
+        self._keeper, self._placed = keeper, placed
         wire = dtypes.wire
         shard = unit.ranks.reduction
         if shard is None or not (shard.capabilities.widening and wire in shard.capabilities.dtypes):
@@ -79,8 +72,6 @@ class Gradients:
         #: Whether parameters of a reduced unit that no rank had a gradient of get zeros, and not None.
         self.fills_unused = False
         self._reduced_once = False
-        # The last one, which steps repeat.
-        self._contributed: Contribution | None = None
         #: The places (``CommStreams.here``) at which the gradients of the next reduction were computed, and those in
         #: the sum added up.
         self.places: list[object] = []
@@ -111,10 +102,6 @@ class Gradients:
             cursor = target.offset + target.numel
         if cursor < self._layout.shard_numel:
             self._sizes.append(self._layout.shard_numel - cursor)
-
-    def let_go(self) -> None:
-        """Others take its place: what it delivered to goes with it, now, and not when garbage is collected."""
-        self._contributed = None
 
     @property
     def widens(self) -> bool:
@@ -193,7 +180,7 @@ class Gradients:
         self._shards_coming += 1
         self.places.clear()
         ranks = self.unit.ranks.without_replicas
-        return contribution._replace(ranks=ranks, kind=kind_of(ranks, input), deliver=self._keep_shard, waiting=None)
+        return contribution._replace(ranks=ranks, deliver=self._keep_shard, waiting=None)
 
     def _keep_shard(self, shard: torch.Tensor) -> None:
         self._shards_coming -= 1
@@ -203,20 +190,7 @@ class Gradients:
             self._shard.add_(shard)
 
     def _contribution(self, input: ReductionInput, places: Sequence[object]) -> Contribution:
-        unit, last = self.unit, self._contributed
-        if (
-            last is not None
-            and (last.spec is unit.spec and last.ranks is unit.ranks and last.observers is unit.observers)
-            and (last.input is input and last.waiting is self._shard and last.places == places)
-        ):
-            return last
-        kind, deliver = kind_of(unit.ranks, input), self._deliver
-        contribution = Contribution(
-            unit.spec, unit.ranks, unit.launch_numel, input, kind, places, unit.observers, deliver, self._shard
-        )
-        if self._shard is None:
-            self._contributed = contribution
-        return contribution
+        return Contribution(self.unit, self.unit.ranks, input, places, self._deliver, self._shard)
 
     def _note_missed(self, missed: frozenset[int]) -> None:
         if self.unfilled:
@@ -363,11 +337,16 @@ class Gradients:
                 owner.grad = view
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The ranges of ``flat`` (``[shard_numel]``) for the targets, as what these are."""
         if self._strided or self.unit.ranks.reduction is None:
             start = flat.storage_offset()
-            return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._targets]
-        parts = torch.split_with_sizes(flat, self._sizes)
-        picked = [parts[index] for index in self._picks]
-        if not self._shapes:
-            return picked
-        return [part if shape is None else part.view(shape) for part, shape in zip(picked, self._shapes, strict=True)]
+            parts = [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._targets]
+        else:
+            split = torch.split_with_sizes(flat, self._sizes)
+            parts = [split[index] for index in self._picks]
+            if self._shapes:
+                pairs = zip(parts, self._shapes, strict=True)
+                parts = [part if shape is None else part.view(shape) for part, shape in pairs]
+        if self._placed is None:
+            return parts
+        return [self._placed(target.index, part) for target, part in zip(self._targets, parts, strict=True)]

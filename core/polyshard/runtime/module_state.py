@@ -20,14 +20,14 @@ from ..planning.plan import ManagedParameter, modules_called, names_behind
 from .activation_checkpoint import may_have_backward
 from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
 from .reduce import Contribution
-from .states import BackwardState, Reshard, StateKind, UnitState
+from .states import BackwardState, Fresh, Reshard, StateKind, UnitState
 from .unit import Unit, unshard_due, unshard_together
 
 if TYPE_CHECKING:
     from .root import Root
 
 _units_of = attrgetter("units")
-_is_due = attrgetter("due")
+_is_due = attrgetter("fresh.due")
 
 
 class ModuleState:
@@ -194,7 +194,7 @@ class ModuleState:
         """The outermost forward ended: release units that no backward comes back to."""
         self.entered = 0
         for unit in self.units:
-            if unit.retained or unit.state is UnitState.SHARDED_POST_FORWARD:
+            if unit.fresh is Fresh.RETAINED or unit.state is UnitState.SHARDED_POST_FORWARD:
                 # Whether a part is kept may not depend on this rank's outputs, as ``awaits_backward`` does: others
                 # gather from their parts.
                 unit.hide()
@@ -222,7 +222,7 @@ class ModuleState:
             unit.refuse_changes()
         reads = self.reads_in_backward
         for unit in self.units:
-            if reads and unit.due:
+            if reads and unit.fresh.due:
                 unshard_due(self.units)
                 break
         for unit in self.units:
@@ -411,7 +411,7 @@ def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept:
         if unit.follows_mode:
             unit.choose_buffer(training)
     if kept or any(map(_is_due, units)):
-        unshard_due([unit for unit in units if not unit.kept] if kept else units)
+        unshard_due([unit for unit in units if unit.fresh is not Fresh.ALONE] if kept else units)
     for unit in units:
         unit.wait()
         unit.show()
@@ -424,7 +424,7 @@ def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
     for batch in batches:
         # Most batches are on their way already.
         for unit in batch[0].units:
-            if unit.due:
+            if unit.fresh.due:
                 break
         else:
             continue
@@ -433,7 +433,7 @@ def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
         else:
             # A module state may come up twice in a batch.
             units = dict.fromkeys(chain.from_iterable(map(_units_of, batch)))
-            unshard_together([unit for unit in units if unit.due])
+            unshard_together([unit for unit in units if unit.fresh.due])
 
 
 def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:

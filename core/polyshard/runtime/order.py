@@ -82,6 +82,9 @@ class ExecutionOrder(Generic[S]):
         self._forward_ahead = forward_ahead
         self._backward_ahead = backward_ahead
         self.batch_nbytes = batch_nbytes
+        #: Of modules that say it: what is gathered behind them, in the place of what was recorded.
+        self.forward_hints: Mapping[S, list[list[S]]] = {}
+        self.backward_hints: Mapping[S, list[list[S]]] = {}
         # Those that finished forwards took, the last one first. One that is kept leads to one that is kept: what came
         # after it is more recent.
         self._routes: list[_Order[S]] = []
@@ -96,7 +99,8 @@ class ExecutionOrder(Generic[S]):
     @property
     def ahead(self) -> int:
         """The most modules whose gathers are issued before they are needed."""
-        return max(self._forward_ahead, self._backward_ahead)
+        hints = (*self.forward_hints.values(), *self.backward_hints.values())
+        return max(self._forward_ahead, self._backward_ahead, *map(len, hints))
 
     @property
     def order(self) -> tuple[S, ...]:
@@ -141,15 +145,16 @@ class ExecutionOrder(Generic[S]):
         """
         position = len(self._entered)
         self._entered.append(module_state)
+        hinted = self.forward_hints.get(module_state) if self.forward_hints else None
         route = self._route
         if route is None:
-            return []
+            return hinted or []
         if position >= len(route.module_states) or route.module_states[position] is not module_state:
             taken = (each for each in self._routes if each.module_states[: position + 1] == self._entered)
             route = self._route = next(taken, None)
             if route is None:
-                return []
-        return route.behind[position]
+                return hinted or []
+        return hinted or route.behind[position]
 
     @property
     def turning(self) -> S | None:
@@ -191,48 +196,22 @@ class ExecutionOrder(Generic[S]):
         position = self._cursor - 1
         while position >= 0 and self._left[position] is not module_state:
             position -= 1
+        hinted = self.backward_hints.get(module_state) if self.backward_hints else None
         if position < 0:
-            return []
+            return hinted or []
         self._cursor = position
         if self._backward_stale:
             self._backward_stale = False
             left = self._left[::-1]
             if self._backward_order.module_states != left:
                 self._backward_order = _Order(left, self._backward_ahead, self.batch_nbytes)
-        return self._backward_order.behind[len(self._left) - 1 - position]
+        return hinted or self._backward_order.behind[len(self._left) - 1 - position]
 
     def end_backward(self) -> None:
         """The backward ended; the next one starts from fresh forwards."""
         self._left.clear()
         self._backward_stale = True
         self._cursor = 0
-
-
-class HintedOrder(ExecutionOrder[S]):
-    """An execution order in which some modules say what is gathered behind them, each by a launch of its own.
-
-    Others, and hints of nothing, leave that to what was recorded.
-    """
-
-    def __init__(
-        self, order: ExecutionOrder[S], forward: Mapping[S, Sequence[S]], backward: Mapping[S, Sequence[S]]
-    ) -> None:
-        """``order``: whose records are taken over. ``forward``, ``backward``: the hints of modules."""
-        vars(self).update(vars(order))
-        self._forward = {each: [[hinted] for hinted in hints] for each, hints in forward.items() if hints}
-        self._backward = {each: [[hinted] for hinted in hints] for each, hints in backward.items() if hints}
-
-    @property
-    def ahead(self) -> int:
-        return max([super().ahead, *map(len, self._forward.values()), *map(len, self._backward.values())])
-
-    def enter(self, module_state: S) -> list[list[S]]:
-        recorded = super().enter(module_state)
-        return self._forward.get(module_state, recorded)
-
-    def enter_backward(self, module_state: S) -> list[list[S]]:
-        recorded = super().enter_backward(module_state)
-        return self._backward.get(module_state, recorded)
 
 
 def _turning(module_states: Sequence[S]) -> S | None:

@@ -97,8 +97,8 @@ class PlacedUnit(Unit):
         return bindings
 
     def _make_gradients(self) -> Gradients:
-        gradients = PlacedGradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
-        gradients.views = self.views
+        targets, placed = self.originals.gradient_targets, self.views.placed
+        gradients = Gradients(self, self.layout, self.dtypes, targets, self.keeper, placed)
         before: Gradients | None = getattr(self, "gradients", None)
         if before is not None:
             # What the user set, before parameters had memory or another dtype.
@@ -269,7 +269,10 @@ class KeptUnit(PlacedUnit):
     def is_kept_whole(self) -> bool:
         """Whether modules hold whole parameters that are there to stay until backward."""
         return (
-            self.prepared and self.bindings.shown is Shown.VIEWS and self.state is UnitState.UNSHARDED and not self.due
+            self.prepared
+            and self.bindings.shown is Shown.VIEWS
+            and self.state is UnitState.UNSHARDED
+            and not self.fresh.due
         )
 
     def reshard(self) -> None:
@@ -282,8 +285,7 @@ class KeptUnit(PlacedUnit):
 
     def expire(self) -> None:
         super().expire()
-        if not self.ahead:
-            self.conceal()
+        self.conceal()
 
 
 class PlacedParameters(MasterViews):
@@ -357,13 +359,10 @@ class PlacedParameters(MasterViews):
         part = part_of_master(unit.master, slot, piece, whole=unit.ranks.owner is None)
         return _torch_private.over_own_storage(part)
 
-    def placed(self, index: int, local: torch.Tensor) -> DTensor:
-        """The whole of which ``local`` is this rank's part, as the parameter is placed."""
-        return self._dtensor(local, self._specs[index])
-
-    @property
-    def flat(self) -> FlatParameter | None:
-        return self._unit.flat
+    def placed(self, index: int | None, local: torch.Tensor) -> DTensor:
+        """The whole of which ``local`` is this rank's part, placed as the parameter at ``index``; None: a flat one."""
+        flat = self._unit.flat
+        return self._dtensor(local, flat.spec if index is None and flat is not None else self._specs[index or 0])
 
     @property
     def gradient_targets(self) -> list[GradientTarget]:
@@ -547,19 +546,3 @@ def keep_attributes(placed: nn.Parameter, attributes: Mapping[str, Any], without
     vars(placed).update(
         {key: value for key, value in attributes.items() if not (key.startswith("_") or key in without)}
     )
-
-
-class PlacedGradients(Gradients):
-    """Gradients that arrive as ``DTensor`` where the parameters are."""
-
-    views: PlacedParameters
-
-    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = super()._split(flat)
-        whole, placed = self.views.flat, self.views.placed
-        if whole is not None:
-            return list(map(whole.placed, parts))
-        return [
-            placed(target.index, part) if target.index is not None else part
-            for target, part in zip(self._targets, parts, strict=True)
-        ]

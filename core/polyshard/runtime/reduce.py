@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from operator import is_
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -27,25 +27,36 @@ from .recorder import Recorder
 from .streams import REDUCTIONS_ALIVE, CommStreams, Reduction
 
 
-class Contribution(NamedTuple):
-    """One unit in one reduction. Its input alone holds the gradients, until they are collected."""
+class Reducible(Protocol):
+    """A unit as its gradients and their reduction see it, which read it anew each time."""
 
     spec: UnitSpec
     ranks: UnitRanks
     launch_numel: int
-    """Elements by which launches are planned, in the dtype of ``input``: the same on all ranks of the model."""
+    """Elements by which launches are planned: the same on all ranks of the model."""
+    observers: tuple[Observer, ...]
+
+
+class Contribution(NamedTuple):
+    """One unit in one reduction. Its input alone holds the gradients, until they are collected."""
+
+    unit: Reducible
+    ranks: UnitRanks
+    """Among whom: the unit's, or these without replicas."""
     input: ReductionInput
-    kind: Hashable
-    """As ``kind_of`` its ranks and input."""
     places: Sequence[object]
     """The places (``CommStreams.here``) at which the gradients were computed."""
-    observers: tuple[Observer, ...]
     deliver: Callable[[torch.Tensor], object]
     """Called with the reduced shard (``[shard_numel]``), where operations are ordered behind the reduction.
 
     Returns the tensors that it added it to, if any."""
     waiting: torch.Tensor | None = None
     """The sum of earlier shards that replicas have not added up."""
+
+    @property
+    def nbytes(self) -> int:
+        """By which launches are planned."""
+        return self.unit.launch_numel * self.input.dtype.itemsize
 
 
 def kind_of(ranks: UnitRanks, input: ReductionInput) -> Hashable:
@@ -87,20 +98,20 @@ class Reducer:
 
         All are issued after ``flush``, and delivered after ``CommStreams.drain``.
         """
-        nbytes = contribution.launch_numel * contribution.input.dtype.itemsize
+        nbytes = contribution.nbytes
         mode = self.buckets.mode_of(nbytes, contribution.ranks.reduction is not None)
         self._take((contribution,), (gradients,), nbytes, mode)
 
     def reduce_together(self, units: Sequence[tuple[Contribution, list[torch.Tensor | None]]]) -> None:
         """``reduce`` for each of ``units``, of one module, by as few launches as they may share."""
-        for same in alike(units, [each.kind for each, _ in units]):
+        for same in alike(units, [kind_of(each.ranks, each.input) for each, _ in units]):
             members, gradients = zip(*same, strict=True)
             whole = members[0].ranks.reduction is None
             if whole or len(members) == 1:
                 for each, its in same:
                     self.reduce(each, its)
                 continue
-            sizes = [each.launch_numel * each.input.dtype.itemsize for each in members]
+            sizes = [each.nbytes for each in members]
             self._take(members, gradients, sum(sizes), self.buckets.mode_of_module(sizes, True))
 
     def _take(
@@ -119,10 +130,10 @@ class Reducer:
             input.gradients = its
             # Experts that no token reached are reduced later than those of other groups.
             if self.audit is not None and each.ranks.spread == 1:
-                call = each.spec.label, "reduce", each.launch_numel, input.dtype
-                with self._recorder.during("comparison of a reduction", (each.spec,), True):
+                call = each.unit.spec.label, "reduce", each.unit.launch_numel, input.dtype
+                with self._recorder.during("comparison of a reduction", (each.unit.spec,), True):
                     self.streams.meet(self.audit.agree, each.ranks.world, *call)
-        for bucket in self.buckets.put(members[0].kind, members, nbytes, mode):
+        for bucket in self.buckets.put(kind_of(members[0].ranks, input), members, nbytes, mode):
             self._issue(bucket)
 
     def flush(self) -> None:
@@ -134,11 +145,11 @@ class Reducer:
         members, places = bucket.members, list[object]()
         for each in members:
             places += [place for place in each.places if place not in places]
-        entry = self._recorder.issue("reduction", [each.spec for each in members], True)
+        entry = self._recorder.issue("reduction", [each.unit.spec for each in members], True)
         try:
             with self.streams.between(places):
                 if self._announce is not None and members[0].ranks.spread == 1:
-                    names = ", ".join(each.spec.name or "(root)" for each in members)
+                    names = ", ".join(each.unit.spec.name or "(root)" for each in members)
                     self.streams.meet(self._announce, "reduction of " + names)
                 merges = _go_side_by_side(members, bucket.mode)
                 launch = self._merge(members) if merges else self._group(members)
@@ -174,11 +185,12 @@ class Reducer:
 
     def _make_room(self, contribution: Contribution) -> None:
         """Retire earlier reductions, so that one more may be issued."""
-        for observer in contribution.observers:
-            observer.wait(contribution.spec)
+        unit = contribution.unit
+        for observer in unit.observers:
+            observer.wait(unit.spec)
         self.streams.make_room(0 if contribution.input.travels else REDUCTIONS_ALIVE - 1)
-        for observer in contribution.observers:
-            observer.waited(contribution.spec)
+        for observer in unit.observers:
+            observer.waited(unit.spec)
 
     def _group(self, members: Sequence[Contribution]) -> _Launch:
         """A reduction for each of ``members``."""
@@ -234,7 +246,7 @@ class Reducer:
             # A backward passed these units twice: their memory serves one reduction at a time.
             self.streams.make_room(0)
         for each in members:
-            if each.observers or each.input.travels:
+            if each.unit.observers or each.input.travels:
                 self._make_room(each)
         self.streams.make_room()
         copies = merged.collect()
@@ -249,8 +261,8 @@ class Reducer:
         for each, shard in zip(launch.members, shards, strict=True):
             if not era.forgotten:
                 written.append(each.deliver(shard))
-            for observer in each.observers:
-                observer.reduced(each.spec)
+            for observer in each.unit.observers:
+                observer.reduced(each.unit.spec)
         return written
 
 
@@ -287,8 +299,8 @@ class _Launch(NamedTuple):
 
     def start(self) -> Work:
         for each in self.members:
-            for observer in each.observers:
-                observer.reduce(each.spec)
+            for observer in each.unit.observers:
+                observer.reduce(each.unit.spec)
         # Here, on the stream that reduces: compute goes on meanwhile.
         if self.merged is None:
             self.copies.run()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -46,13 +46,6 @@ def _tell_failed_backward(held: weakref.ref[Root], reference: object) -> None:
     root = held()
     if root is not None:
         root.tell_failed_backward(reference)
-
-
-class EndsWithModel(Protocol):
-    """Work above the runtime that ends before the model's communicators do."""
-
-    def close(self, root: Root) -> None:
-        """The model is closed. Every rank calls it."""
 
 
 class Root:
@@ -151,12 +144,13 @@ class Root:
         # Module states inside those that some ranks use, and others pass by; and all that ever were.
         self._shared: Sequence[ModuleState] = ()
         self._ever_shared: set[ModuleState] = set()
-        #: What stands above and ends with the model.
-        self.attached: EndsWithModel | None = None
+        #: What is above the runtime, and what ends it before the communicators, called with this root on every rank;
+        #: None for nothing.
+        self.attached: tuple[Any, Callable[[Root], None]] | None = None
         self.recorder.when_failed = self._keep_memory
-        self.use_order(execution_order)
+        self.execution_order = execution_order
         for module_state in self.module_states:
-            module_state.root = self
+            module_state.root, module_state.execution_order = self, execution_order
             for unit in module_state.units:
                 unit.root = self
         self._parking: tuple[OffloadManager, ...] = tuple(
@@ -229,12 +223,6 @@ class Root:
         if self._always:
             return
         self.audit = self.reducer.audit = None
-
-    def use_order(self, execution_order: ExecutionOrder[ModuleState]) -> None:
-        """Prefetch by ``execution_order`` from now on."""
-        self.execution_order = execution_order
-        for module_state in self.module_states:
-            module_state.execution_order = execution_order
 
     def compare_batch(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Compare the arguments of the outermost forward among the ranks that must see the same, in the first step.
@@ -704,7 +692,7 @@ class Root:
         attached, self.attached = self.attached, None
         try:
             if attached is not None:
-                attached.close(self)
+                attached[1](self)
         finally:
             if self.streams.here() is not None:
                 # What was issued must have run before its communicators end.

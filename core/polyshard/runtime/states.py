@@ -64,6 +64,38 @@ class UnitState(enum.Enum):
     """Nowhere, as in SHARDED, but this rank keeps a part of the gather buffer, from which a backward gathers them."""
 
 
+class Fresh(enum.Enum):
+    """For what a unit's whole parameters have the values of its master. Where ``due``, the next use gathers them.
+
+    ========  ========  ==============================================================================
+    from      to        by
+    ========  ========  ==============================================================================
+    NOT       NOW       ``unshard``
+    NOW       AHEAD     a gather between steps, which the next forward uses
+    NOW       RETAINED  ``retain``: a backward that releases nothing
+    NOW       ALONE     ``keep``: a recomputation of this rank is still to come
+    AHEAD     NOW       ``expire``: that forward begins
+    NOW       NOT       ``expire``: a forward begins, and the master may have other values
+    RETAINED  NOT       ``outdate``: an optimizer steps
+    any       NOT       ``reshard``
+    ========  ========  ==============================================================================
+    """
+
+    NOT = "not", True
+    """For nothing, or they are not there."""
+    NOW = "now", False
+    """For the step that runs. Where nothing is gathered, always."""
+    AHEAD = "ahead", False
+    """For the next forward."""
+    RETAINED = "retained", False
+    """For all forwards until an optimizer steps. The same on all ranks."""
+    ALONE = "alone", True
+    """For a recomputation of this rank alone: in the ranks' common order they are released."""
+
+    def __init__(self, _: str, due: bool) -> None:
+        self.due = due
+
+
 class Reshard(enum.Enum):
     """Whether a unit is released after forward."""
 

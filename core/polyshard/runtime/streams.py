@@ -49,7 +49,15 @@ from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
 from ..interfaces import Collectives, Work
 from ..planning.groups import ThenAllReduce
-from .gather import FlatBuffer, GatherRecord, PostForwardShard, end_gather, start_gathers, wait_quietly
+from .gather import (
+    FlatBuffer,
+    Gathered,
+    PostForwardShard,
+    allocation_of,
+    end_gather,
+    start_gathers,
+    wait_quietly,
+)
 from .recorder import Issued, Recorder
 
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -103,23 +111,23 @@ class CommStreams(ABC):
         """Begin to measure how long compute waits for other ranks. The caller sets ``stalls`` to it, and to None."""
 
     @abstractmethod
-    def gather(self, records: Sequence[GatherRecord]) -> None:
-        """Issue the gathers of ``records``, at least one, as one communication."""
+    def gather(self, units: Sequence[Gathered]) -> None:
+        """Issue the gathers of ``units``, at least one, as one communication."""
 
     @abstractmethod
-    def arrive(self, record: GatherRecord) -> None:
-        """Order compute after the gather of ``record`` (rule 2)."""
+    def arrive(self, unit: Gathered) -> None:
+        """Order compute after the gather of ``unit`` (rule 2)."""
 
     def follow(self) -> None:
         """Order compute here after all gathers so far, whether or not they have arrived elsewhere."""
         return None
 
     @abstractmethod
-    def release(self, record: GatherRecord) -> None:
+    def release(self, unit: Gathered) -> None:
         """Give the gather buffer's memory back (rule 1)."""
 
     @abstractmethod
-    def keep(self, record: GatherRecord, part: PostForwardShard) -> None:
+    def keep(self, unit: Gathered, part: PostForwardShard) -> None:
         """Fill ``part`` from the gather buffer behind its last use, and give the buffer's memory back (rule 1)."""
 
     @abstractmethod
@@ -170,34 +178,34 @@ class HostStreams(CommStreams):
         super().__init__()
         self._gathers: dict[FlatBuffer, _Batch] = {}
 
-    def gather(self, records: Sequence[GatherRecord]) -> None:
-        for record in records:
-            record.buffer.attach()
-        batch = _Batch(records, start_gathers(records), self._last)
-        for record in records:
-            self._gathers[record.buffer] = batch
+    def gather(self, units: Sequence[Gathered]) -> None:
+        for unit in units:
+            unit.buffer.attach()
+        batch = _Batch([(unit, unit.buffer) for unit in units], start_gathers(units), self._last)
+        for unit in units:
+            self._gathers[unit.buffer] = batch
 
-    def arrive(self, record: GatherRecord) -> None:
-        batch = self._gathers.get(record.buffer)
+    def arrive(self, unit: Gathered) -> None:
+        batch = self._gathers.get(unit.buffer)
         if batch is None:
             return
-        waiting = [other for other in batch.records if self._gathers.get(other.buffer) is batch]
-        for other in waiting:
-            del self._gathers[other.buffer]
+        waiting = [(other, buffer) for other, buffer in batch.units if self._gathers.get(buffer) is batch]
+        for _, buffer in waiting:
+            del self._gathers[buffer]
         self._end(batch.works, batch.issued)
-        for other in waiting:
+        for other, _ in waiting:
             if other.observers:
                 end_gather(other)
 
-    def release(self, record: GatherRecord) -> None:
-        if record.buffer in self._gathers:
-            self.arrive(record)
-        record.buffer.release()
+    def release(self, unit: Gathered) -> None:
+        if unit.buffer in self._gathers:
+            self.arrive(unit)
+        unit.buffer.release()
 
-    def keep(self, record: GatherRecord, part: PostForwardShard) -> None:
-        self.arrive(record)
+    def keep(self, unit: Gathered, part: PostForwardShard) -> None:
+        self.arrive(unit)
         part.fill()
-        record.buffer.release()
+        unit.buffer.release()
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         if self._reductions:
@@ -267,7 +275,7 @@ class HostStreams(CommStreams):
 class _Batch:
     """Units that were gathered together, where waiting blocks."""
 
-    records: Sequence[GatherRecord]
+    units: Sequence[tuple[Gathered, FlatBuffer]]
     works: Sequence[Work]
     issued: Issued | None
 
@@ -312,7 +320,7 @@ class CudaStreams(CommStreams):
         self._released.clear()
         self._drained_on = None
 
-    def gather(self, records: Sequence[GatherRecord]) -> None:
+    def gather(self, units: Sequence[Gathered]) -> None:
         stream = self._gather_stream
         self._gathers = True
         if self._drained_on is not None:
@@ -325,25 +333,25 @@ class CudaStreams(CommStreams):
         before = self._current()
         torch.cuda.set_stream(stream)
         try:
-            for record in records:
-                with record.allocation:
-                    record.buffer.attach()
-            for work in start_gathers(records):
+            for unit in units:
+                with allocation_of(unit):
+                    unit.buffer.attach()
+            for work in start_gathers(units):
                 work.wait()
-            for record in records:
-                end_gather(record)
+            for unit in units:
+                end_gather(unit)
             event = self._spare.pop() if self._spare else _event()
             event.record(stream)
         finally:
             torch.cuda.set_stream(before)
-        arrival = _Arrival(event, len(records))
-        for record in records:
-            if record.buffer in self._arriving:
-                self._expect_no_more(record)
-            self._arriving[record.buffer] = arrival
+        arrival = _Arrival(event, len(units))
+        for unit in units:
+            if unit.buffer in self._arriving:
+                self._expect_no_more(unit)
+            self._arriving[unit.buffer] = arrival
 
-    def arrive(self, record: GatherRecord) -> None:
-        arrival = self._arriving.get(record.buffer)
+    def arrive(self, unit: Gathered) -> None:
+        arrival = self._arriving.get(unit.buffer)
         if arrival is None:
             return
         current = self._current()
@@ -356,48 +364,48 @@ class CudaStreams(CommStreams):
             if stalls is not None:
                 stalls.waited()
             arrival.on = current.cuda_stream
-        self._expect_no_more(record)
+        self._expect_no_more(unit)
 
     def follow(self) -> None:
         # No event is left to wait for: that of a gather is recorded anew once all of its units have arrived.
         if self._gathers:
             self._current().wait_stream(self._gather_stream)
 
-    def _expect_no_more(self, record: GatherRecord) -> None:
-        arrival = self._arriving.pop(record.buffer)
+    def _expect_no_more(self, unit: Gathered) -> None:
+        arrival = self._arriving.pop(unit.buffer)
         arrival.missing -= 1
         if not arrival.missing:
             # Recorded again only now: a wait is for the latest recording at the time it is issued.
             self._spare.append(arrival.event)
 
-    def release(self, record: GatherRecord) -> None:
-        if record.buffer in self._arriving:
-            self._expect_no_more(record)
+    def release(self, unit: Gathered) -> None:
+        if unit.buffer in self._arriving:
+            self._expect_no_more(unit)
         current = self._current()
-        event = self._used.get(record.buffer)
+        event = self._used.get(unit.buffer)
         if event is None:
-            event = self._used[record.buffer] = _event()
+            event = self._used[unit.buffer] = _event()
         event.record(current)
         self._released[current.cuda_stream] = current, event
-        for stream in _others(record.places, current):
+        for stream in _others(unit.places, current):
             self._released[stream.cuda_stream] = stream, stream.record_event()
-        record.buffer.release()
+        unit.buffer.release()
 
-    def keep(self, record: GatherRecord, part: PostForwardShard) -> None:
-        if record.buffer in self._arriving:
-            self._expect_no_more(record)
+    def keep(self, unit: Gathered, part: PostForwardShard) -> None:
+        if unit.buffer in self._arriving:
+            self._expect_no_more(unit)
         # Beside compute, and both memories are of one stream's pool: the next gather reads the one and may take the
         # other, without a word to compute.
         stream, current = self._gather_stream, self._current()
         self._gathers = True
-        for place in (current, *_others(record.places, current)):
+        for place in (current, *_others(unit.places, current)):
             stream.wait_stream(place)
         torch.cuda.set_stream(stream)
         try:
             part.fill()
         finally:
             torch.cuda.set_stream(current)
-        record.buffer.release()
+        unit.buffer.release()
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         before, stream = self._current(), self._reduce_stream

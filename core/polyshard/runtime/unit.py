@@ -12,8 +12,9 @@ saved past autograd: attributes of a ``ctx``, tensors packed by ``saved_tensors_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 from weakref import ref
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import CollectiveError, ParameterError, ParameterMovedError
+from ..errors import CollectiveError, ParameterError, ParameterMovedError, UnsupportedError
 from ..interfaces import (
     Collectives,
     LinearForm,
@@ -40,11 +41,13 @@ from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown, Swap, lazily
 from .direct import write_directly
+from .flat import FlatParameter
 from .formed import FormBuffer, compute_with_forms
-from .gather import FlatBuffer, GatherRecord, shard_in, slices_of
-from .master import UnitMaster
+from .gather import FlatBuffer, PostForwardShard, Source, shard_in, slices_of
+from .gradients import Gradients
+from .parameters import MasterViews
 from .peers import Audit
-from .states import Phase, Reshard, UnitState
+from .states import Fresh, Phase, Reshard, UnitState
 
 if TYPE_CHECKING:
     from .root import Root
@@ -55,7 +58,7 @@ gradient_of = attrgetter("grad")
 _RELEASED = (UnitState.SHARDED, UnitState.SHARDED_POST_FORWARD)
 
 
-class Unit(UnitMaster):
+class Unit(ABC):
     """Parameters that are gathered together.
 
     Three tensors carry a parameter's values:
@@ -72,6 +75,10 @@ class Unit(UnitMaster):
     root: Root = cast("Root", None)
     #: Whether large linear layers write their weight gradients into the reduction's input.
     writes_gradients_directly = True
+    #: Whether a drop-in makes state dicts of its modules and of optimizers.
+    answers_state_dicts = False
+    #: Whether its parameters gather themselves. Its master is on the meta device then.
+    extended = False
 
     def __init__(
         self,
@@ -89,6 +96,8 @@ class Unit(UnitMaster):
         wire: WireSpec | None = None,
         forms: Sequence[LinearForm] = (),
         neighbours: Collectives | None = None,
+        launch_numel: int | None = None,
+        observers: tuple[Observer, ...] = (),
     ) -> None:
         """Make what a unit knows before its first forward.
 
@@ -98,20 +107,46 @@ class Unit(UnitMaster):
             master: Where it lives, parked already if ``parks``.
             reshard: Whether it is released after forward.
             neighbours: Ranks among which it is gathered for backward under ``Reshard.PARTLY``; None under no other.
+            launch_numel: See there; None for all of its elements.
+            observers: Told of gathers, compute and reductions.
         """
-        super().__init__(spec, layout, parameters, ranks, dtypes, caster, offload, parks=parks, forms=forms)
+        self.spec = spec
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.ranks = ranks
+        self.dtypes = dtypes
+        self.caster = caster
+        self.offload = offload
+        self.trainable = any(parameter.original.requires_grad for parameter in parameters)
+        # Parameters that modules see in another form than the plain view, as ``DTensor``.
+        self._leaf_forms = [(index, each.leaf) for index, each in enumerate(parameters) if each.leaf is not None]
+        # Their gradients are redistributed by name: uneven ones may lie in another order on other ranks of their mesh.
+        self._leaf_forms.sort(key=lambda pair: parameters[pair[0]].names)
+        #: The classes of all parameters, or of none.
+        self.packed = [each.packed for each in parameters if each.packed is not None]
+        for packed in self.packed:
+            packed.move(spec.device)
+        #: Elements by which launches of communication are planned: the same on all ranks of the world, whichever part
+        #: of the unit they hold.
+        self.launch_numel = layout.padded_numel if launch_numel is None else launch_numel
+        #: Whether ``offload`` keeps the master and the gradient.
+        self.parks = parks
+        #: Stands for all parameters in an optimizer; None where nobody asked for it.
+        self.flat: FlatParameter | None = None
+        #: How often an optimizer stepped over the master.
+        self.steps = 0
+        self.pieces = layout.pieces(ranks.shard_rank)
+        #: How its linear layers compute with the bytes of a gather; empty where they compute in a dtype.
+        self.forms = tuple(forms)
         #: How the unit travels where its caster encodes it; None for as it computes.
         self.wire = wire
         self.reshard_policy = reshard
         self.neighbours = neighbours
-        #: Told of gathers, compute and reductions.
-        self.observers: tuple[Observer, ...] = ()
+        self.observers = observers
         self.buffer: FlatBuffer
-        #: What the next gather knows of the unit, or the last one did; made anew whenever something in it changes.
-        self.record: GatherRecord
-        # Of gathers from the shards of all ranks, and from what neighbours keep behind a forward.
-        self._shard_record: GatherRecord
-        self._post_forward_record: GatherRecord
+        #: What the next gather is made from: the shards of all ranks, or what neighbours keep behind a forward.
+        self.source: Source
+        self._shards: Source
         self.bindings: Bindings
         #: Reduced in the backward that runs.
         self.reduced = False
@@ -120,27 +155,27 @@ class Unit(UnitMaster):
         #: Where it was used since its gather, as ``CommStreams.here`` says: one place, but for models that compute on
         #: several streams.
         self.places: list[object] = []
-        #: Gathered between steps on request: the next forward uses that gather, and makes no other.
-        self.ahead = False
-        #: Whole for later forwards, which make no gather of their own until an optimizer steps. The same on all ranks.
-        self.retained = False
         #: Whether its module's backwards reduce gradients, where the step does.
         self.synchronises = True
         #: Whether gather buffers hold their memory where they are released.
         self.keeps_buffer = False
-        #: Whole for this rank's recomputation alone: in the ranks' common order it is released.
-        self.kept = False
         self._use_master(master)
 
     def _use_master(self, master: torch.Tensor) -> None:
-        super()._use_master(master)
-        #: Whether the parameters are to be gathered: neither there, nor on their way, or of another step.
-        self.due = not self.permanent
+        """Build what depends on the master: its dtype, its place, and the parameters that view it."""
+        self.master = master
+        # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
+        same = self.ranks.owner is None and self.dtypes.compute == self.master.dtype
+        self.permanent = same and not (self.parks or self.extended or self.forms)
+        self.originals = self._make_originals()
+        self.gradients = self._make_gradients()
+        self._take_gradient_dtype(self.originals.tensors)
+        self.fresh = Fresh.NOW if self.permanent else Fresh.NOT
         self.prepared = False
         self.leaves: list[torch.Tensor] = []
         #: What ``leaves`` have as gradients where none has any.
         self.no_gradients: list[None] = []
-        for name in ("buffer", "bindings", "record", "_shard_record", "_post_forward_record"):
+        for name in ("buffer", "bindings", "source", "_shards"):
             # They would keep the memory of the master before, which is elsewhere now to make room.
             self.__dict__.pop(name, None)
         self._training_buffer: FlatBuffer | None = None
@@ -170,10 +205,69 @@ class Unit(UnitMaster):
             beside = [*beside, *lazily(sites, partial(self.on_lazy_use, self))]
         return Bindings(self.parameters, self.leaves, elsewhere=elsewhere, beside=beside)
 
-    def watch(self, observers: tuple[Observer, ...]) -> None:
-        """Tell ``observers`` of gathers, compute and reductions from now on."""
-        self.observers = observers
-        self._renew_record()
+    def _take_gradient_dtype(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if self.dtypes.grad != self.spec.master_dtype:
+            # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
+            for parameter in parameters:
+                parameter.grad_dtype = self.dtypes.grad
+
+    @abstractmethod
+    def _make_originals(self) -> MasterViews:
+        """What modules and optimizers hold, over the master."""
+
+    def _make_gradients(self) -> Gradients:
+        return Gradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
+
+    @property
+    def name(self) -> str:
+        """Its name in messages: that of its module, ``(root)`` for the outermost, and what sets it apart there."""
+        return self.spec.label
+
+    @property
+    def keeper(self) -> OffloadManager | None:
+        """The manager that the unit is parked with; None where it is not."""
+        return self.offload if self.parks else None
+
+    def flatten(self) -> list[torch.nn.Parameter]:
+        """What an optimizer may have that treats all elements alike."""
+        return list(self.originals.tensors)
+
+    @property
+    def receivers(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters whose ``.grad`` the reduced gradient arrives in."""
+        return self.originals.tensors if self.flat is None else (self.flat.parameter,)
+
+    def local(self, slot: int) -> torch.nn.Parameter:
+        """The elements that this rank has of the parameter at ``slot``, as a plain parameter over their memory."""
+        return self.parameters[slot].original
+
+    def slots_of_receivers(self) -> Iterator[tuple[int | None, torch.nn.Parameter]]:
+        """``receivers``, each with its index in the layout; None of a flat one, which stands for all parameters."""
+        receivers = self.receivers
+        return zip(range(len(receivers)) if len(receivers) == len(self.parameters) else (None,), receivers, strict=True)
+
+    def refuse_extended(self, call: str) -> None:
+        """Raise UnsupportedError where the unit has no flat master, which ``call`` needs."""
+        if self.extended:
+            parameter = self.parameters[0]
+            raise UnsupportedError(
+                f"{call}: '{parameter.names[0]}' gathers itself (fsdp_pre_all_gather), and lies in no flat buffer "
+                f"(rank {self.ranks.world.rank}). Give model.parameters() to an optimizer of torch; "
+                "polyshard.checkpoint, polyshard.state and polyshard.stream have its values."
+            )
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self.master.nbytes
+
+    @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """How many ranks of the model hold the same elements: for each parameter, or one number for all of them."""
+        if not any(each.part for each in self.parameters):
+            return (self.ranks.copies(),)
+        found = tuple(self.ranks.copies(each.part) for each in self.parameters)
+        return found if len(set(found)) > 1 else found[:1]
 
     @property
     def gathered_nbytes(self) -> int:
@@ -209,40 +303,20 @@ class Unit(UnitMaster):
         rank, neighbours = self.ranks.shard_rank, self.neighbours
         return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=rank, gathers=True, neighbours=neighbours)
 
-    def _renew_record(self) -> None:
-        """Let gathers know of a change. Before ``prepare`` there is nothing to gather."""
-        if self._training_buffer is not None:
-            gather, buffer = self.ranks.gather, self.buffer
-            self.record = self._shard_record = GatherRecord(
-                self.spec,
-                gather,
-                self.master,
-                buffer,
-                gather or self.ranks.world,
-                self.keeper,
-                self.caster,
-                self.wire,
-                self.observers,
-                self.places,
-                [] if self.extended or self.forms else slices_of(self.master, self.layout),
-                buffer.pairs,
-                buffer.owns,
-            )
-            part = buffer.post_forward
-            if part is not None:
-                # What is kept computes as it is: there is nothing to cast, to decode or to fetch.
-                self._post_forward_record = dataclasses.replace(
-                    self.record,
-                    group=self.neighbours,
-                    source=part.memory,
-                    offload=None,
-                    wire=None,
-                    slices=part.slices,
-                    pairs=part.pairs,
-                    owns=part.owns,
-                )
-                if self.state is UnitState.SHARDED_POST_FORWARD:
-                    self.record = self._post_forward_record
+    def _find_sources(self) -> None:
+        """Tell what gathers are made from. Before ``prepare`` there is nothing to gather."""
+        if self._training_buffer is None:
+            return
+        gather, buffer, part = self.ranks.gather, self.buffer, self.buffer.post_forward
+        slices = [] if self.extended or self.forms else slices_of(self.master, self.layout)
+        self._shards = Source(gather, self.master, self.keeper, self.wire, slices, buffer.pairs, buffer.owns)
+        self.source = self._shards
+        if part is not None and self.state is UnitState.SHARDED_POST_FORWARD:
+            self._gather_from(part)
+
+    def _gather_from(self, part: PostForwardShard) -> None:
+        # What is kept computes as it is: there is nothing to cast, to decode or to fetch.
+        self.source = Source(self.neighbours, part.memory, None, None, part.slices, part.pairs, part.owns)
 
     def keep_buffer(self, keeps: bool) -> None:
         """Whether whole parameters keep their memory, and so their addresses, where they are released."""
@@ -254,7 +328,7 @@ class Unit(UnitMaster):
     def _bind(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
         buffer.keeps = self.keeps_buffer
-        self._renew_record()
+        self._find_sources()
         self.leaves = self._leaves_over(buffer.views)
         for index, form in self._leaf_forms:
             self.leaves[index] = form.as_leaf(buffer.views[index])
@@ -280,13 +354,15 @@ class Unit(UnitMaster):
         return [self.buffer.flat, *(self.leaves[index] for index, _ in self._leaf_forms)]
 
     def use_ranks(self, ranks: UnitRanks) -> None:
-        super().use_ranks(ranks)
-        self._renew_record()
+        """Communicate over ``ranks`` from now on, whose sizes are those of the ranks before."""
+        self.ranks = ranks
+        self.__dict__.pop("copies", None)
+        self._find_sources()
 
     def use_neighbours(self, neighbours: Collectives) -> None:
         """Gather for backward among ``neighbours``, the same ranks as before, from now on."""
         self.neighbours = neighbours
-        self._renew_record()
+        self._find_sources()
 
     def join(
         self,
@@ -294,8 +370,21 @@ class Unit(UnitMaster):
         names_of: Callable[[ManagedParameter], tuple[str, ...]],
         ranks_of: Callable[[UnitRanks], UnitRanks] | None,
     ) -> None:
-        super().join(module_name, names_of, ranks_of)
-        self._renew_record()
+        """Become a unit of a larger model, of its module ``module_name``, with the ranks that ``ranks_of`` tells.
+
+        Nobody else keeps ``spec`` or ``ranks``: they change here.
+        """
+        if ranks_of is not None:
+            self.use_ranks(ranks_of(self.ranks))
+        for each in self.parameters:
+            each.names = names_of(each)
+        self.spec = dataclasses.replace(
+            self.spec,
+            name=f"{module_name}{self.spec.suffix}",
+            parameter_names=tuple(each.names[0] for each in self.parameters),
+            is_root=False,
+        )
+        self._find_sources()
 
     @property
     def pending(self) -> bool:
@@ -386,7 +475,7 @@ class Unit(UnitMaster):
 
     def unshard(self) -> None:
         """Issue the gather, unless the parameters are there or on their way."""
-        if self.due:
+        if self.fresh.due:
             self.issue_gather()
 
     def issue_gather(self) -> None:
@@ -399,7 +488,7 @@ class Unit(UnitMaster):
         if self.state is UnitState.GATHERING:
             for observer in self.observers:
                 observer.wait(self.spec)
-            streams.arrive(self.record)
+            streams.arrive(self)
             if self.root.audit is not None:
                 self._compare_gathered(self.root.audit)
             for observer in self.observers:
@@ -446,17 +535,15 @@ class Unit(UnitMaster):
     def reshard(self) -> None:
         """Release the gather buffer, and what is kept of it behind a forward."""
         self.hide()
-        self.ahead = False
         if self.permanent or self.state is UnitState.SHARDED:
             return
+        self.fresh = Fresh.NOT
         if self.state is UnitState.SHARDED_POST_FORWARD:
             self._drop_post_forward()
             return
-        self.root.streams.release(self.record)
+        self.root.streams.release(self)
         self.places.clear()
         self.state = UnitState.SHARDED
-        self.due = True
-        self.kept = self.retained = False
         for observer in self.observers:
             observer.reshard(self.spec)
 
@@ -467,20 +554,17 @@ class Unit(UnitMaster):
             self.reshard()
             return
         self.hide()
-        self.ahead = False
-        self.root.streams.keep(self.record, part)
+        self.root.streams.keep(self, part)
         self.places.clear()
-        self.record = self._post_forward_record
-        self.state = UnitState.SHARDED_POST_FORWARD
-        self.due = True
-        self.kept = self.retained = False
+        self._gather_from(part)
+        self.state, self.fresh = UnitState.SHARDED_POST_FORWARD, Fresh.NOT
         for observer in self.observers:
             observer.reshard(self.spec)
 
     def _drop_post_forward(self) -> None:
         assert self.buffer.post_forward is not None
         self.buffer.post_forward.release()
-        self.record = self._shard_record
+        self.source = self._shards
         self.state = UnitState.SHARDED
 
     def _hide_whole(self) -> bool:
@@ -494,32 +578,34 @@ class Unit(UnitMaster):
         """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
         if self._hide_whole():
             self.wait()
-            self.due = self.kept = True
+            self.fresh = Fresh.ALONE
 
     def retain(self) -> None:
         """Keep the parameters whole for later forwards, until an optimizer steps."""
         if self._hide_whole():
-            self.retained = self.root.awaits_optimizer = True
+            self.root.awaits_optimizer = True
+            if not self.fresh.due:
+                self.fresh = Fresh.RETAINED
 
     def outdate(self) -> None:
         """The master gets other values: parameters that are retained, or kept in part, are gathered again at their next
         use."""
-        if self.retained:
-            self.retained = False
-            self.due = True
+        if self.fresh is Fresh.RETAINED:
+            self.fresh = Fresh.NOT
             self.hide()
         elif self.state is UnitState.SHARDED_POST_FORWARD:
             self._drop_post_forward()
 
     def expire(self) -> None:
         """A new step begins: parameters that stayed gathered may be older than the master, and are gathered again."""
-        if not (self.ahead or self.retained):
-            if self.state is UnitState.SHARDED_POST_FORWARD:
-                self._drop_post_forward()
-            self.due = not self.permanent
-        self.ahead = False
         if self.permanent:
             self.places.clear()
+        elif self.fresh is Fresh.AHEAD:
+            self.fresh = Fresh.NOW
+        elif self.fresh is not Fresh.RETAINED:
+            if self.state is UnitState.SHARDED_POST_FORWARD:
+                self._drop_post_forward()
+            self.fresh = Fresh.NOT
         gradients = self.gradients
         if gradients.places or gradients.input.claimed:
             gradients.drop_unreduced()
@@ -531,7 +617,7 @@ class Unit(UnitMaster):
 
     def adopt_changes(self) -> None:
         """Take over changes that the user made to the originals since the last forward. As of ``MasterViews``."""
-        if self.ahead:
+        if self.fresh is Fresh.AHEAD:
             # Modules may hold views, which are no changes.
             self.hide()
         if self.flat is not None:
@@ -559,7 +645,7 @@ class Unit(UnitMaster):
             self._drop_post_forward()
         self.state = UnitState.GATHERING
         self.places.clear()
-        self.due = self.kept = False
+        self.fresh = Fresh.NOW
 
 
 def _set_to_itself(leaf: ref[torch.Tensor], parameter: ManagedParameter, source: torch.Tensor) -> torch.Tensor:
@@ -577,7 +663,7 @@ def _set_to_itself(leaf: ref[torch.Tensor], parameter: ManagedParameter, source:
 
 def unshard_due(units: Sequence[Unit]) -> None:
     """Issue the gathers of those of ``units``, of one module state, that are due, as one communication."""
-    due = [unit for unit in units if unit.due]
+    due = [unit for unit in units if unit.fresh.due]
     if len(due) == 1:
         due[0].issue_gather()
     elif due:
@@ -595,11 +681,11 @@ def unshard_together(units: Sequence[Unit]) -> None:
                     root.streams.meet(root.audit.agree, unit.ranks.world, unit.name, *unit.gathered)
         if root.announce is not None:
             # Among those that gather: replicas may evaluate apart.
-            for same in alike(units, [id(unit.record.group) for unit in units]) if len(units) > 1 else (units,):
-                among = same[0].record.group
+            for same in alike(units, [id(unit.source.group) for unit in units]) if len(units) > 1 else (units,):
+                among = same[0].source.group
                 if among is not None:
                     root.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in same))
-        root.streams.gather([unit.record for unit in units])
+        root.streams.gather(units)
     except BaseException as error:
         if isinstance(error, CollectiveError):
             root.recorder.fail(error, entry)

@@ -9,7 +9,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -35,29 +35,17 @@ _DETAILS_S = 10.0
 #: How many ranks are listed, and how many different reports are read: of thousands, the others say the same.
 _LISTED, _READ = 64, 8
 #: The scope of what all ranks share.
-_EVERYONE = ""
+EVERYONE = ""
 #: Characters of a failure that other ranks read.
 _LONGEST_FAILURE = 8192
 #: Bytes of one value in the store, which refuses those of more than 8 MiB.
 _CHUNK = 1 << 20
 
 
-class Report(list[Any]):
-    """What one rank reports: rows of JSON values, which begin with a title, and must be the same on all ranks."""
-
-    def __init__(self, rows: Sequence[Any] = (), scoped: Mapping[str, Sequence[Any]] | None = None) -> None:
-        super().__init__(rows)
-        #: Rows that must be the same on ranks with an equal scope, which is a text that says what they share. A few
-        #: scopes a rank: what each of them costs does not depend on the number of ranks.
-        self.scoped: dict[str, list[Any]] = {scope: list(rows) for scope, rows in (scoped or {}).items()}
-
-    def of(self, scope: str) -> list[Any]:
-        """The rows of ``scope``, to be added to; those of all ranks for an empty one."""
-        return self.scoped.setdefault(scope, []) if scope else self
-
-    def by_scope(self) -> dict[str, list[Any]]:
-        """All rows by scope, those of all ranks first."""
-        return {_EVERYONE: self, **self.scoped}
+#: What one rank reports: rows of JSON values, which begin with a title, by scope, a text that says what ranks share who
+#: must report the same. All ranks share ``EVERYONE``, which is first. A rank has a few scopes: what each of them costs
+#: does not depend on the number of ranks.
+Report = dict[str, list[Any]]
 
 
 class Agreement:
@@ -95,7 +83,7 @@ class Agreement:
             Exception: that of the body, once the other ranks can know of it.
             RankMismatchError: another rank failed, reports something else, or did not arrive.
         """
-        report = Report()
+        report: Report = {EVERYONE: []}
         error: Exception | None = None
         try:
             yield report
@@ -182,7 +170,7 @@ class StoreAgreement:
         self._timeout_s = timeout.total_seconds()
         self._prefix = f"polyshard/agree/{scope_of(ranks)}"
         self._turn = 0
-        self._report = Report()
+        self._report: Report = {}
         self._failed = False
         self._deadline = 0.0
         self._arrived = 0
@@ -269,7 +257,7 @@ class StoreAgreement:
             )
 
     def _compare(self) -> None:
-        for scope, rows in self._report.by_scope().items():
+        for scope, rows in self._report.items():
             mine, mark = digest(rows), _mark(scope)
             found: bytes = self._store.compare_set(self._key(f"first{mark}"), "", f"{mine} {self._rank}")
             first, rank = found.decode().split()
@@ -376,7 +364,7 @@ class StoreAgreement:
         return [json.loads(self._get(key)) for key in keys if self._wait(self._key(key), _GRACE_S)]
 
     def _publish(self, scope: str) -> None:
-        content = zlib.compress(_json(self._report.by_scope()[scope]))
+        content = zlib.compress(_json(self._report[scope]))
         chunks = [content[start : start + _CHUNK] for start in range(0, len(content), _CHUNK)]
         name = f"report{_mark(scope)}/{self._rank}"
         for number, chunk in enumerate(chunks):
@@ -441,7 +429,7 @@ def _through_collectives(collectives: Collectives, report: Report, error: Except
     """
     rank = collectives.rank
     failure = None if error is None else words(error)[:_LONGEST_FAILURE]
-    mine = {scope: digest(rows) for scope, rows in report.by_scope().items()}
+    mine = {scope: digest(rows) for scope, rows in report.items()}
     everyone = list(collectives.all_gather_object((failure, mine)))
     if error is not None:
         return
@@ -457,11 +445,9 @@ def _through_collectives(collectives: Collectives, report: Report, error: Except
         return
     # All ranks know that digests differ. One of each kind sends its report. Where the model is another one, so are its
     # values.
-    texts, differing = [], differing[:1] if differing[0] == _EVERYONE else differing[:_READ]
+    texts, differing = [], differing[:1] if differing[0] == EVERYONE else differing[:_READ]
     read = {scope: list(kinds[scope].values())[: _READ + 1] for scope in differing}
-    spoken = {
-        scope: list(report.by_scope()[scope]) for scope in differing if rank in (ranks[0] for ranks in read[scope])
-    }
+    spoken = {scope: list(report[scope]) for scope in differing if rank in (ranks[0] for ranks in read[scope])}
     reports = [json.loads(each) for each in collectives.all_gather_object(_json(spoken))]
     for scope in differing:
         reported = [Reported(ranks, len(ranks), reports[ranks[0]][scope]) for ranks in read[scope]]

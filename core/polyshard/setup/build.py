@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..interfaces import Collectives, OffloadManager, UnitSpec
 from ..planning.answers import refuse_shared_memory
 from ..planning.extensions import insides_of
 from ..planning.groups import FormedGroups, ModelRanks, UnitRanks
-from ..planning.layout import FlatLayout
 from ..planning.parts import ParameterPlace
 from ..planning.placements import OwnPlacements, Placings
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, modules_in, names_in
@@ -169,10 +168,7 @@ def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
         for each in plan.modules:
             own = masters.pop(each.name, None)
             if own is None:
-                own = [
-                    _cut(group, unit.layout, groups.of(unit.ranks), device)
-                    for group, unit in zip(each.groups, each.units, strict=True)
-                ]
+                own = [_cut(unit, groups.of(unit.ranks), device) for unit in each.units]
             cuts = True
             made[each.module] = (GroupedState if isinstance(each.module, GroupedModules) else ModuleState)(
                 each.name,
@@ -290,14 +286,14 @@ def _parked(
         if each.parks:
             for planned, master in zip(each.units, masters[each.name], strict=True):
                 if planned.parked and not (plan.request.stays_on_meta and master.is_meta):
-                    yield each.plugins.offload, planned.spec, master
+                    yield each.offload, planned.spec, master
     for unit in _sharded_units(plan.request):
         if unit.parks and not (plan.request.stays_on_meta and unit.master.is_meta):
             yield unit.offload, unit.spec, unit.master
 
 
 def _whole_shapes(plan: ShardPlan) -> dict[nn.Parameter, tuple[int, ...]]:
-    parameters = [parameter.original for each in plan.modules for group in each.groups for parameter in group]
+    parameters = [parameter.original for each in plan.modules for _, parameter in each.placed_parameters]
     shapes = {parameter: tuple(parameter.shape) for parameter in parameters}
     for unit in _sharded_units(plan.request):
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
@@ -334,10 +330,10 @@ def _park(
         # Let go of one by one: the manager makes its own copy of each.
         masters.reverse()
     placed = []
-    for unit, group in zip(module.units, module.groups, strict=True):
-        shard = masters.pop() if masters is not None else _cut(group, unit.layout, groups.of(unit.ranks), plan.device)
+    for unit in module.units:
+        shard = masters.pop() if masters is not None else _cut(unit, groups.of(unit.ranks), plan.device)
         if unit.parked and not (plan.request.stays_on_meta and shard.is_meta):
-            shard = park(module.plugins.offload, unit, shard, groups.world.rank)
+            shard = park(module.offload, unit, shard, groups.world.rank)
         placed.append(shard)
     return placed
 
@@ -354,26 +350,26 @@ def _build_units(
         _torch_private.drop_rnn_references(rnn)
     masters.reverse()
     units: list[Unit] = []
-    for planned, group in zip(module.units, module.groups, strict=True):
+    for planned in module.units:
         ranks = groups.of(planned.ranks)
         unit = placed_unit(
             plan.request.placements or OwnPlacements(placings, ranks),
             planned.spec,
             planned.layout,
-            group,
+            planned.parameters,
             ranks,
             masters.pop(),
             planned.dtypes,
-            module.plugins.caster,
-            module.plugins.offload,
+            module.caster,
+            module.offload,
             reshard=_reshard_policy(plan, module, planned),
             wire=planned.wire,
             forms=planned.forms,
             parks=planned.parked,
             neighbours=groups.neighbours(planned.ranks),
+            launch_numel=planned.launch_numel,
+            observers=planned.observers,
         )
-        unit.launch_numel = planned.launch_numel
-        unit.watch(planned.observers)
         units.append(unit)
     for rnn in recurrent:
         rnn.__dict__.update(_torch_private.rnn_weights(rnn, rnn._parameters))
@@ -382,7 +378,8 @@ def _build_units(
     return units
 
 
-def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, ranks: UnitRanks, device: torch.device) -> torch.Tensor:
+def _cut(unit: PlannedUnit, ranks: UnitRanks, device: torch.device) -> torch.Tensor:
+    group, layout = unit.parameters, unit.layout
     if group[0].extended:
         # Their unit cuts them.
         return torch.empty(layout.shard_numel, dtype=group[0].original.dtype, device="meta")

@@ -163,7 +163,8 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
     rows: list[list[Any]] = [[f"'{plan.name or '(root)'}'", overrides, str(plan.buffer_dtype), gathers]]
     if plan.ranks.lists.label or plan.ranks.divisor is not None:
         rows[0].append(["over", plan.ranks.lists.label, "gradients divided by", plan.ranks.divisor])
-    for unit, group in zip(plan.units, plan.groups, strict=True):
+    for unit in plan.units:
+        group = unit.parameters
         title = f"unit '{unit.spec.label}'"
         even = all(parameter.part is None or parameter.part.is_even for parameter in group)
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]

@@ -79,10 +79,9 @@ def remember(owners: Sequence[PlannedModule], device: torch.device) -> Callable[
         if any(is_meta(buffer) for buffer in module._buffers.values())
     }
     for owner in owners:
-        for group in owner.groups:
-            for parameter in group:
-                if parameter.original.is_meta:
-                    hollow.update(dict.fromkeys(module for module, _ in parameter.sites))
+        for _, parameter in owner.placed_parameters:
+            if parameter.original.is_meta:
+                hollow.update(dict.fromkeys(module for module, _ in parameter.sites))
     if not hollow:
         return lambda: None
     held = {module: dict(module._buffers) for module in hollow}
@@ -155,7 +154,7 @@ def materialize(
                         place_buffers(module, device, None)
                         _initialize(module, set(), initializer, whole_shapes)
                 if from_first:
-                    originals = [parameter.original for group in owner.groups for parameter in group]
+                    originals = [parameter.original for _, parameter in owner.placed_parameters]
                     _send_parameters(owner, originals, ranks_of, device)
             if from_first:
                 _send_buffers(owner, ranks_of(owner.ranks), device)
@@ -215,8 +214,8 @@ def _values(owner: PlannedModule, flats: Sequence[torch.Tensor]) -> list[torch.T
     """The whole parameters: views of ``flats``, or what ``_fill`` made."""
     return [
         view_of(flat, slot.shape, slot.stride, slot.offset) if parameter.rows is None else parameter.rows
-        for unit, group, flat in zip(owner.units, owner.groups, flats, strict=True)
-        for parameter, slot in zip(group, unit.layout.slots, strict=True)
+        for unit, flat in zip(owner.units, flats, strict=True)
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True)
     ]
 
 
@@ -242,18 +241,18 @@ class _Scratch:
 
 def _scratch_nbytes(owner: PlannedModule) -> int:
     """What one module needs: wholes that parts are cut from, units that are, too."""
-    units = [unit for unit, group in zip(owner.units, owner.groups, strict=True) if not group[0].extended]
-    taken = [(unit.layout.padded_numel, unit.spec.master_dtype) for unit in units if unit.is_cut]
-    for group in owner.groups:
-        taken += [(product(each.part.shape), each.original.dtype) for each in group if each.part is not None]
+    units = [unit for unit in owner.units if unit.is_cut and not unit.parameters[0].extended]
+    taken = [(unit.layout.padded_numel, unit.spec.master_dtype) for unit in units]
+    parts = ((each.part, each.original.dtype) for _, each in owner.placed_parameters)
+    taken += [(product(part.shape), dtype) for part, dtype in parts if part is not None]
     return sum(_Scratch.nbytes(*each) for each in taken)
 
 
 def _flats(owner: PlannedModule, scratch: _Scratch, device: torch.device) -> list[torch.Tensor]:
     flats = []
-    for unit, group in zip(owner.units, owner.groups, strict=True):
+    for unit in owner.units:
         numel, dtype = unit.layout.padded_numel, unit.spec.master_dtype
-        if group[0].extended:
+        if unit.parameters[0].extended:
             # They lie in none: ``_fill`` makes them.
             flats.append(torch.empty(numel, dtype=dtype, device="meta"))
             continue
@@ -273,7 +272,7 @@ def _fill(
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
 ) -> None:
     fresh = {module: None for module in owner.modules if any(is_meta(buffer) for buffer in module._buffers.values())}
-    parameters = [parameter for group in owner.groups for parameter in group]
+    parameters = [parameter for _, parameter in owner.placed_parameters]
     for parameter in parameters:
         if parameter.original.is_meta:
             for module, _ in parameter.sites:
@@ -399,9 +398,9 @@ def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives) -> Non
             unreal = unit.spec.device.type == "meta" or unit.spec.master_dtype.is_complex
             if unit.wire is None or not unit.spec.shard_numel or unreal:
                 continue
-            known = smallest.get(id(owner.plugins.caster))
+            known = smallest.get(id(owner.caster))
             if known is None or unit.spec.shard_numel < known[1].spec.shard_numel:
-                smallest[id(owner.plugins.caster)] = owner.plugins.caster, unit
+                smallest[id(owner.caster)] = owner.caster, unit
     for caster, unit in smallest.values():
         _try_codec(caster, unit, collectives)
 

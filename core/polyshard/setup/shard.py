@@ -43,12 +43,12 @@ from ..planning.plan import (
     refuse_sharded,
     refuse_unshardable,
 )
-from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units, reads_in_backward
+from ..planning.units import PlannedModule, decide_parking, plan_units, reads_in_backward
 from ..planning.values import buffers_to_compare, values_to_compare
 from ..runtime.live_roots import live_roots
 from ..runtime.replaced import replaced_parameters
 from ..runtime.root import Root
-from .agree import Agreement, Report
+from .agree import EVERYONE, Agreement, Report
 from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
 from .differences import kind_of, rows_of
 from .materialize import refuse_uninitializable
@@ -274,18 +274,17 @@ def _plan_units(
             for setting, group in _OVERRIDDEN.items()
             if setting in owner.overrides
         }
-        serving = ModulePlugins(
-            overrides["precision"].instance if "precision" in overrides else plugins.caster,
-            overrides["offload"].instance if "offload" in overrides else plugins.offload,
-            overrides,
-        )
-        refuse_unable(serving.caster, rank)
-        refuse_unable(serving.offload, rank)
+        caster = overrides["precision"].instance if "precision" in overrides else plugins.caster
+        offload = overrides["offload"].instance if "offload" in overrides else plugins.offload
+        refuse_unable(caster, rank)
+        refuse_unable(offload, rank)
         reads = reads_in_backward(owner.module)
         planned.append(
             plan_units(
                 owner,
-                serving,
+                caster,
+                offload,
+                overrides,
                 partial(ranks.of_unit, owner.overrides, module=owner.name, rank=rank, reads=reads),
                 plugins.context.device,
                 plugins.events,
@@ -296,10 +295,10 @@ def _plan_units(
             )
         )
         _refuse_overlaps(planned[-1], ranks)
-    modules = decide_parking(planned, rank)
-    for each in modules:
+    decide_parking(planned, rank)
+    for each in planned:
         _refuse_beside_buffers(each, plugins.collectives)
-    return modules
+    return tuple(planned)
 
 
 def _refuse_packed_meta(owners: Sequence[ModuleParameters], rank: int) -> None:
@@ -316,8 +315,8 @@ def _refuse_packed_meta(owners: Sequence[ModuleParameters], rank: int) -> None:
 def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> None:
     """Raise where parameters that gather themselves, or compute as bytes, meet what needs them in a flat buffer; and
     where a part of that would be kept, whose memory is the backend's."""
-    for unit, group in zip(module.units, module.groups, strict=True):
-        parameter, rank = group[0], f"(rank {collectives.rank})"
+    for unit in module.units:
+        parameter, rank = unit.parameters[0], f"(rank {collectives.rank})"
         if unit.ranks.post_forward_size is not None and collectives.capabilities.fixed_addresses:
             raise ConfigError(
                 f"reshard_after_forward={unit.ranks.post_forward_size} for '{module.name or '(root)'}' {rank} would "
@@ -328,7 +327,7 @@ def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> N
             where = f"'{parameter.names[0]}', a {type(parameter.original).__name__} that gathers itself {rank}"
             instead = "pass it in ignored_parameters"
         elif unit.forms:
-            caster = type(module.plugins.caster).__name__
+            caster = type(module.caster).__name__
             where = f"'{unit.spec.parameter_names[0]}', which {caster} keeps in bytes of its own {rank}"
             instead = "another precision"
         else:
@@ -340,7 +339,7 @@ def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> N
             )
         if parameter.extended and unit.parked:
             raise UnsupportedError(
-                f"{type(module.plugins.offload).__name__} would park {where}, and takes flat buffers alone. Leave "
+                f"{type(module.offload).__name__} would park {where}, and takes flat buffers alone. Leave "
                 "offloading out, or pass the parameter in ignored_parameters."
             )
         if collectives.capabilities.fixed_addresses:
@@ -354,9 +353,10 @@ def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement:
     """Put into the report what ranks compare: what they resolved and planned, and checksums of values."""
     config, collectives = plan.request.config, plugins.collectives
     # Asked for where nobody compares them, too, so that a plugin that cannot answer shows everywhere.
-    overridden = [[registry.fingerprint(own) for own in each.plugins.overrides.values()] for each in plan.modules]
+    overridden = [[registry.fingerprint(own) for own in each.named.values()] for each in plan.modules]
     compares = config.check_ranks and collectives.capabilities.can_communicate and collectives.world_size > 1
-    report += [
+    rows = report[EVERYONE]
+    rows += [
         *registry.Permission.read().rows(),
         *(row for used in plugins.used for row in registry.fingerprint(used)),
         ["collectives", *kind_of(collectives)],
@@ -371,41 +371,40 @@ def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement:
         # Some thirty lists a unit.
         for each, fingerprints in zip(plan.modules, overridden, strict=True):
             releases = ["reshard_after_forward", each.overrides.get("reshard_after_forward")]
-            report += rows_of(each, [releases, *fingerprints])
-        report += [["ranks", own.label, own.shard, own.replicate] for own in others]
+            rows += rows_of(each, [releases, *fingerprints])
+        rows += [["ranks", own.label, own.shard, own.replicate] for own in others]
     if compares:
-        report.append(["polyshard", __version__, registry.engine_digest()])
+        rows.append(["polyshard", __version__, registry.engine_digest()])
         values = values_to_compare(plan.modules, compare=not config.sync_module_states)
         among = ""
         if plan.request.stays_on_meta:
             # Where rank 0 alone has values, the program sends them later.
             on_meta = [str(name) for rows in values.values() for _, name, _, value in rows if value == "meta"]
             among = f"ranks with {', '.join(on_meta) or 'no parameter'} on the meta device"
-        for scope, rows in values.items():
-            report.of(", ".join(filter(None, (among, scope)))).extend(rows)
+        for scope, its in values.items():
+            report.setdefault(", ".join(filter(None, (among, scope))), []).extend(its)
         if config.sync_module_states:
             own = {inner for each in plan.modules for inner in each.modules}
-            report += buffers_to_compare(named for named in plan.request.module.named_modules() if named[1] in own)
+            rows += buffers_to_compare(named for named in plan.request.module.named_modules() if named[1] in own)
 
 
 def _refuse_overlaps(module: PlannedModule, ranks: ModelRanks) -> None:
     """Raise where a ``DTensor`` of ``module`` is over ranks that share its unit's shards, or is without a mesh."""
-    for unit, group in zip(module.units, module.groups, strict=True):
-        for parameter in group:
-            if parameter.part is None:
-                continue
-            if ranks.mesh is None:
-                raise ConfigError(
-                    f"The parameter '{parameter.names[0]}' is a DTensor, and the configuration has no mesh that would "
-                    "tell over which other ranks to shard it. Give it: ShardConfig(mesh=mesh, shard='dp'), of a mesh "
-                    "with the DTensor's dimensions and those to shard over."
-                )
-            refuse_overlap(unit.ranks.lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
+    for unit, parameter in module.placed_parameters:
+        if parameter.part is None:
+            continue
+        if ranks.mesh is None:
+            raise ConfigError(
+                f"The parameter '{parameter.names[0]}' is a DTensor, and the configuration has no mesh that would "
+                "tell over which other ranks to shard it. Give it: ShardConfig(mesh=mesh, shard='dp'), of a mesh "
+                "with the DTensor's dimensions and those to shard over."
+            )
+        refuse_overlap(unit.ranks.lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
 
 
 def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
     found = [registry.used(each) for each in plugins.used]
-    found += [registry.used(own, each.name) for each in plan.modules for own in each.plugins.overrides.values()]
+    found += [registry.used(own, each.name) for each in plan.modules for own in each.named.values()]
     modules_called(plan.request.module)[0].__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
 
 

@@ -137,7 +137,7 @@ def explain(
             *(
                 _plugin(constructed, f"{each.name or '(root)'}: {setting}", lambda option: by_policy)
                 for each in planned
-                for setting, constructed in each.plugins.overrides.items()
+                for setting, constructed in each.named.items()
             ),
         ),
         units=tuple(units),
@@ -334,7 +334,6 @@ def _unit(module: PlannedModule, unit: PlannedUnit, reason: str) -> ExplainedUni
     spec, flat, dtypes = unit.spec, unit.layout, unit.dtypes
     elements = sum(slot.numel for slot in flat.slots)
     gather_nbytes = 0 if flat.world_size == 1 else unit.gathered_nbytes_per_rank
-    group = next(group for group in module.groups if group[0].names[0] in spec.parameter_names)
     return ExplainedUnit(
         name=spec.label,
         module_class=type(module.module).__name__,
@@ -345,7 +344,7 @@ def _unit(module: PlannedModule, unit: PlannedUnit, reason: str) -> ExplainedUni
         elements=elements,
         padding=flat.padded_numel - elements,
         shard_elements=flat.shard_numel,
-        trained=group[0].original.requires_grad,
+        trained=unit.parameters[0].original.requires_grad,
         master=spec.master_dtype,
         compute=dtypes.compute,
         wire=dtypes.wire,
