@@ -169,7 +169,7 @@ class FlatUnit(Unit):
     def conceal(self) -> None:
         """Let modules see what they see outside of compute."""
         self._shown_addresses = []
-        super().hide()
+        super().conceal()
         if not self.permanent and self.whole_for_user is None:
             self.flat_param.data = self.master
 

@@ -34,9 +34,9 @@ from ..planning.layout import contiguous_stride, product
 from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
 from .bindings import Shown
-from .gather import BehindGather, FlatBuffer
+from .gather import FlatBuffer
 from .parameters import MasterViews
-from .placed import KeptUnit, PlacedParameters, PlacedUnit, Placements
+from .placed import PlacedParameters, PlacedUnit
 
 _is_meta = attrgetter("is_meta")
 
@@ -124,19 +124,6 @@ class ExtendedUnit(PlacedUnit):
         return [gradient if gradient is None else _plain(gradient) for gradient in super().take_gradients()]
 
 
-class KeptExtendedUnit(KeptUnit, ExtendedUnit):
-    """Parameters that gather themselves, in a unit that modules see whole."""
-
-
-def placed_unit(
-    placed: Placements, spec: Any, layout: Any, parameters: Sequence[Any], *args: Any, **kwargs: Any
-) -> PlacedUnit:
-    """The unit of ``parameters``, which gather themselves or do not."""
-    kinds = (KeptUnit, KeptExtendedUnit) if placed.keeps_whole else (PlacedUnit, ExtendedUnit)
-    kind = kinds[parameters[0].extended]
-    return kind(spec, layout, parameters, *args, placed=placed, **kwargs)
-
-
 class ExtendedParameters(PlacedParameters):
     """``DTensor`` parameters whose local tensors are of the classes that the program gave."""
 
@@ -204,7 +191,7 @@ class LaneBuffer(FlatBuffer):
         self.device = unit.spec.device
         #: Lanes are gathered like segments, several in one communication.
         self.divided = True
-        self.stages = [BehindGather(self._arrive)]
+        self.behind = [self._arrive]
         self.owns, self.pairs = [], []
         self.nbytes, self.attached = 0, False
         self._unit = unit

@@ -27,7 +27,7 @@ from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Shown, Swap
 from .direct import Direct
-from .gather import BehindGather, FlatBuffer, slices_of
+from .gather import FlatBuffer, slices_of
 
 #: Attribute of a linear layer under which its ``FormedWeight`` stands while it computes, and None otherwise.
 _FORMED = "_polyshard_formed"
@@ -64,7 +64,7 @@ class FormBuffer(FlatBuffer):
             self.parts = [lane.view(-1) for lane in lanes]
             self.pairs = [(lane.view(-1), lane[rank]) for lane in lanes]
             self.divided, self.owns, self.gaps = True, [], []
-            self.stages = [BehindGather(self._arrive)]
+            self.behind = [self._arrive]
             # By form.
             self._lanes: list[list[torch.Tensor]] = []
             for form in forms:

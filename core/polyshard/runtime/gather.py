@@ -135,10 +135,10 @@ def _start_many(group: Collectives | None, units: Sequence[Gathered]) -> Work:
             observer.unshard(unit.spec)
     plain = [unit for unit in units if unit.source.wire is None]
     here = [unit for unit in plain if unit.source.keeper is None]
-    stages = [stage for unit in plain for stage in unit.buffer.stages]
-    for stage in stages:
-        stage.attach()
+    behind = [each for unit in plain for each in unit.buffer.behind]
     for unit in plain:
+        for stage in unit.buffer.stages:
+            stage.attach()
         if unit.buffer.encode is not None:
             unit.buffer.encode(_on_device(unit))
     owns = [own for unit in here for own in unit.source.owns]
@@ -159,7 +159,7 @@ def _start_many(group: Collectives | None, units: Sequence[Gathered]) -> Work:
     else:
         encoded = _EncodedGather(group, [unit for unit in units if unit.source.wire is not None])
         gather = encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, spec))
-    return Then([stage.empty for stage in stages], gather) if stages else gather
+    return Then(behind, gather) if behind else gather
 
 
 def _fetch(unit: Gathered, keeper: OffloadManager) -> None:
@@ -297,6 +297,8 @@ class FlatBuffer:
         self.pairs = list(zip(outs, self.owns, strict=True))
         #: What this rank keeps of it for a gather among ``neighbours``; None where that is nothing.
         self.post_forward = None if neighbours is None else PostForwardShard(flat, layout, outs, neighbours)
+        #: What is done behind a gather, where compute waits for it.
+        self.behind: list[Callable[[], None]] = [stage.empty for stage in self.stages]
         # Memory without bytes has no slices.
         for stage in self.stages:
             stage.release()
@@ -441,19 +443,6 @@ class Stage:
         """Copy what arrived to the parameter, and give the memory back, on the stream that took it."""
         self._place.copy_(self._part)
         self._storage.resize_(0)
-
-
-class BehindGather(Stage):
-    """What is done behind a gather, where memory of staged parameters would be emptied."""
-
-    def __init__(self, arrive: Callable[[], None]) -> None:
-        self.empty = arrive  # type: ignore[method-assign]
-
-    def attach(self) -> None:
-        return None
-
-    def release(self) -> None:
-        return None
 
 
 class PostForwardShard:

@@ -24,7 +24,6 @@ from .gradients import Gradients
 from .live_roots import live_roots
 from .parameters import GradientTarget, MasterViews, part_of_master
 from .replaced import replaced_parameters
-from .states import UnitState
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class PlacedUnit(Unit):
 
     def __init__(self, *args: Any, placed: Placements, **kwargs: Any) -> None:
         self.placed = placed
-        self.answers_state_dicts = placed.answers_state_dicts
+        self.answers_state_dicts, self.keeps_whole = placed.answers_state_dicts, placed.keeps_whole
         super().__init__(*args, **kwargs)
 
     def _make_originals(self) -> MasterViews:
@@ -103,6 +102,9 @@ class PlacedUnit(Unit):
         if before is not None:
             # What the user set, before parameters had memory or another dtype.
             gradients.scale, gradients.fills_unused = before.scale, before.fills_unused
+        if self.keeps_whole:
+            # Of several backwards.
+            gradients.send_sums_whole()
         return gradients
 
     def local(self, slot: int) -> nn.Parameter:
@@ -131,14 +133,10 @@ class PlacedUnit(Unit):
         what = f"unit '{self.name}'" if slot is None else f"'{self.parameters[slot].names[0]}'"
         return f"{what} on rank {self.ranks.world.rank}"
 
-    def conceal(self) -> None:
-        """Let modules hold the sharded parameters."""
-        Unit.hide(self)
-
     def adopt_changes(self) -> None:
         if self.views.changed:
             self.take_over()
-        if self.placed.keeps_whole:
+        if self.keeps_whole:
             self.conceal()
         if self.is_elsewhere:
             self.require_values("A forward")
@@ -248,44 +246,6 @@ class PlacedUnit(Unit):
         self.dtypes = dtypes_of(self.caster, self.spec, self.ranks.world.rank, packed=bool(self.packed))
         self._use_master(self.offload.place(self.spec, master) if self.parks else master)
         self._be_found()
-
-
-class KeptUnit(PlacedUnit):
-    """As ``PlacedUnit``, but that modules hold the whole parameters where these are kept after forward, until backward
-    or ``reshard()``, and that sums of several backwards travel as they add up. Apart, since others would pay a call for
-    each override in every step.
-    """
-
-    def _make_gradients(self) -> Gradients:
-        gradients = super()._make_gradients()
-        gradients.send_sums_whole()
-        return gradients
-
-    def hide(self) -> None:
-        if not self.is_kept_whole:
-            self.conceal()
-
-    @property
-    def is_kept_whole(self) -> bool:
-        """Whether modules hold whole parameters that are there to stay until backward."""
-        return (
-            self.prepared
-            and self.bindings.shown is Shown.VIEWS
-            and self.state is UnitState.UNSHARDED
-            and not self.fresh.due
-        )
-
-    def reshard(self) -> None:
-        self.conceal()
-        super().reshard()
-
-    def reshard_post_forward(self) -> None:
-        self.conceal()
-        super().reshard_post_forward()
-
-    def expire(self) -> None:
-        super().expire()
-        self.conceal()
 
 
 class PlacedParameters(MasterViews):

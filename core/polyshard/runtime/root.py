@@ -262,7 +262,7 @@ class Root:
         self.active = outermost
         self.forward_record = ForwardRecord(outermost, module, torch.is_grad_enabled())
         for unit in self.units:
-            unit.hide()
+            unit.conceal()
         self.begin_gathers()
         self.execution_order.begin_forward()
         # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.

@@ -77,6 +77,8 @@ class Unit(ABC):
     writes_gradients_directly = True
     #: Whether a drop-in makes state dicts of its modules and of optimizers.
     answers_state_dicts = False
+    #: Whether modules hold whole parameters where these stay behind forward, until backward or ``reshard``.
+    keeps_whole = False
     #: Whether its parameters gather themselves. Its master is on the meta device then.
     extended = False
 
@@ -525,6 +527,16 @@ class Unit(ABC):
         self.bindings.show(Shown.VIEWS)
 
     def hide(self) -> None:
+        """``conceal``, unless the parameters stay whole until backward and modules hold them so."""
+        if not (self.keeps_whole and self._is_kept_whole):
+            self.conceal()
+
+    @property
+    def _is_kept_whole(self) -> bool:
+        shown = self.prepared and self.bindings.shown is Shown.VIEWS
+        return shown and self.state is UnitState.UNSHARDED and not self.fresh.due
+
+    def conceal(self) -> None:
         """Let modules see the originals again; during a forward, what ``Bindings.elsewhere`` says."""
         if self.prepared:
             bindings, root = self.bindings, self.root
@@ -534,7 +546,7 @@ class Unit(ABC):
 
     def reshard(self) -> None:
         """Release the gather buffer, and what is kept of it behind a forward."""
-        self.hide()
+        self.conceal()
         if self.permanent or self.state is UnitState.SHARDED:
             return
         self.fresh = Fresh.NOT
@@ -553,7 +565,7 @@ class Unit(ABC):
         if part is None or self.state in _RELEASED:
             self.reshard()
             return
-        self.hide()
+        self.conceal()
         self.root.streams.keep(self, part)
         self.places.clear()
         self._gather_from(part)
@@ -592,7 +604,7 @@ class Unit(ABC):
         use."""
         if self.fresh is Fresh.RETAINED:
             self.fresh = Fresh.NOT
-            self.hide()
+            self.conceal()
         elif self.state is UnitState.SHARDED_POST_FORWARD:
             self._drop_post_forward()
 
@@ -619,7 +631,7 @@ class Unit(ABC):
         """Take over changes that the user made to the originals since the last forward. As of ``MasterViews``."""
         if self.fresh is Fresh.AHEAD:
             # Modules may hold views, which are no changes.
-            self.hide()
+            self.conceal()
         if self.flat is not None:
             self.flat.adopt_changes()
         if self.originals.adopt_changes() and self.prepared:

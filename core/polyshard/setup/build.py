@@ -24,14 +24,14 @@ from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParam
 from ..planning.units import PlannedModule, PlannedUnit
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
-from ..runtime.extended import placed_unit
+from ..runtime.extended import ExtendedUnit
 from ..runtime.gather import piece_in, view_of
 from ..runtime.grouped import GroupedState, hooks_of
 from ..runtime.guards import RegistrationGuard
 from ..runtime.module_state import ModuleState, merge_on_use
 from ..runtime.order import ExecutionOrder
 from ..runtime.peers import peers_of
-from ..runtime.placed import Placements
+from ..runtime.placed import PlacedUnit, Placements
 from ..runtime.recorder import Watch
 from ..runtime.root import Root
 from ..runtime.states import Reshard
@@ -352,8 +352,7 @@ def _build_units(
     units: list[Unit] = []
     for planned in module.units:
         ranks = groups.of(planned.ranks)
-        unit = placed_unit(
-            plan.request.placements or OwnPlacements(placings, ranks),
+        unit = (ExtendedUnit if planned.parameters[0].extended else PlacedUnit)(
             planned.spec,
             planned.layout,
             planned.parameters,
@@ -366,6 +365,7 @@ def _build_units(
             wire=planned.wire,
             forms=planned.forms,
             parks=planned.parked,
+            placed=plan.request.placements or OwnPlacements(placings, ranks),
             neighbours=groups.neighbours(planned.ranks),
             launch_numel=planned.launch_numel,
             observers=planned.observers,
