@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, RankMismatchError, StateError
-from .inspect import ShardedModel, ShardedUnit, WaitingTimes, idle_model, is_dtensor, local_of
+from .inspect import ShardedModel, ShardedUnit, WaitingTimes, idle_model, inner_tensors, is_dtensor, local_of
 from .interfaces import Collectives, ReduceOp
-from .planning.values import checksum
 from .state.exchange import Round, gathering, speaks
 
 _LOGGER = logging.getLogger(__name__)
@@ -86,14 +85,38 @@ def _compare(model: nn.Module, root: ShardedModel) -> None:
         _raise(model, root, compared, sums)
 
 
+#: Elements that are summed at once: what bounds the memory that a checksum takes.
+_AT_ONCE = 1 << 20
+#: Odd, so that no power of two is lost by multiplying with them in 64 bits.
+_SPREAD, _STEP = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D
+#: By the bytes of an element. None of 64 bits: two changes of the highest would cancel, whatever multiplies them.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def _checksums(compared: _Compared, device: torch.device) -> torch.Tensor:
     """One for each parameter, int64: of this rank's piece."""
-    # As many on each rank, whether or not it holds a piece.
-    return torch.stack([checksum(_local(unit.tensors[slot])).to(device) for unit, slot in compared])
+    with torch.no_grad():
+        # As many on each rank, whether or not it holds a piece.
+        parts = [list(inner_tensors(_local(unit.tensors[slot]))) for unit, slot in compared]
+        found = [torch.stack([_checksum(part).to(device) for part in each]).sum() for each in parts]
+    return torch.stack(found)
+
+
+def _checksum(values: torch.Tensor) -> torch.Tensor:
+    values = values.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    weights = torch.arange(min(bits.numel(), _AT_ONCE), dtype=torch.int64, device=bits.device)
+    weights = weights.mul_(_SPREAD).bitwise_or_(1)
+    for part in torch.split(bits, _AT_ONCE) if bits.numel() else ():
+        total = total * _STEP + (weights[: part.numel()] * part).sum()
+    return total
 
 
 def _raise(
