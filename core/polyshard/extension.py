@@ -14,7 +14,6 @@ from ._torch_private import (
     in_backward,
     in_functional_call,
     joined_mesh,
-    local_tensor,
     strided_shard,
     uncompiled_alone,
     without_torch_function,
@@ -24,7 +23,6 @@ from .functions.norms import clip_grad_norm
 from .functions.torch_functions import follow, prepare
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import iter_tensors, map_tensors
-from .planning.answers import dtypes_of
 from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors
 from .planning.groups import ThenAllReduce, UnitRanks
 from .planning.layout import FlatLayout, Piece, Slot, contiguous_stride, dense_stride, product
@@ -39,7 +37,6 @@ from .planning.plan import (
 from .planning.values import send_from_first
 from .runtime.bindings import Bindings, Shown, Swap
 from .runtime.boundary import watch_output
-from .runtime.extended import ExtendedUnit
 from .runtime.gather import FlatBuffer, piece_in, view_of
 from .runtime.gradients import Gradients
 from .runtime.guards import refuse_escape
@@ -47,7 +44,7 @@ from .runtime.hooks import ForwardHooks, output_hook
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder
 from .runtime.parameters import GradientTarget, MasterViews, become, part_of_master
-from .runtime.placed import PlacedParameters, PlacedUnit
+from .runtime.placed import PlacedUnit
 from .runtime.reduce import Contribution, Copies, ReductionInput
 from .runtime.replaced import replaced_parameters
 from .runtime.root import Root, root_of

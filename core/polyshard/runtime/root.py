@@ -21,8 +21,8 @@ from .budget import Budget
 from .guards import RegistrationGuard, refuse_differentiable_gradients, refuse_escape
 from .module_state import ModuleState, ModuleUse
 from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
-from .peers import Audit, refuse_different_batches
-from .recorder import Recorder
+from .peers import Audit, Peers, refuse_different_batches
+from .recorder import Recorder, Watch
 from .reduce import Reducer
 from .states import Phase, UnitState
 from .streams import CommStreams
@@ -60,7 +60,14 @@ class Root:
         events: Events,
         *,
         check_ranks: bool | Literal["always"],
+        timeout_s: float = 600.0,
+        peers: Peers | None = None,
+        same_batch: Collectives | None = None,
+        data_ranks: int | None = None,
+        owned: tuple[Collectives, ...] = (),
+        owned_locally: Collection[torch.Tensor] = frozenset(),
     ) -> None:
+        """``timeout_s``: how long ranks wait for each other, who tell failures to ``peers``; the others as below."""
         self.collectives = collectives
         self.streams = streams
         self.phase = Phase.IDLE
@@ -94,6 +101,8 @@ class Root:
         #: Remembers what was issued, and names it in errors.
         self.recorder = streams.recorder = Recorder(collectives.rank)
         self.recorder.sender = streams
+        if peers is not None:
+            self.recorder.peers, self.recorder.watch = peers, Watch(self.recorder, peers, timeout_s)
         #: Issues the units' reductions, those of small ones together.
         self.reducer = Reducer(execution_order.batch_nbytes, streams, self.announce, self.recorder)
         self.begin_audit()
@@ -126,19 +135,18 @@ class Root:
         #: Finds modules and parameters that came into the model later; None where nobody looks.
         self.registrations: RegistrationGuard | None = None
         #: Collectives that were made for this model, closed with it in this order on every rank.
-        self.owned: tuple[Collectives, ...] = ()
+        self.owned = owned
         #: Trained parameters outside of units of which each rank has one of its own, such as experts.
-        self.owned_locally: Collection[torch.Tensor] = frozenset()
+        self.owned_locally = owned_locally
         #: Ranks that must see the same batch, as those of tensor parallelism, until they compared it; None elsewhere.
-        self.same_batch: Collectives | None = None
+        self.same_batch = same_batch
         #: 1 where a gradient of some model that steps with this one is no finite number; None where it steps alone.
         self.find_infinities: Callable[[], torch.Tensor] | None = None
         #: Ranks that compute with other samples each, by the configuration.
-        self.data_ranks = collectives.world_size
+        self.data_ranks = collectives.world_size if data_ranks is None else data_ranks
         #: How often the host still waits to compare ranks' norms of parameters outside of units.
         self.norms_to_compare = 3
-        #: Seconds that ranks wait for each other, by the configuration.
-        self.timeout_s = 600.0
+        self.timeout_s = timeout_s
         #: Modules that ranks agreed on the use of: [Note: skipped modules].
         self.uses: Mapping[nn.Module, ModuleUse] = {}
         # Module states inside those that some ranks use, and others pass by; and all that ever were.

@@ -32,7 +32,6 @@ from ..runtime.module_state import ModuleState, merge_on_use
 from ..runtime.order import ExecutionOrder
 from ..runtime.peers import peers_of
 from ..runtime.placed import PlacedUnit, Placements
-from ..runtime.recorder import Watch
 from ..runtime.root import Root
 from ..runtime.states import Reshard
 from ..runtime.streams import streams_for
@@ -230,21 +229,18 @@ def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, Module
         ExecutionOrder(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
         plan.events,
         check_ranks=config.check_ranks,
+        timeout_s=config.timeout_s,
+        peers=peers_of(groups.world) if config.check_ranks else None,
+        same_batch=groups.batch,
+        data_ranks=plan.ranks.cut.data_ranks,
+        owned=(*inner_owned, *_groups(plan, groups)),
+        owned_locally=plan.request.owned_locally.union(*(each.owned_locally for each in inner_roots)),
     )
-    root.timeout_s = config.timeout_s
-    root.same_batch = groups.batch
-    root.data_ranks = plan.ranks.cut.data_ranks
-    root.owned_locally = plan.request.owned_locally.union(*(each.owned_locally for each in inner_roots))
-    if config.check_ranks:
-        peers = root.recorder.peers = peers_of(groups.world)
-        if peers is not None:
-            root.recorder.watch = Watch(root.recorder, peers, config.timeout_s)
     if config.reshard_after_forward == "auto" and plan.ranks.strategy is not Strategy.NO_SHARD:
         planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
         meter = CudaMemory(plan.device) if plan.device.type == "cuda" else planned
         root.budget = Budget(config.memory_budget, meter)
         root.budget_reason = root.budget.reason
-    root.owned = (*inner_owned, *_groups(plan, groups))
     for module_state in made.values():
         for module in module_state.modules:
             hooks_of(module_state, module).attach()
