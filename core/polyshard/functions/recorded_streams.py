@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from ..runtime.gather import FlatBuffer, Gathered, PostForwardShard
+from ..runtime.gather import FlatBuffer, Gatherable, PostForwardShard
 from ..runtime.streams import HostStreams, Reduction
 
 
@@ -56,7 +56,7 @@ class RecordedStreams(HostStreams):
         self._released = None
         self._order(Stream.COMPUTE, Stream.GATHER)
 
-    def gather(self, units: Sequence[Gathered]) -> None:
+    def gather(self, units: Sequence[Gatherable]) -> None:
         if self._released is not None:
             self._streams.wait(Stream.GATHER, self._released)
             self._released = None
@@ -65,17 +65,17 @@ class RecordedStreams(HostStreams):
         event = self._streams.signal(Stream.GATHER)
         self._arriving.update(dict.fromkeys((unit.buffer for unit in units), event))
 
-    def arrive(self, unit: Gathered) -> None:
+    def arrive(self, unit: Gatherable) -> None:
         event = self._arriving.pop(unit.buffer, None)
         if event is not None:
             self._streams.wait(Stream.COMPUTE, event)
         super().arrive(unit)
 
-    def release(self, unit: Gathered) -> None:
+    def release(self, unit: Gatherable) -> None:
         super().release(unit)
         self._released = self._streams.signal(Stream.COMPUTE)
 
-    def keep(self, unit: Gathered, part: PostForwardShard) -> None:
+    def keep(self, unit: Gatherable, part: PostForwardShard) -> None:
         self._order(Stream.COMPUTE, Stream.GATHER)
         with self._streams.on(Stream.GATHER):
             super().keep(unit, part)

@@ -50,7 +50,7 @@ class Source(NamedTuple):
     """These slices."""
 
 
-class Gathered(Protocol):
+class Gatherable(Protocol):
     """A unit as gathers see it, which read it when they are issued."""
 
     spec: UnitSpec
@@ -64,12 +64,12 @@ class Gathered(Protocol):
     source: Source
 
 
-def allocation_of(unit: Gathered) -> AbstractContextManager[Any]:
+def allocation_of(unit: Gatherable) -> AbstractContextManager[Any]:
     """A context in which memory for the buffer is taken: its backend may have memory of its own for gathers."""
     return (unit.source.group or unit.ranks.world).allocation(BufferRole.GATHER, unit.buffer.nbytes)
 
 
-def start_gathers(units: Sequence[Gathered]) -> Sequence[Work]:
+def start_gathers(units: Sequence[Gatherable]) -> Sequence[Work]:
     """Write the own slices into attached buffers, and start the gathers: one launch for each group of ranks,
     in the order in which the groups come up.
 
@@ -78,7 +78,7 @@ def start_gathers(units: Sequence[Gathered]) -> Sequence[Work]:
     if len(units) == 1:
         return (_start_one(units[0]),)
     # As ``alike`` does, without a call.
-    together: dict[int, list[Gathered]] = {}
+    together: dict[int, list[Gatherable]] = {}
     for unit in units:
         together.setdefault(id(unit.source.group), []).append(unit)
     works: list[Work] = []
@@ -102,13 +102,13 @@ def wait_quietly(works: Iterable[Work]) -> None:
             work.wait()
 
 
-def end_gather(unit: Gathered) -> None:
+def end_gather(unit: Gatherable) -> None:
     """Call the observers: the gather ends at the present point of the current stream."""
     for observer in unit.observers:
         observer.unsharded(unit.spec)
 
 
-def _start_one(unit: Gathered) -> Work:
+def _start_one(unit: Gatherable) -> Work:
     source, buffer = unit.source, unit.buffer
     group = source.group
     if buffer.divided:
@@ -129,7 +129,7 @@ def _start_one(unit: Gathered) -> Work:
     return issued(group.all_gather(buffer.flat, own), "all_gather", group, unit.spec)
 
 
-def _start_many(group: Collectives | None, units: Sequence[Gathered]) -> Work:
+def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
     for unit in units:
         for observer in unit.observers:
             observer.unshard(unit.spec)
@@ -162,7 +162,7 @@ def _start_many(group: Collectives | None, units: Sequence[Gathered]) -> Work:
     return Then(behind, gather) if behind else gather
 
 
-def _fetch(unit: Gathered, keeper: OffloadManager) -> None:
+def _fetch(unit: Gatherable, keeper: OffloadManager) -> None:
     memory, owns = unit.source.memory, unit.source.owns
     if not unit.buffer.layout.segments:
         keeper.fetch(unit.spec, memory, owns[0])
@@ -173,7 +173,7 @@ def _fetch(unit: Gathered, keeper: OffloadManager) -> None:
     _torch_private.foreach_copy_(owns, slices_of(shard, unit.buffer.layout))
 
 
-def _on_device(unit: Gathered) -> torch.Tensor:
+def _on_device(unit: Gatherable) -> torch.Tensor:
     """The shard on the device that computes."""
     source = unit.source
     if source.keeper is None:
@@ -186,7 +186,7 @@ def _on_device(unit: Gathered) -> torch.Tensor:
 class _EncodedGather:
     """Units that travel as bytes of their casters: own shards are encoded here, and ``pairs`` are to be gathered."""
 
-    def __init__(self, group: Collectives, units: Sequence[Gathered]) -> None:
+    def __init__(self, group: Collectives, units: Sequence[Gatherable]) -> None:
         nbytes = [unit.source.wire.nbytes_per_rank for unit in units if unit.source.wire is not None]
         sizes = [group.world_size * each for each in nbytes]
         ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))

@@ -25,7 +25,7 @@ from .guards import refuse_escape
 from .hooks import ForwardHooks
 from .module_state import ModuleState
 from .root import Root
-from .states import Phase, StateKind
+from .states import Phase
 
 
 class GroupedState(ModuleState):
@@ -117,7 +117,7 @@ class GroupedHooks(ForwardHooks):
         state = self.module_state
         state.entered = max(0, state.entered - 1)
         self._end_record(root)
-        state.awaits_backward |= state.kind is StateKind.SHARDED and torch.is_grad_enabled()
+        state.awaits_backward |= bool(state.units) and torch.is_grad_enabled()
 
 
 def hooks_of(module_state: ModuleState, module: nn.Module) -> ForwardHooks:

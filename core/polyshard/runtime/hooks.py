@@ -41,7 +41,7 @@ from .guards import gradients_without_graph, refuse_escape, refuse_moved_views
 from .module_state import ModuleState, show_whole, unshard_ahead
 from .order import BackwardAction, ForwardRecord, Point
 from .root import Root
-from .states import BackwardState, Phase, Reshard, StateKind
+from .states import BackwardState, Phase, Reshard
 from .unit import gradient_of
 
 _version_of = attrgetter("_version")
@@ -105,7 +105,7 @@ class ForwardHooks:
             self._gather(root, records, recomputes, True, args, kwargs)
         if module_state.input_cast is not None and not module_state.in_full_precision:
             args, kwargs = module_state.input_cast(args, kwargs)
-        if records and module_state.kind is StateKind.SHARDED and (not recomputes or self._has_graph()):
+        if records and module_state.units and (not recomputes or self._has_graph()):
             args, kwargs = self._watch_inputs(args, kwargs)
         # Nearly all modules get one tensor, or one and plain values.
         if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
@@ -155,7 +155,7 @@ class ForwardHooks:
     def _refuse_pieces(self, whole: Collection[object]) -> None:
         """Raise inside of ``unsharded`` of another module, where the units in ``whole`` alone are whole."""
         holder = self.module_state
-        while holder.kind is StateKind.MERGED and holder.parent is not None:
+        while holder.merged and holder.parent is not None:
             holder = holder.parent
         if any(unit.ranks.owner is not None and unit not in whole for unit in holder.units):
             raise UnshardedUseError(
@@ -204,7 +204,7 @@ class ForwardHooks:
         if _torch_private.hooks_of_saved_tensors(True) is not None or not _torch_private.forward_mode_enabled():
             # Noted as where it runs again, whatever comes of it.
             here = running(records=root.forward_record.records)
-        if module_state.kind is StateKind.MERGED:
+        if module_state.merged:
             return False
         if here is not None and here.call.region.recorded:
             self._enter_region(here.call.region, root.forward_record)
@@ -341,7 +341,7 @@ class ForwardHooks:
 
     def _end_record(self, root: Root) -> None:
         module_state = self.module_state
-        if module_state.kind is StateKind.MERGED or not torch.is_grad_enabled():
+        if module_state.merged or not torch.is_grad_enabled():
             return
         root.forward_record.points.append(module_state.exit)
         if module_state.reads_in_backward:
@@ -363,7 +363,7 @@ class ForwardHooks:
             root.abandon()
         else:
             # Whoever catches this goes on with the other ranks, which keep what is kept for a backward.
-            module_state.awaits_backward |= module_state.kind is StateKind.SHARDED and torch.is_grad_enabled()
+            module_state.awaits_backward |= bool(module_state.units) and torch.is_grad_enabled()
             module_state.reshard(module_state.execution_order.turns_at(module_state))
 
     def _computed(self, backward: bool) -> None:
@@ -409,7 +409,7 @@ def output_hook(module_state: ModuleState) -> Hook:
     root = module_state.root
     if root.unsharded:
         return partial(_refuse, module_state)
-    if module_state.kind is StateKind.MERGED:
+    if module_state.merged:
         assert module_state.parent is not None
         return output_hook(module_state.parent)
     if not module_state.full_precision_in_eval:

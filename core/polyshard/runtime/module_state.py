@@ -20,7 +20,7 @@ from ..planning.plan import ManagedParameter, modules_called, names_behind
 from .activation_checkpoint import may_have_backward
 from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
 from .reduce import Contribution
-from .states import BackwardState, Fresh, Reshard, StateKind, UnitState
+from .states import BackwardState, Fresh, Reshard, UnitState
 from .unit import Unit, unshard_due, unshard_together
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ class ModuleState:
         self.full_precision_in_eval = full_precision_in_eval
         #: Module states of equal signature can share collectives.
         self.signature = signature
-        self._synchronises = True
-        #: Whether reductions of its gradients are over the replicas, too. The same on all ranks, as the next.
+        #: Whether its backwards reduce gradients, where the root does. The same on all ranks, as the next two.
+        self.synchronises = True
+        #: Whether reductions of its gradients are over the replicas, too.
         self.all_reduces = True
         #: Whether backwards release its parameters; where not, later forwards use them.
         self.releases_after_backward = True
@@ -105,22 +106,10 @@ class ModuleState:
     def own(self, units: Sequence[Unit]) -> None:
         """Hold ``units`` from now on, and no others."""
         self.units = tuple(units)
-        if not self.units:
-            self.kind = StateKind.NOTHING if self.parent is None else StateKind.MERGED
-        else:
-            self.kind = StateKind.SHARDED
-        self.synchronises = self._synchronises
-
-    @property
-    def synchronises(self) -> bool:
-        """Whether its backwards reduce gradients, where the step does. The same on all ranks."""
-        return self._synchronises
-
-    @synchronises.setter
-    def synchronises(self, synchronises: bool) -> None:
-        self._synchronises = synchronises
+        #: Whether it was split off its parent, which has its units now.
+        self.merged = self.parent is not None and not self.units
         for unit in self.units:
-            unit.synchronises = synchronises
+            unit.module_state = self
 
     def join(
         self,
@@ -152,7 +141,7 @@ class ModuleState:
     @property
     def is_split(self) -> bool:
         """Whether it was split off its parent, and is not merged."""
-        return self.parent is not None and self.kind is not StateKind.MERGED
+        return self.parent is not None and not self.merged
 
     @property
     def in_backward(self) -> bool:
@@ -257,7 +246,7 @@ class ModuleState:
             self.backward_state = BackwardState.POST_BACKWARD
         self.awaits_backward = False
         joins, self.joins_reduction = self.joins_reduction, False
-        synchronises = root.synchronises and self._synchronises
+        synchronises = root.synchronises and self.synchronises
         reduced: list[tuple[Contribution, list[torch.Tensor | None]]] = []
         for unit in self.units:
             for observer in unit.observers:
@@ -315,7 +304,7 @@ class ModuleState:
         root = self.root
         if self.backward_state is BackwardState.PRE_BACKWARD:
             return True
-        reduces = root.synchronises and self._synchronises and root.accumulates
+        reduces = root.synchronises and self.synchronises and root.accumulates
         for unit in self.units:
             if unit.trainable and unit.pending:
                 return True

@@ -419,7 +419,7 @@ class Root:
         Raises StateError: naming a unit.
         """
         looks = self._unfollowed and self.synchronises
-        pending = [unit for unit in self.units if unit.synchronises and unit.pending] if looks else ()
+        pending = [unit for unit in self.units if unit.module_state.synchronises and unit.pending] if looks else ()
         self._unfollowed = False
         for unit in pending:
             unit.discard_gradients()

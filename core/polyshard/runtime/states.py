@@ -110,17 +110,6 @@ class Reshard(enum.Enum):
     """Kept until the end of its backward."""
 
 
-class StateKind(enum.Enum):
-    """How much a module state's hooks have to do."""
-
-    NOTHING = "nothing"
-    """It has no units, or none that its backward must gather or reduce; modules inside it have some."""
-    MERGED = "merged"
-    """It was split off its parent, which has its units now."""
-    SHARDED = "sharded"
-    """At least one unit is gathered, cast or reduced."""
-
-
 class BackwardState(enum.Enum):
     """How far the backward that runs has come in a module state.
 

@@ -51,7 +51,7 @@ from ..interfaces import Collectives, Work
 from ..planning.groups import ThenAllReduce
 from .gather import (
     FlatBuffer,
-    Gathered,
+    Gatherable,
     PostForwardShard,
     allocation_of,
     end_gather,
@@ -111,11 +111,11 @@ class CommStreams(ABC):
         """Begin to measure how long compute waits for other ranks. The caller sets ``stalls`` to it, and to None."""
 
     @abstractmethod
-    def gather(self, units: Sequence[Gathered]) -> None:
+    def gather(self, units: Sequence[Gatherable]) -> None:
         """Issue the gathers of ``units``, at least one, as one communication."""
 
     @abstractmethod
-    def arrive(self, unit: Gathered) -> None:
+    def arrive(self, unit: Gatherable) -> None:
         """Order compute after the gather of ``unit`` (rule 2)."""
 
     def follow(self) -> None:
@@ -123,11 +123,11 @@ class CommStreams(ABC):
         return None
 
     @abstractmethod
-    def release(self, unit: Gathered) -> None:
+    def release(self, unit: Gatherable) -> None:
         """Give the gather buffer's memory back (rule 1)."""
 
     @abstractmethod
-    def keep(self, unit: Gathered, part: PostForwardShard) -> None:
+    def keep(self, unit: Gatherable, part: PostForwardShard) -> None:
         """Fill ``part`` from the gather buffer behind its last use, and give the buffer's memory back (rule 1)."""
 
     @abstractmethod
@@ -178,14 +178,14 @@ class HostStreams(CommStreams):
         super().__init__()
         self._gathers: dict[FlatBuffer, _Batch] = {}
 
-    def gather(self, units: Sequence[Gathered]) -> None:
+    def gather(self, units: Sequence[Gatherable]) -> None:
         for unit in units:
             unit.buffer.attach()
         batch = _Batch([(unit, unit.buffer) for unit in units], start_gathers(units), self._last)
         for unit in units:
             self._gathers[unit.buffer] = batch
 
-    def arrive(self, unit: Gathered) -> None:
+    def arrive(self, unit: Gatherable) -> None:
         batch = self._gathers.get(unit.buffer)
         if batch is None:
             return
@@ -197,12 +197,12 @@ class HostStreams(CommStreams):
             if other.observers:
                 end_gather(other)
 
-    def release(self, unit: Gathered) -> None:
+    def release(self, unit: Gatherable) -> None:
         if unit.buffer in self._gathers:
             self.arrive(unit)
         unit.buffer.release()
 
-    def keep(self, unit: Gathered, part: PostForwardShard) -> None:
+    def keep(self, unit: Gatherable, part: PostForwardShard) -> None:
         self.arrive(unit)
         part.fill()
         unit.buffer.release()
@@ -275,7 +275,7 @@ class HostStreams(CommStreams):
 class _Batch:
     """Units that were gathered together, where waiting blocks."""
 
-    units: Sequence[tuple[Gathered, FlatBuffer]]
+    units: Sequence[tuple[Gatherable, FlatBuffer]]
     works: Sequence[Work]
     issued: Issued | None
 
@@ -320,7 +320,7 @@ class CudaStreams(CommStreams):
         self._released.clear()
         self._drained_on = None
 
-    def gather(self, units: Sequence[Gathered]) -> None:
+    def gather(self, units: Sequence[Gatherable]) -> None:
         stream = self._gather_stream
         self._gathers = True
         if self._drained_on is not None:
@@ -350,7 +350,7 @@ class CudaStreams(CommStreams):
                 self._expect_no_more(unit)
             self._arriving[unit.buffer] = arrival
 
-    def arrive(self, unit: Gathered) -> None:
+    def arrive(self, unit: Gatherable) -> None:
         arrival = self._arriving.get(unit.buffer)
         if arrival is None:
             return
@@ -371,14 +371,14 @@ class CudaStreams(CommStreams):
         if self._gathers:
             self._current().wait_stream(self._gather_stream)
 
-    def _expect_no_more(self, unit: Gathered) -> None:
+    def _expect_no_more(self, unit: Gatherable) -> None:
         arrival = self._arriving.pop(unit.buffer)
         arrival.missing -= 1
         if not arrival.missing:
             # Recorded again only now: a wait is for the latest recording at the time it is issued.
             self._spare.append(arrival.event)
 
-    def release(self, unit: Gathered) -> None:
+    def release(self, unit: Gatherable) -> None:
         if unit.buffer in self._arriving:
             self._expect_no_more(unit)
         current = self._current()
@@ -391,7 +391,7 @@ class CudaStreams(CommStreams):
             self._released[stream.cuda_stream] = stream, stream.record_event()
         unit.buffer.release()
 
-    def keep(self, unit: Gathered, part: PostForwardShard) -> None:
+    def keep(self, unit: Gatherable, part: PostForwardShard) -> None:
         if unit.buffer in self._arriving:
             self._expect_no_more(unit)
         # Beside compute, and both memories are of one stream's pool: the next gather reads the one and may take the

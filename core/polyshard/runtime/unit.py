@@ -50,6 +50,7 @@ from .peers import Audit
 from .states import Fresh, Phase, Reshard, UnitState
 
 if TYPE_CHECKING:
+    from .module_state import ModuleState
     from .root import Root
 
 gradient_of = attrgetter("grad")
@@ -73,6 +74,8 @@ class Unit(ABC):
 
     #: That of its model; None before a drop-in has composed the model.
     root: Root = cast("Root", None)
+    #: That of the module whose forward gathers it.
+    module_state: ModuleState
     #: Whether large linear layers write their weight gradients into the reduction's input.
     writes_gradients_directly = True
     #: Whether a drop-in makes state dicts of its modules and of optimizers.
@@ -157,8 +160,6 @@ class Unit(ABC):
         #: Where it was used since its gather, as ``CommStreams.here`` says: one place, but for models that compute on
         #: several streams.
         self.places: list[object] = []
-        #: Whether its module's backwards reduce gradients, where the step does.
-        self.synchronises = True
         #: Whether gather buffers hold their memory where they are released.
         self.keeps_buffer = False
         self._use_master(master)
@@ -416,7 +417,7 @@ class Unit(ABC):
         """Where the gradient of view ``index`` may be written in the backward that runs; None for memory of its own."""
         root = self.root
         if (
-            not (root.synchronises and self.synchronises and root.accumulates)
+            not (root.synchronises and self.module_state.synchronises and root.accumulates)
             or self.buffer is not self._training_buffer
             or self.leaves[index].grad is not None
         ):
