@@ -18,8 +18,7 @@ from polyshard.io.boxes import Box, box_within
 from polyshard.planning.layout import FlatLayout, rows_layout
 from polyshard.planning.meshes import WorldMesh
 from polyshard.planning.parts import TensorPart
-from polyshard.state.sharded import MODEL, CheckpointTensor, of_parameter, of_shard
-from polyshard_fsdp._flat_param import flat_layout
+from polyshard.state.sharded import MODEL, CheckpointTensor, of_parameter
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -44,10 +43,7 @@ class Topology:
         yield from itertools.product(*map(range, self.mesh))
 
     def laid_out(self, locals_: Values) -> FlatLayout:
-        tensors: list[Any] = list(locals_.values())
-        if self.layout == "flat":
-            # As FSDP1 has them.
-            return flat_layout(tensors, shards=self.shards, itemsize=8, aligned=True)
+        tensors = list(locals_.values())
         dims = [0] * len(tensors)
         if self.layout == "dims":
             # The last dimension that is divided evenly, of each.
@@ -71,7 +67,7 @@ def topologies(draw: st.DrawFn, of: Shapes) -> Topology:
         if mesh and draw(st.booleans()):
             each = st.one_of(st.just(Replicate()), *(st.just(Shard(dim)) for dim in range(len(shape))))
             placements[name] = tuple(draw(each) for _ in mesh)
-    layout = draw(st.sampled_from(["flat", "rows", "dims"]))
+    layout = draw(st.sampled_from(["rows", "dims"]))
     return Topology(draw(st.integers(1, 5)), layout, mesh, placements, draw(st.booleans()))
 
 
@@ -116,14 +112,16 @@ def held_by(topology: Topology, wholes: Values, coordinate: tuple[int, ...]) -> 
                 own = shard.narrow(0, piece.shard_offset, piece.numel)
                 elements = local.chunk(topology.shards, where.dim)[rank] if where.dim else local
                 own.copy_(elements.flatten() if where.dim else elements.flatten()[piece.start : piece.stop])
-            sharded = topology.shards > 1
-            shown = nn.Parameter()  # type: ignore[call-overload]
-            parameter = ShardedParameter(shown, shown, (name,), where, piece, sharded, parts[name])
-            if topology.flat:
-                found[name] = of_shard(parameter, shard)
-            else:
-                shape = where.shown(own.numel())[0] if sharded else where.shape
-                found[name] = of_parameter(parameter, own.view(shape))
+            sharded, part, box = topology.shards > 1, parts[name], None
+            own = own.view(where.shown(own.numel())[0] if sharded else where.shape)
+            if piece is not None:
+                first = chunked(local, where.dim, topology.shards, rank)[1] if sharded and local.ndim else 0
+                start = tuple(first if dim == where.dim else 0 for dim in range(local.ndim))
+                box = Box(start, tuple(own.shape)[: local.ndim]).moved(part.offset if part else (0,) * local.ndim)
+            at, shape = 0 if piece is None else piece.shard_offset, tuple(wholes[name].shape)
+            like = nn.Parameter(own.detach(), requires_grad=False)
+            parameter = ShardedParameter(like, like, (name,), shape, box, sharded, part, where, at)
+            found[name] = of_parameter(parameter, parameter.within_shard(shard) if topology.flat else own)
         yield found
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import polyshard
+import polyshard.checkpoint
+import polyshard.state
 import pytest
 import torch
 import torch.distributed as dist
@@ -306,27 +309,34 @@ def test_the_root_is_found(ranks: Ranks) -> None:
 
 @across(2)
 def test_functions_of_polyshard(ranks: Ranks) -> None:
-    """Whole weights stream out of both forms; what would show or write single parameters of flat ones is refused."""
+    """What saves, shows, loads or averages whole values names the wrapper's own functions, and changes nothing."""
+    refusal = (
+        r"FullyShardedDataParallel of polyshard_fsdp, whose ranks cut '1\.weight' inside of its rows \(rank \d\)\. Use "
+        "the wrapper's own state_dict, optim_state_dict"
+    )
     expected = {f"{n}.weight": layer.weight.detach() for n, layer in enumerate(_plain(ranks))}
     for use_orig_params in (True, False):
         model = _wrapped(ranks, use_orig_params=use_orig_params)
         model(_input(ranks)).sum().backward()
-        streamed = {
-            name: tensor.clone() for pair in polyshard.stream(model) for name, tensor in zip(*pair, strict=True)
-        }
-        assert streamed.keys() == expected.keys()
-        assert all(torch.equal(streamed[name], value) for name, value in expected.items())
-        doubled = [(name, 2 * value) for name, value in expected.items()]
-        if use_orig_params:
-            polyshard.load_stream(model, doubled)
-        else:
-            with pytest.raises(UnsupportedError, match=r"'1.weight' has a flat parameter .* summon_full_params"):
-                polyshard.load_stream(model, doubled)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        calls: list[Callable[[], object]] = [
+            lambda model=model: polyshard.stream(model),
+            lambda model=model: polyshard.load_stream(model, expected.items()),
+            lambda model=model: polyshard.state.get_model_state_dict(model),
+            lambda model=model: polyshard.state.set_model_state_dict(model, expected),
+            lambda model=model, own=optimizer: polyshard.state.get_optimizer_state_dict(model, own),
+            lambda model=model, own=optimizer: polyshard.checkpoint.save("nowhere", 1, model, own),
+            lambda model=model: polyshard.checkpoint.load("nowhere", model),
+            lambda model=model: polyshard.optim.AveragedWeights(model, 0.5),
+        ]
+        for call in calls:
+            with pytest.raises(UnsupportedError, match=refusal):
+                call()
+        if not use_orig_params:
             shown = polyshard.unsharded(model)
             with pytest.raises(UnsupportedError, match=r"^unsharded\(\): the module of '1.weight' has"), shown:
                 pass
-        factor = 2 if use_orig_params else 1
-        whole = _input(ranks) @ (factor * expected["0.weight"]).T @ (factor * expected["1.weight"]).T
+        whole = _input(ranks) @ expected["0.weight"].T @ expected["1.weight"].T
         torch.testing.assert_close(model(_input(ranks)), whole)
 
 

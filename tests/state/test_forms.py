@@ -12,11 +12,8 @@ from parity import on_ranks, threaded, units_of
 from plain_states import Odd, Part, adamw, differing, odd, plain_state, sorted_groups, train
 from polyshard import state as states
 from polyshard.errors import ConfigError, RankMismatchError, StateError, UnsupportedError
-from polyshard.interfaces import PluginContext
 from polyshard.state import StateOptions
-from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_fsdp import FullyShardedDataParallel
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -221,24 +218,6 @@ def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ConfigError, match="state dict is a list"):
         states.set_model_state_dict(model, [1])  # type: ignore[arg-type]
     train(model, optimizer, 1)
-
-
-def test_what_fsdp1_cut_is_no_dtensor() -> None:
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 1, 2)
-    model = FullyShardedDataParallel(
-        nn.Linear(5, 7), process_group=collectives, use_orig_params=True, device_id=torch.device("cpu")
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        for call in (
-            lambda: states.get_model_state_dict(model),
-            lambda: states.get_optimizer_state_dict(model, optimizer),
-        ):
-            with pytest.raises(UnsupportedError, match=r"has a part of it \(rank 1\)\. Ask for form='full'"):
-                call()
-        optimizer.zero_grad()
 
 
 def test_state_of_flat_parameters_is_of_the_models_parameters() -> None:

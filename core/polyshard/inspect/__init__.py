@@ -108,9 +108,10 @@ def idle_model(model: nn.Module, call: str) -> ShardedModel:
 def savable_model(model: nn.Module, call: str) -> ShardedModel:
     """``idle_model``, for what saves or loads whole values.
 
-    Raises UnsupportedError, too: as ``ShardedModel.refuse_unnamed``.
+    Raises UnsupportedError, too: as ``ShardedModel.refuse_cut_rows`` and ``refuse_unnamed``.
     """
     found = idle_model(model, call)
+    found.refuse_cut_rows(call)
     found.refuse_unnamed(call)
     return found
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import CollectiveError, StateError, UnsupportedError
 from ..functions.recorded_streams import RecordedStreams, StreamRecorder
 from ..functions.torch_functions import replacing_values
-from ..functions.whole import WholeGather, gather_inner, refuse_flat_parameters, whole_on_this_rank
+from ..functions.whole import WholeGather, gather_inner, whole_on_this_rank
 from ..io.progress import reporting_progress
 from ..runtime import graph
 from ..runtime.extended import ExtendedUnit
@@ -161,9 +161,20 @@ class ShardedModel:
         # Whoever asks between steps may write to masters.
         self._root.outdate()
 
-    def refuse_flat_parameters(self, call: str) -> None:
-        """Raise where modules have flat parameters; see ``functions.whole.refuse_flat_parameters``."""
-        refuse_flat_parameters(self._root.units, call)
+    def refuse_cut_rows(self, call: str) -> None:
+        """Raise where ranks cut parameters between any elements, as the drop-in for FSDP1 does.
+
+        Raises UnsupportedError: naming one; ``call`` begins the message.
+        """
+        for unit in self._root.units:
+            for each, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+                if not slot.by_rows:
+                    raise UnsupportedError(
+                        f"{call} does not serve FullyShardedDataParallel of polyshard_fsdp, whose ranks cut "
+                        f"'{each.names[0]}' inside of its rows (rank {unit.ranks.world.rank}). Use the wrapper's own "
+                        "state_dict, optim_state_dict and summon_full_params, with torch.distributed.checkpoint, or "
+                        "shard the model by polyshard.shard or fully_shard."
+                    )
 
     def refuse_moved(self) -> None:
         """Raise ParameterChangedError where modules moved, so that a name is another parameter's now."""

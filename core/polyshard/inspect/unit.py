@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..functions.whole import gather_whole
+from ..io.boxes import Box
 from ..planning.extensions import InnerTensor, Insides, inner_tensors
 from ..planning.layout import FlatLayout, Piece, Slot, contiguous_stride, product
 from ..planning.parts import TensorPart
@@ -34,34 +34,29 @@ class ShardedParameter:
     """What modules and optimizers hold."""
     names: tuple[str, ...]
     """Every fully-qualified name; more than one for a shared parameter."""
-    slot: Slot
-    """Where it lies in the unit's flat buffer, and its whole shape."""
-    piece: Piece | None
-    """The elements of this rank; None for none."""
+    shape: tuple[int, ...]
+    """Of the whole parameter, over all ranks of the model."""
+    box: Box | None
+    """Where this rank's elements lie in the whole; None for none, or where ranks cut inside of rows."""
     sharded: bool
-    """Whether ranks hold different elements of it."""
+    """Whether ranks of the unit hold different elements of it."""
     part: TensorPart | None
-    """The part of a larger tensor that all of the above is about; None for a parameter that was no ``DTensor``."""
-    first: bool = True
-    """Whether this rank is of the first group of ranks that holds the parameter, where others hold copies of it."""
+    """The part of a larger tensor that the unit has of it; None for a parameter that was no ``DTensor``."""
+    slot: Slot
+    """Where it lies in the unit's flat buffer."""
+    start: int = 0
+    """First element in this rank's shard of the unit."""
     inner: InnerTensor | None = None
     """Which tensor of a parameter that gathers itself it is, by ``ShardedUnit.stored``; None for a parameter."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, over all ranks of the model."""
-        return self.slot.shape if self.part is None else self.part.shape
 
     def within(self, flat: torch.Tensor) -> torch.Tensor:
         """The view of it in its gathered unit (``[padded_numel]``): of a ``part``, of what these ranks have of it."""
         return view_of(flat, self.slot.shape, self.slot.stride, self.slot.offset)
 
-    def whole(self, flat: torch.Tensor) -> torch.Tensor:
-        """All of it, out of its gathered unit (``[padded_numel]``): a view, or a copy of what ranks with parts have.
-
-        Where it is a ``part``, all ranks of that one's mesh call it.
-        """
-        return self.within(flat) if self.part is None else self.part.whole(self.within(flat))
+    def within_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        """The view of this rank's elements in something of its shard's shape (``[shard_numel]``)."""
+        local = self.tensor
+        return shard.as_strided(local.shape, local.stride(), shard.storage_offset() + self.start)
 
     @property
     def name(self) -> str:
@@ -95,22 +90,16 @@ class ShardedUnit:
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
         """In the order of the flat buffer."""
-        unit = self._unit
+        unit, found = self._unit, []
         pieces = {piece.slot: piece for piece in unit.pieces}
-        ranks, sharded = unit.ranks, unit.ranks.owner is not None
-        return tuple(
-            ShardedParameter(
-                unit.local(index),
-                each.original,
-                each.names,
-                slot,
-                pieces.get(index),
-                sharded,
-                each.part,
-                ranks.alike or ranks.is_first(each.part),
-            )
-            for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
-        )
+        for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
+            local, part, piece = unit.local(index), each.part, pieces.get(index)
+            shape = slot.shape if part is None else part.shape
+            box = None if piece is None else _box(slot, piece, local, part)
+            start = 0 if piece is None else piece.shard_offset
+            sharded = unit.ranks.owner is not None
+            found.append(ShardedParameter(local, each.original, each.names, shape, box, sharded, part, slot, start))
+        return tuple(found)
 
     @property
     def stored(self) -> tuple[ShardedParameter, ...]:
@@ -321,28 +310,31 @@ class ShardedUnit:
         held = [buffer for each in inputs for buffer in (each.buffer, each.sum)]
         return tuple(each.flat for each in held if each is not None)
 
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """The whole flat tensor (``[padded_numel]``) of which each rank has ``own`` (``[shard_numel]``).
 
-        On the device that computes. Every rank of the unit calls it. ``own`` itself where nothing is sharded and it
-        is there already.
-        """
-        return gather_whole(self._unit, own)
+def _box(slot: Slot, piece: Piece, local: torch.Tensor, part: TensorPart | None) -> Box | None:
+    """Where ``piece`` lies in the whole tensor; None of one that is no box."""
+    if not slot.by_rows:
+        return None
+    first = piece.start * slot.shape[slot.dim] // slot.numel if slot.shape else 0
+    offsets = tuple(first if dim == slot.dim else 0 for dim in range(len(slot.shape)))
+    box = Box(offsets, tuple(local.shape)[: len(offsets)])
+    return box if part is None else box.moved(part.offset)
 
 
 def _stored(parameter: ShardedParameter, index: int, inner: InnerTensor, own: torch.Tensor) -> ShardedParameter:
     """``inner`` of ``parameter``, the unit's number ``index``, of which this rank has ``own``."""
     names = tuple(f"{name}.{inner.name}" if inner.name else name for name in parameter.names)
-    shape, row, (start, stop) = inner.shape, product(inner.shape[1:]), inner.rows
-    slot = Slot(0, product(shape), shape, contiguous_stride(shape), segment=index)
-    piece = Piece(0, start * row, stop * row, 0) if start < stop else None
+    shape, (start, stop) = inner.shape, inner.rows
+    box = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])) if start < stop and product(shape) else None
     tensor: Any = own
     return replace(
         parameter,
         tensor=tensor,
         names=names,
-        slot=slot,
-        piece=piece,
+        shape=shape,
+        box=box,
+        slot=Slot(0, product(shape), shape, contiguous_stride(shape), segment=index),
+        start=0,
         sharded=parameter.sharded and inner.is_cut,
         inner=inner,
     )

@@ -1,4 +1,4 @@
-"""Axis-aligned boxes of tensors: ranges of elements as boxes, and boxes as ranges of elements."""
+"""Axis-aligned boxes of tensors."""
 
 from __future__ import annotations
 
@@ -36,10 +36,6 @@ class Box:
         ]
         sizes = tuple(stop - start for start, stop in zip(low, high, strict=True))
         return Box(low, sizes) if all(size > 0 for size in sizes) else None
-
-    def permuted(self, dims: Sequence[int]) -> Box:
-        """The same box after ``Tensor.permute(dims)``."""
-        return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
 
     def narrowed(self, dim: int, begin: int, size: int) -> Box:
         """The part of it that ``Tensor.narrow(dim, begin, size)`` of its memory is."""
@@ -80,48 +76,6 @@ class Chunk:
     """Shape ``box.sizes``; a view: reading a checkpoint into it changes what it views."""
 
 
-def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements ``start`` to ``stop`` (exclusive) of a row-major tensor as disjoint boxes, in element order.
-
-    Each box is itself a contiguous range of elements. At most ``max(1, 2 * len(shape) - 1)`` boxes: on the way to the
-    innermost dimension each one adds a box of whole rows at either end, and they share the one in the middle.
-
-    Raises IndexError: the range does not lie within the tensor.
-    """
-    numel = math.prod(shape)
-    if not 0 <= start <= stop <= numel:
-        raise IndexError(f"elements {start} to {stop} do not lie within a tensor of {numel}")
-    if start == stop:
-        return []
-    if not shape:
-        return [Box((), ())]
-    return _boxes(tuple(shape), start, stop)
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    if len(shape) == 1:
-        return [Box((start,), (stop - start,))]
-    inner = shape[1:]
-    row_numel = math.prod(inner)
-    first, head = divmod(start, row_numel)
-    last, tail = divmod(stop, row_numel)
-    if first == last:
-        return _in_row(first, _boxes(inner, head, tail))
-    found = []
-    if head:
-        found += _in_row(first, _boxes(inner, head, row_numel))
-        first += 1
-    if first < last:
-        found.append(Box((first, *(0 for _ in inner)), (last - first, *inner)))
-    if tail:
-        found += _in_row(last, _boxes(inner, 0, tail))
-    return found
-
-
-def _in_row(row: int, boxes: list[Box]) -> list[Box]:
-    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
-
-
 def _rows(box: Box) -> tuple[int, int]:
     """First and one past the last index of dimension 0; of a tensor without dimensions one row."""
     return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
@@ -139,16 +93,6 @@ def disjoint(boxes: Sequence[Box]) -> Iterator[tuple[int, Box]]:
         for part in left:
             taken.append((_rows(part)[1], part))
             yield number, part
-
-
-def storage_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The permutation of dimensions that makes a dense tensor of these strides row-major."""
-    return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim) if shape[dim] > 1 else (-math.inf, dim)))
-
-
-def inverse(dims: Sequence[int]) -> tuple[int, ...]:
-    """The permutation that undoes ``Tensor.permute(dims)``."""
-    return tuple(sorted(range(len(dims)), key=lambda position: dims[position]))
 
 
 def box_within(view: torch.Tensor, box: Box, part: Box) -> torch.Tensor:

@@ -30,6 +30,7 @@ class AveragedWeights:
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside of a step or ``unsharded``.
         ConfigError: ``decay`` is not within [0, 1].
+        UnsupportedError: ``FullyShardedDataParallel`` of ``polyshard_fsdp`` wrapped the model.
     """
 
     #: Updates so far. To be set behind loading an average from a checkpoint.
@@ -134,6 +135,7 @@ def _require_part(decay: object, sharded: ShardedModel) -> None:
 def _between_steps(model: nn.Module, call: str) -> ShardedModel:
     sharded = outermost_model(model, call)
     sharded.refuse_inside_step(call)
+    sharded.refuse_cut_rows(call)
     sharded.refuse_replaced_values(call)
     sharded.adopt_changes()
     return sharded

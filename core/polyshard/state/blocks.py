@@ -21,7 +21,7 @@ import torch
 
 from ..errors import ConfigError
 from ..inspect import Blocks, Role, ShardedParameter, StateTensor, role_of, state_name_of, taken_apart
-from ..io.boxes import Box, Chunk, storage_order
+from ..io.boxes import Box, Chunk
 from .sharded import CheckpointTensor, Holding, KeptPiece, of_parameter, whole
 from .source import Entry, Source, opening, problem_with
 
@@ -44,7 +44,7 @@ def entry_of(
         found = of_blocks(parameter, value, elements)
         if found is None:
             name, found = f"{name}{label}", whole(_in_a_row(value))
-    numel = parameter.slot.numel if not parameter.sharded or parameter.piece is None else parameter.piece.numel
+    numel = 0 if parameter.box is None else parameter.box.numel
     found.kept = KeptPiece(label, numel, math.prod(parameter.shape), _in_a_row(value))
     return name, found
 
@@ -63,32 +63,20 @@ def of_blocks(parameter: ShardedParameter, local: torch.Tensor, elements: int) -
 
 def label_of(parameter: ShardedParameter) -> str:
     """The elements of the whole parameter that this rank holds: the same for the same ones alone."""
-    found = _range_of(parameter)
+    found, box = _range_of(parameter), parameter.box
     if found is not None:
         return f"[{found[0]}:{found[1]}]"
-    boxes = [chunk.box for chunk in of_parameter(parameter, parameter.tensor).chunks]
-    ranges = [
-        ",".join(f"{start}:{start + size}" for start, size in zip(box.offsets, box.sizes, strict=True)) for box in boxes
-    ]
-    return f"[{';'.join(ranges)}]"
+    ranges = zip(box.offsets, box.sizes, strict=True) if box is not None else ()
+    return f"[{','.join(f'{start}:{start + size}' for start, size in ranges)}]"
 
 
 def _range_of(parameter: ShardedParameter) -> tuple[int, int] | None:
     """First and one past the last element of this rank in the row-major whole parameter; None where it is no range."""
-    slot, piece, part = parameter.slot, parameter.piece, parameter.part
-    start, stop = 0, slot.numel
-    if parameter.sharded:
-        if piece is None or (slot.dim and piece.numel < slot.numel):
-            return None
-        start, stop = piece.start, piece.stop
-    if storage_order(slot.shape, slot.stride) != tuple(range(len(slot.shape))):
+    box = parameter.box
+    if box is None or box.sizes[1:] != parameter.shape[1:] or not parameter.tensor.is_contiguous():
         return None
-    if part is not None:
-        if tuple(slot.shape[1:]) != tuple(parameter.shape[1:]):
-            return None
-        first = part.offset[0] * math.prod(parameter.shape[1:]) if part.offset else 0
-        start, stop = start + first, stop + first
-    return start, stop
+    start = box.offsets[0] * math.prod(parameter.shape[1:]) if box.offsets else 0
+    return start, start + box.numel
 
 
 def _in_a_row(value: torch.Tensor) -> torch.Tensor:

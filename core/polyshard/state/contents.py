@@ -174,10 +174,9 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
-        UnsupportedError: its modules have flat parameters.
+        UnsupportedError: as ``savable_model``.
     """
     sharded = savable_model(model, "model_state()")
-    sharded.refuse_flat_parameters("Saving and loading of single parameters")
     stored = {each.name: of_parameter(each, each.tensor) for each in parameters_of(sharded, stored=True)}
     return stored | outside_units(sharded)
 
@@ -259,7 +258,6 @@ def shown_model_state(sharded: ShardedModel) -> dict[str, Any]:
 
     Raises UnsupportedError: a parameter is cut as no ``DTensor`` is.
     """
-    sharded.refuse_flat_parameters("Saving and loading of single parameters")
     shown = {each.name: _shown(each, each.tensor, sharded.rank) for each in parameters_of(sharded, stored=True)}
     return shown | outside_units(sharded)
 
@@ -285,19 +283,12 @@ def shown_optimizer_state(sharded: ShardedModel, joint: Joint) -> dict[str, Any]
             continue
         for each in holding.sharded if own else ():
             state[each.name] = {
-                key: _shown(each, _rows_of(each, value), sharded.rank)
+                key: _shown(each, each.within_shard(value), sharded.rank)
                 if isinstance(value, torch.Tensor) and value.shape == holding.parameter.shape and value.ndim
                 else value
                 for key, value in own.items()
             }
     return {"state": state, "param_groups": _named_groups(joint, held)}
-
-
-def _rows_of(parameter: ShardedParameter, shard: torch.Tensor) -> torch.Tensor:
-    """What is in ``shard``, of this rank's shard's shape, where ``parameter`` lies: of its local shape; a view."""
-    start = 0 if parameter.piece is None else parameter.piece.shard_offset
-    local = parameter.tensor
-    return shard.as_strided(local.shape, local.stride(), shard.storage_offset() + start)
 
 
 def _shown(parameter: ShardedParameter, local: torch.Tensor, rank: int) -> torch.Tensor:

@@ -437,7 +437,7 @@ class _OptimizerRestore:
     def _require_all(self, holding: Holding, name: str, keys: Mapping[str, str]) -> None:
         # Empty parameters may have none: no rank has a part of them. One rank of a pretended world saved its own parts.
         complete = self._source.complete
-        needed = [each.name for each in holding.sharded if (each.slot.numel if complete else each.piece is not None)]
+        needed = [each.name for each in holding.sharded if (0 not in each.shape if complete else each.box is not None)]
         missing = [each for each in needed if each not in keys]
         if missing:
             raise ConfigError(
@@ -448,10 +448,10 @@ class _OptimizerRestore:
 
 def _clear_padding(holding: Holding, flat: torch.Tensor) -> None:
     cursor = 0
-    for piece in (each.piece for each in holding.sharded):
-        if piece is not None:
-            flat[cursor : piece.shard_offset].zero_()
-            cursor = piece.shard_offset + piece.numel
+    for each in holding.sharded:
+        if each.box is not None:
+            flat[cursor : each.start].zero_()
+            cursor = each.start + each.box.numel
     flat[cursor:].zero_()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..inspect import Piece, ShardedModel, ShardedParameter, Slot
-from ..io.boxes import Box, Chunk, inverse, range_boxes, storage_order
+from ..inspect import ShardedModel, ShardedParameter
+from ..io.boxes import Box, Chunk
 
 #: Keys of a model's values, and an optimizer's, in all that is saved and loaded.
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -35,9 +34,8 @@ class KeptPiece:
 class CheckpointTensor(torch.Tensor):
     """Stands for a whole tensor. This rank holds some of its chunks, possibly none.
 
-    For checkpoints: a ``DTensor`` can neither have a range of elements, as FSDP1 cuts parameters, nor a few blocks, nor
-    less than all ranks of its mesh have. Users get none: it has the whole tensor's shape, dtype and device, and the
-    memory of one element.
+    For checkpoints: a ``DTensor`` can neither have a few blocks nor less than all ranks of its mesh have. Users get
+    none: it has the whole tensor's shape, dtype and device, and the memory of one element.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -61,61 +59,14 @@ class CheckpointTensor(torch.Tensor):
         return stand_in
 
 
-def of_piece(parameter: ShardedParameter, piece: Piece | None, flat: torch.Tensor) -> CheckpointTensor:
-    """``parameter``, or a tensor of its geometry, of which this rank holds ``piece``.
-
-    ``piece``: None for no element. ``flat``: shape ``[piece.numel]``, contiguous: these as they lie in the shard.
-    """
-    slot = parameter.slot
-    chunks: list[Chunk] = []
-    if piece is not None and slot.dim and piece.numel < slot.numel:
-        sizes, _ = slot.shown(piece.numel)
-        chunks.append(Chunk(_block(slot, piece, sizes), flat.view(sizes)))
-    elif piece is not None:
-        order = storage_order(slot.shape, slot.stride)
-        back = inverse(order)
-        cursor = 0
-        for box in range_boxes([slot.shape[dim] for dim in order], piece.start, piece.stop):
-            part = flat.narrow(0, cursor, box.numel).view(box.sizes).permute(back)
-            chunks.append(Chunk(box.permuted(back), part))
-            cursor += box.numel
-    return _within_whole(parameter, chunks, flat)
-
-
 def of_parameter(parameter: ShardedParameter, local: torch.Tensor) -> CheckpointTensor:
-    """``local``, of this rank's shape of ``parameter``, as a part of a tensor of the whole one's."""
-    slot, piece, local = parameter.slot, parameter.piece, local.detach()
-    if not parameter.sharded:
-        return _within_whole(parameter, [Chunk(Box.whole(slot.shape), local)] if slot.numel else [], local)
-    if not (slot.by_rows or slot.dim) or local.ndim <= 1 or slot.numel == 0:
-        return of_piece(parameter, piece, local)
-    # With any strides.
-    chunks = [] if piece is None else [Chunk(_block(slot, piece, tuple(local.shape)), local)]
-    return _within_whole(parameter, chunks, local)
-
-
-def _block(slot: Slot, piece: Piece, sizes: tuple[int, ...]) -> Box:
-    """The box of ``sizes`` that ``piece`` is, of a parameter that is cut between indices of one dimension."""
-    first = piece.start * slot.shape[slot.dim] // slot.numel
-    return Box(tuple(first if dim == slot.dim else 0 for dim in range(len(sizes))), sizes)
-
-
-def _within_whole(parameter: ShardedParameter, chunks: list[Chunk], local: torch.Tensor) -> CheckpointTensor:
-    """``chunks`` of what the unit holds, as parts of the whole parameter; ``local`` has its dtype and device."""
-    part, shape = parameter.part, parameter.shape
+    """``local``, of this rank's shape of ``parameter``, with any strides, as a part of a tensor of the whole one's."""
+    shape, local = parameter.shape, local.detach()
     # Empty parameters lie in no shard, and would be missing from the checkpoint if nobody wrote them.
-    if math.prod(shape) == 0:
+    if 0 in shape:
         return whole(local.new_empty(shape))
-    if part is not None:
-        chunks = [Chunk(chunk.box.moved(part.offset), chunk.view) for chunk in chunks]
-    return CheckpointTensor(shape, local.dtype, local.device, chunks, part is not None)
-
-
-def of_shard(parameter: ShardedParameter, shard: torch.Tensor) -> CheckpointTensor:
-    """The part of ``parameter`` in ``shard``, which has the shape of this rank's shard of the unit; a view."""
-    piece = parameter.piece
-    start, numel = (0, 0) if piece is None else (piece.shard_offset, piece.numel)
-    return of_piece(parameter, piece, shard.detach().narrow(0, start, numel))
+    chunks = [] if parameter.box is None else [Chunk(parameter.box, local.view(parameter.box.sizes))]
+    return CheckpointTensor(shape, local.dtype, local.device, chunks, parameter.part is not None)
 
 
 def whole(tensor: torch.Tensor) -> CheckpointTensor:
@@ -154,13 +105,16 @@ class Holding:
         """
         if not self.sharded:
             return self.names
-        return tuple(each.name for each in self.sharded if each.piece is not None or 0 in each.shape)
+        return tuple(each.name for each in self.sharded if each.box is not None or 0 in each.shape)
 
     def parts(self, local: torch.Tensor) -> dict[str, CheckpointTensor]:
         """``local``, of the shape of ``parameter``, cut into those of ``here``. Only for parameters of units."""
         here = set(self.here)
-        cut = of_parameter if self.unit is None else of_shard
-        return {each.name: cut(each, local) for each in self.sharded if each.name in here}
+        own = {each.name: each for each in self.sharded if each.name in here}
+        return {
+            name: of_parameter(each, local if self.unit is None else each.within_shard(local))
+            for name, each in own.items()
+        }
 
 
 def parameters_of(model: ShardedModel, *, stored: bool = False) -> Iterator[ShardedParameter]:
