@@ -26,8 +26,8 @@ def tensors_of(sharded: ShardedModel) -> Held:
         ConfigError: something has no memory to be read into, or to be written from.
         ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
-    names = names_within(sharded, sharded.module)
-    held = {names[first]: value for first, value in model_state(sharded.module).items()}
+    names = names_within(sharded)
+    held = {names[first]: value for first, value in model_state(sharded).items()}
     hollow = [f"'{each[0]}'" for each, value in held.items() if any(chunk.view.is_meta for chunk in chunks_of(value))]
     if hollow:
         raise ConfigError(

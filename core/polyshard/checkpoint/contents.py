@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import ShardedModel, StateTensor, idle_model, inner_tensors, taken_apart
+from ..inspect import ShardedModel, StateTensor, idle_model, inner_tensors, savable_model, taken_apart
 from ..interfaces import Collectives, PrecisionCaster
 from ..io.memory import NAMES
 from ..state.contents import (
@@ -34,18 +34,18 @@ from .writing import Document, offered
 _NAMES, _RANKS = 64, 4
 
 
-def state_of(sharded: ShardedModel, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
+def state_of(sharded: ShardedModel, optimizer: Joint | None, *, frozen: bool) -> dict[str, Any]:
     """This rank's part of what a save writes; arguments and errors are those of ``save``."""
-    values = model_state(model)
+    values = model_state(sharded)
     if not frozen:
-        left_out = frozen_names(model)
+        left_out = frozen_names(sharded)
         values = {name: value for name, value in values.items() if name not in left_out}
     if sharded.rank != 0 and sharded.collectives.capabilities.can_communicate:
         # Buffers may differ between ranks (running statistics); one rank's must go together.
         values = {name: value for name, value in values.items() if in_chunks(value)}
     state: dict[str, Any] = {MODEL: values}
     if optimizer is not None:
-        state[OPTIMIZER] = optimizer_state(model, optimizer)
+        state[OPTIMIZER] = optimizer_state(sharded, optimizer)
     return state
 
 
@@ -115,15 +115,17 @@ def require_saveable(
     what = "Looking at what checkpoints will hold"
     with sharded.meeting(what, (sharded.collectives,)), together(sharded.collectives, what):
         try:
+            savable_model(model, "save()")
             also()
+            joint = None if optimizer is None else Joint(optimizer)
             if writes:
-                state = state_of(sharded, model, optimizer, frozen=frozen)
+                state = state_of(sharded, joint, frozen=frozen)
                 Document.of(state, {}, None, caster_states(sharded), {})
                 offered(state)
-            elif optimizer is not None:
-                optimizer_state(model, optimizer)
-            if optimizer is not None:
-                _require_expected(sharded, Joint(optimizer), writes=writes)
+            elif joint is not None:
+                optimizer_state(sharded, joint)
+            if joint is not None:
+                _require_expected(sharded, joint, writes=writes)
         except (ConfigError, UnsupportedError) as error:
             raise type(error)(f"Checkpoints of this run would fail. {error} {remedy}".rstrip()) from error
 
@@ -198,7 +200,7 @@ def _has_numbers(values: torch.Tensor) -> bool:
 
 def _named(holding: Holding, values: torch.Tensor) -> list[str]:
     """Which of the parameters that ``holding`` stands for have such elements in ``values``, of their state."""
-    if values.shape != holding.parameter.shape or not holding.sharded:
+    if values.shape != holding.parameter.shape:
         return list(holding.names)
     return [
         name

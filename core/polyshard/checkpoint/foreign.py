@@ -83,7 +83,7 @@ def load_dcp(
             source = ForeignSource(directory, metadata, keys or DcpKeys(), groups if joint else None)
         require_same(collectives, directory, metadata.identity, REMEDY)
         with _jointly("Matching", directory, collectives):
-            restore = Restore(source, sharded, model, joint, rank=collectives.rank)
+            restore = Restore(source, sharded, joint)
             source.require_there(restore.targets)
         with _jointly("Reading", directory, collectives):
             source.read(restore.targets)

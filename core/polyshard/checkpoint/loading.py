@@ -82,7 +82,7 @@ def _load(models: Models, directory: Place, optimizer: Optimizers | None, *, fro
     with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone.rank):
         sources = [models.source_of(part, source) for part in parts]
         restores = [
-            Restore(each, part.sharded, part.module, part.joint, kind, rank=everyone.rank, frozen=frozen)
+            Restore(each, part.sharded, part.joint, kind, frozen=frozen)
             for each, part in zip(sources, parts, strict=True)
         ]
     models.refuse_left_over(source, parts)

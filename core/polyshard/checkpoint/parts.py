@@ -16,7 +16,7 @@ from .. import registry
 from ..errors import ConfigError
 from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives, Group, PluginContext
-from ..state.contents import Joint, Optimizers, names_of, saved_names
+from ..state.contents import Joint, Optimizers, first_names, saved_names
 from ..state.exchange import from_first, gather_to_first, together
 from ..state.sharded import MODEL, OPTIMIZER, holdings
 from ..state.source import Entry, Source, listed, opening
@@ -57,7 +57,7 @@ class Part:
     @property
     def names(self) -> dict[str, str]:
         """Every name of a parameter or buffer, and the first one of the same."""
-        return {name: first for first, names in names_of(self.module).items() for name in names}
+        return first_names(self.sharded)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Models:
     ) -> Callable[[], Taken]:
         """What takes the state, once all ranks of a pipeline have compared the names of their stages."""
         if self.stages is None:
-            return lambda: _taken(self.parts(optimizer), None, extra, frozen=frozen)
+            return lambda: _taken(self.parts(optimizer), None, None, extra, frozen)
         what, tied = f"Naming the stages for step {step}", dict(self.stages.tied)
         with together(self.collectives, what, {"tied": tied}):
             parts = self.parts(optimizer)
@@ -134,7 +134,7 @@ class Models:
         gathered = gather_to_first(self.collectives, outlines)
         with together(self.collectives, what):
             whole = None if gathered is None else _Outline.joined([each for rank in gathered for each in rank])
-        return lambda: _taken(parts, (outlines, whole), extra, frozen=frozen)
+        return lambda: _taken(parts, outlines, whole, extra, frozen)
 
     def source_of(self, part: Part, source: StoredSource) -> Source:
         """What ``source`` has for ``part``."""
@@ -222,19 +222,20 @@ class _Outline:
 
 def _taken(
     parts: Sequence[Part],
-    outlined: tuple[Sequence[_Outline], _Outline | None] | None,
+    outlines: Sequence[_Outline] | None,
+    whole: _Outline | None,
     extra: Mapping[str, Any] | None,
-    *,
     frozen: bool,
 ) -> Taken:
-    """``outlined``: of stages, those of ``parts``, and on the rank that coordinates that of the whole model."""
+    """``outlines``: of ``parts``, and ``whole`` of all stages, on the rank that coordinates; None of a single model."""
+    if outlines is None:
+        whole, *_ = outlines = [_Outline.of(each, {}) for each in parts]
     beside = extra_of(extra)
     content: dict[str, Any] = {MODEL: {}}
     called: dict[str, object] = {}
     broken: list[str] = []
-    for number, part in enumerate(parts):
-        left_out = frozenset[str]() if outlined is None else outlined[0][number].left_out
-        state = state_of(part.sharded, part.module, None if part.joint is None else part.joint.members, frozen=frozen)
+    for part, outline in zip(parts, outlines, strict=True):
+        state = state_of(part.sharded, part.joint, frozen=frozen)
         broken += not_finite(part.sharded, part.joint)
         own: dict[str, object] = {"frozen": frozen, "optimizer": str(part.joint and part.joint.signature)}
         own.update({} if part.joint is None else part.joint.settings())
@@ -245,30 +246,24 @@ def _taken(
                 "Give the optimizers of all stages the same settings."
             )
         called = own
-        content[MODEL].update({name: each for name, each in state[MODEL].items() if name not in left_out})
+        content[MODEL].update({name: each for name, each in state[MODEL].items() if name not in outline.left_out})
         if OPTIMIZER in state:
             known = content.setdefault(OPTIMIZER, {"state": {}})
             known["param_groups"] = state[OPTIMIZER]["param_groups"]
-            kept = {name: each for name, each in state[OPTIMIZER]["state"].items() if name not in left_out}
+            kept = {name: each for name, each in state[OPTIMIZER]["state"].items() if name not in outline.left_out}
             known["state"].update(kept)
 
     def document() -> Document:
-        first = parts[0]
-        kind = None if first.joint is None else first.joint.kind
-        if outlined is None:
-            aliases = {name: first for name, first in first.names.items() if name != first}
-            return Document.of(content, aliases, kind, caster_states(first.sharded), beside)
-        whole = outlined[1]
         assert whole is not None
-        complete = dict(content)
-        if whole.groups is not None:
+        complete, joint = dict(content), parts[0].joint
+        if joint is not None and whole.groups is not None:
             named = zip(content[OPTIMIZER]["param_groups"], whole.groups, strict=True)
             joined = [
                 {**group, **{key: list(names) for key in ("params", "param_names") if key in group}}
                 for group, names in named
             ]
             complete[OPTIMIZER] = {**content[OPTIMIZER], "param_groups": joined}
-        return Document.of(complete, whole.aliases, kind, whole.precision, beside)
+        return Document.of(complete, whole.aliases, joint and joint.kind, whole.precision, beside)
 
     return Taken(content, broken, called, document)
 

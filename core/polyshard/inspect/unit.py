@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from ..errors import UnsupportedError
 from ..io.boxes import Box
 from ..planning.extensions import InnerTensor, Insides, inner_tensors
 from ..planning.layout import FlatLayout, Piece, Slot, contiguous_stride, product
-from ..planning.parts import TensorPart
+from ..planning.parts import TensorPart, is_dtensor, plain_parameter
 from ..runtime.extended import ExtendedUnit
 from ..runtime.gather import view_of
 
@@ -49,6 +48,18 @@ class ShardedParameter:
     inner: InnerTensor | None = None
     """Which tensor of a parameter that gathers itself it is, by ``ShardedUnit.stored``; None for a parameter."""
 
+    @classmethod
+    def outside(cls, name: str, parameter: nn.Parameter) -> ShardedParameter:
+        """``parameter``, which is in no unit: a plain one, or a ``DTensor`` of the user's."""
+        shape, local, boxes = tuple(parameter.shape), parameter, [Box.whole(parameter.shape)]
+        if is_dtensor(parameter):
+            placed: Any = parameter
+            local = plain_parameter(parameter)
+            boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in placed.__create_chunk_list__()]
+        box = next((each for each in boxes if each.numel), None)
+        slot = Slot(0, product(shape), shape, contiguous_stride(shape))
+        return cls(local, parameter, (name,), shape, box, tuple(local.shape) != shape, None, slot)
+
     def within(self, flat: torch.Tensor) -> torch.Tensor:
         """The view of it in its gathered unit (``[padded_numel]``): of a ``part``, of what these ranks have of it."""
         return view_of(flat, self.slot.shape, self.slot.stride, self.slot.offset)
@@ -82,10 +93,6 @@ class ShardedUnit:
     def name(self) -> str:
         """Fully-qualified name of its module, ``(root)`` for the outermost, and a suffix where that has several."""
         return self._unit.name
-
-    def reference(self) -> object:
-        """Equal for handles of the same unit; does not keep it alive."""
-        return weakref.ref(self._unit)
 
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
@@ -245,11 +252,6 @@ class ShardedUnit:
     def attribute_tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors in these attributes, whole on every rank."""
         return tuple(tensor for each in self._unit.packed for tensor in each.tensors)
-
-    @property
-    def parked(self) -> bool:
-        """Whether its offload manager keeps the master and the gradient."""
-        return self._unit.parks
 
     @property
     def device(self) -> torch.device:

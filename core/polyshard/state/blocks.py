@@ -15,15 +15,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import ConfigError
 from ..inspect import Blocks, Role, ShardedParameter, StateTensor, role_of, state_name_of, taken_apart
 from ..io.boxes import Box, Chunk
 from .sharded import CheckpointTensor, Holding, KeptPiece, of_parameter, whole
-from .source import Entry, Source, opening, problem_with
+from .source import Entry, Source, fits, opening, problem_with
 
 #: What ``label_of`` gives.
 _LABEL = re.compile(r"\[[\d:,;]*\]$")
@@ -98,56 +101,60 @@ def _stem(key: str) -> str:
     return _LABEL.sub("", key)
 
 
+@dataclass(eq=False, slots=True)
+class Coming:
+    """A parameter's state on its way out of a source."""
+
+    parameter: nn.Parameter
+    """What the optimizer holds."""
+    holding: Holding
+    group: Mapping[str, Any]
+    """The parameter's, in the optimizer."""
+    present: Mapping[str, Any]
+    """The optimizer's state now; tensors that fit are filled in place."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What the optimizer will have, by the names that ``taken_apart`` gives."""
+    like: Mapping[str, Any] | None = None
+    """State of the classes that ``state`` was taken from; None where nothing was taken apart."""
+
+
 class SavedBlocks:
     """One parameter's state in blocks on its way out of a source: ``targets`` by key, to be filled.
 
-    ``tensors`` are what the optimizer will have, by the names that ``taken_apart`` gives; ``left``: names and keys of
-    what is no such state.
+    ``left``: names and keys of what is no such state.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        holding: Holding,
-        keys: Mapping[str, str],
-        blocks: Blocks,
-        present: Mapping[str, Any],
-        rank: int,
-    ) -> None:
-        """Match ``source``, where ``keys`` are, with the parameter of ``holding``.
-
-        ``present``: the optimizer's state now; tensors that fit are filled in place.
+    def __init__(self, source: Source, coming: Coming, keys: Mapping[str, str], blocks: Blocks, rank: int) -> None:
+        """Match ``source``, where ``keys`` are, with the parameter of ``coming``, whose ``state`` it fills.
 
         Raises ConfigError: no state of this rank's piece can be made of it.
         """
-        self._source, self._holding, self._blocks = source, holding, blocks
-        self._present = taken_apart(present)
+        self._source, self._coming, self._blocks = source, coming, blocks
+        self._own, self._local_parameter = coming.holding.stands_for[0], coming.holding.parameter
+        self._present = taken_apart(coming.present)
         self._where = f"(rank {rank})"
+        self._label = label_of(self._own)
+        #: Keys by what it is of: this label, or nothing for the whole.
         self._forms: dict[str, dict[str, str]] = {}
         for name, key in keys.items():
             stem = _stem(name)
             self._forms.setdefault(stem, {})[name[len(stem) :]] = key
-        self._label = label_of(holding.sharded[0]) if holding.sharded else ""
         self.targets: dict[str, torch.Tensor] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
         self.left: dict[str, str] = {}
         states: dict[str, list[str]] = {}
         for stem in self._forms:
             states.setdefault(state_name_of(stem), []).append(stem)
-        # A DTensor has state on a rank without elements, too.
-        empty = bool(holding.sharded) and not holding.here
         for state, stems in states.items():
-            forms = [self._forms[stem] for stem in stems]
-            if any(role_of(stem) is not None for stem in stems) or any(set(each) != {""} for each in forms):
-                if empty:
-                    self.tensors[state] = torch.zeros_like(holding.parameter)
-                else:
-                    self._add(state, stems)
-            else:
+            if all(role_of(stem) is None and self._forms[stem].keys() == {""} for stem in stems):
                 self.left[state] = self._forms[state][""]
+            elif coming.holding.here:
+                self._add(state, stems)
+            else:
+                # A DTensor has state on a rank without elements, too.
+                coming.state[state] = torch.zeros_like(self._local_parameter)
 
     def _add(self, state: str, stems: list[str]) -> None:
-        found = {stem: self._key(stem) for stem in stems}
+        found = {stem: self._forms[stem].get("", self._forms[stem].get(self._label)) for stem in stems}
         own = found.get(state)
         if own is not None and self._entry(own).dtype.is_floating_point:
             # This rank's piece is in full precision, whatever others' are.
@@ -159,14 +166,14 @@ class SavedBlocks:
             target = None if key is None else self._target(stem, key)
             if key is None or target is None:
                 raise ConfigError(self._not_there(state, stem))
-            what = f"optimizer state '{stem}' of {self._holding.label}"
+            what = f"optimizer state '{stem}' of '{self._own.name}'"
             wrong = problem_with(self._source, key, what, target, self._where)
             if wrong is not None:
                 raise ConfigError(wrong)
             self.targets[key] = target
 
     def _not_there(self, state: str, stem: str) -> str:
-        what = f"optimizer state '{state}' of {self._holding.label}"
+        what = f"optimizer state '{state}' of '{self._own.name}'"
         if "" in self._forms[stem]:
             return (
                 f"{opening(self._source)} has {what} in blocks of {self._blocks.size} elements, and this rank's piece, "
@@ -181,10 +188,6 @@ class SavedBlocks:
             "that saved it."
         )
 
-    def _key(self, stem: str) -> str | None:
-        forms = self._forms[stem]
-        return forms.get("", forms.get(self._label))
-
     def _entry(self, key: str) -> Entry:
         entry = self._source.entry(key)
         if entry is None:
@@ -196,49 +199,34 @@ class SavedBlocks:
 
     def _target(self, stem: str, key: str) -> torch.Tensor | None:
         """What ``key`` is to be read into; None where the piece is not made of whole blocks."""
-        entry = self._entry(key)
+        entry, own, parameter = self._entry(key), self._own, self._local_parameter
         shape, dtype, role = entry.shape, entry.dtype, role_of(stem) or Role.ELEMENTS
-        parameter = self._holding.parameter
-        own = self._holding.sharded[0] if self._holding.sharded else None
         if role is Role.TABLE:
             return self._local(stem, shape, dtype)
-        if own is None:
-            return self._local(stem, shape, dtype)
-        if key != self._forms[stem].get(""):
-            numel = parameter.numel()
-            self._require_blocks(stem, role, math.prod(shape), numel)
-            if math.prod(shape) != numel:
+        is_whole = key == self._forms[stem].get("")
+        if is_whole and shape == own.shape and role is Role.ELEMENTS:
+            return of_parameter(own, self._local(stem, tuple(parameter.shape), dtype))
+        numbers, numel = math.prod(shape), math.prod(own.shape) if is_whole else parameter.numel()
+        size = self._blocks.size
+        if not (numbers == -(-numel // size) if role is Role.SCALES else numbers and numel % numbers == 0):
+            raise ConfigError(
+                f"{opening(self._source)} has {numbers} numbers of '{stem}' for {numel} elements of '{own.name}', and "
+                f"the optimizer has blocks of {size} {self._where}. Make the optimizer as it was when it was saved."
+            )
+        if not is_whole:
+            if numbers != numel:
                 return self._local(stem, shape, dtype)
             return whole(_in_a_row(self._local(stem, tuple(parameter.shape), dtype)))
-        if shape == own.shape and role is Role.ELEMENTS:
-            return of_parameter(own, self._local(stem, tuple(parameter.shape), dtype))
-        numel = math.prod(own.shape)
-        self._require_blocks(stem, role, math.prod(shape), numel)
-        elements = self._blocks.size if role is Role.SCALES else numel // math.prod(shape)
-        local = self._local(stem, (-(-parameter.numel() // elements),), dtype)
-        found = of_blocks(own, local, elements)
-        if found is None:
-            del self.tensors[stem]
-        return found
-
-    def _require_blocks(self, stem: str, role: Role, numbers: int, numel: int) -> None:
-        size = self._blocks.size
-        fits = numbers == -(-numel // size) if role is Role.SCALES else numbers and numel % numbers == 0
-        if not fits:
-            raise ConfigError(
-                f"{opening(self._source)} has {numbers} numbers of '{stem}' for {numel} elements of "
-                f"{self._holding.label}, and the optimizer has blocks of {size} {self._where}. Make the optimizer "
-                "as it was when it was saved."
-            )
+        elements = size if role is Role.SCALES else numel // numbers
+        return of_blocks(own, self._local(stem, (-(-parameter.numel() // elements),), dtype), elements)
 
     def _local(self, stem: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        present = self._present.get(stem)
+        """What the optimizer will have as ``stem``: what is there, where it fits."""
+        present, parameter = self._present.get(stem), self._local_parameter
         local = present.value if isinstance(present, StateTensor) else present
-        if not isinstance(local, torch.Tensor) or tuple(local.shape) != shape or local.dtype != dtype:
-            parameter = self._holding.parameter
-            if shape == tuple(parameter.shape):
-                local = torch.zeros_like(parameter, dtype=dtype)
-            else:
-                local = torch.zeros(shape, dtype=dtype, device=parameter.device)
-        self.tensors[stem] = local.detach()
-        return self.tensors[stem]
+        if not fits(local, shape, dtype):
+            like = shape == tuple(parameter.shape)
+            make = partial(torch.zeros_like, parameter) if like else partial(torch.zeros, shape)
+            local = make(dtype=dtype, device=parameter.device)
+        self._coming.state[stem] = local.detach()
+        return self._coming.state[stem]  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from ..inspect import (
     is_dtensor,
     local_of,
     placed_as,
-    savable_model,
     taken_apart,
 )
 from .blocks import entry_of
@@ -164,21 +163,17 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """Parameters and persistent buffers by fully-qualified name, for ``torch.distributed.checkpoint``.
+def model_state(
+    sharded: ShardedModel, form: Callable[[ShardedParameter, torch.Tensor], torch.Tensor] = of_parameter
+) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by fully-qualified name, over this rank's memory: what is written changes them.
 
-    Sharded parameters are ``CheckpointTensor`` of the whole parameter's shape over this rank's memory: saving copies
-    one chunk at a time, loading writes the shards in place. Parameters that are not sharded, and buffers, are plain
-    tensors. A tensor with several names is there once, under the first of ``named_parameters()`` or
-    ``named_buffers()``. Of a parameter that gathers itself there are the tensors that it is made of.
-
-    Raises:
-        StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
-        UnsupportedError: as ``savable_model``.
+    What units hold is in ``form``: ``CheckpointTensor`` of the whole's shape, or ``as_dtensor``. Parameters that are
+    not sharded, and buffers, are plain tensors. A tensor with several names is there once, under the first of
+    ``named_parameters()`` or ``named_buffers()``. Of a parameter that gathers itself there are the tensors that it is
+    made of.
     """
-    sharded = savable_model(model, "model_state()")
-    stored = {each.name: of_parameter(each, each.tensor) for each in parameters_of(sharded, stored=True)}
-    return stored | outside_units(sharded)
+    return {each.name: form(each, each.tensor) for each in parameters_of(sharded, stored=True)} | outside_units(sharded)
 
 
 def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
@@ -229,7 +224,7 @@ def _owner_of(entry: str, names: Collection[str]) -> str | None:
     return None
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+def optimizer_state(sharded: ShardedModel, joint: Joint) -> dict[str, Any]:
     """The optimizer's state by parameter name: ``{"state": {name: {key: value}}, "param_groups": [...]}``.
 
     The form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, of this rank's parts: tensors of
@@ -238,80 +233,54 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     it stands for: its tensors are cut into theirs, its scalars are each one's. Several optimizers appear as one, with
     their groups in order.
 
-    Raises:
-        StateError: as ``model_state``.
-        ConfigError: the optimizer holds a parameter that is not the model's, a unit's flat parameter and its own ones
-            together, or state that no other number of ranks could take over.
+    Raises ConfigError: the optimizer holds a parameter that is not the model's, a unit's flat parameter and its own
+    ones together, or state that no other number of ranks could take over; UnsupportedError: as ``_settled``.
     """
-    sharded = savable_model(model, "optimizer_state()")
-    joint = Joint(optimizer)
-    state: dict[str, dict[str, Any]] = {}
     held = _settled(sharded, joint)
+    state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
         for name, shown in _entries(holding, joint.state_of(parameter), joint.blocks_of(parameter), sharded.rank):
             state.setdefault(name, {}).update(shown)
     return {"state": state, "param_groups": _named_groups(joint, held)}
 
 
-def shown_model_state(sharded: ShardedModel) -> dict[str, Any]:
-    """As ``model_state``, of ``DTensor``s over the same memory.
-
-    Raises UnsupportedError: a parameter is cut as no ``DTensor`` is.
-    """
-    shown = {each.name: _shown(each, each.tensor, sharded.rank) for each in parameters_of(sharded, stored=True)}
-    return shown | outside_units(sharded)
-
-
 def shown_optimizer_state(sharded: ShardedModel, joint: Joint) -> dict[str, Any]:
     """As ``optimizer_state``, as torch's function has it: tensors of elements are ``DTensor``s over the same memory.
 
-    Of state in blocks they are of the optimizer's class.
-
-    Raises ConfigError: as ``optimizer_state``; UnsupportedError: as ``shown_model_state``.
+    Of state in blocks they are of the optimizer's class. Raises as ``optimizer_state``.
     """
-    state: dict[str, dict[str, Any]] = {}
     held = _settled(sharded, joint)
+    state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
         own = joint.state_of(parameter)
         require_state(holding, own, sharded.rank)
-        if holding.unit is None:
-            own = joint.given_state_of(parameter)
-            if any(each.sharded and not is_dtensor(each.shown) for each in holding.sharded):
-                raise _no_dtensor(holding.label, sharded.rank)
-            if own:
-                state[holding.names[0]] = dict(own)
-            continue
-        for each in holding.sharded if own else ():
-            state[each.name] = {
-                key: _shown(each, each.within_shard(value), sharded.rank)
-                if isinstance(value, torch.Tensor) and value.shape == holding.parameter.shape and value.ndim
-                else value
-                for key, value in own.items()
-            }
+        if own and holding.unit is None:
+            state[holding.names[0]] = dict(joint.given_state_of(parameter))
+        elif own:
+            for each in holding.stands_for:
+                state[each.name] = {
+                    key: as_dtensor(each, each.within_shard(value)) if holding.has_elements(value) else value
+                    for key, value in own.items()
+                }
     return {"state": state, "param_groups": _named_groups(joint, held)}
 
 
-def _shown(parameter: ShardedParameter, local: torch.Tensor, rank: int) -> torch.Tensor:
-    """A ``DTensor`` over ``local``, of the local shape of ``parameter``; a plain tensor where every rank has all."""
+def as_dtensor(parameter: ShardedParameter, local: torch.Tensor) -> torch.Tensor:
+    """A ``DTensor`` over ``local``, of the local shape of ``parameter``; a plain tensor where every rank has all.
+
+    Raises UnsupportedError: it is an inner tensor whose rows are no ``DTensor``'s.
+    """
     local, like, inner = local.detach(), parameter.shown, parameter.inner
     if not is_dtensor(like) or (inner is not None and not parameter.sharded):
-        if parameter.sharded:
-            raise _no_dtensor(f"'{parameter.name}'", rank)
         return local
     placed: Any = placed_as(like, local, None if inner is None else inner.shape)
     if inner and [each.sizes for each in placed.__create_chunk_list__()] != [local.shape]:
         raise UnsupportedError(
             f"'{parameter.name}' of shape {inner.shape} is cut in proportion to the parameter that it is inside of: no "
-            f"DTensor has its rows (rank {rank}). Ask for form='full', or save by polyshard.checkpoint."
+            f"DTensor has its rows (rank {placed.device_mesh.get_rank()}). Ask for form='full', or save by "
+            "polyshard.checkpoint."
         )
     return placed  # type: ignore[no-any-return]
-
-
-def _no_dtensor(what: str, rank: int) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} has its elements in a row, which ranks cut anywhere: no DTensor has a part of it (rank "
-        f"{rank}). Ask for form='full', or save by polyshard.checkpoint or FullyShardedDataParallel's own state dicts."
-    )
 
 
 def _settled(sharded: ShardedModel, joint: Joint) -> dict[nn.Parameter, Holding]:
@@ -349,18 +318,16 @@ def in_order(module: nn.Module, names: Mapping[str, Sequence[str]], state: dict[
     return {name: named[name] for name in sorted(named, key=places.__getitem__)}
 
 
-def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names of each parameter and buffer, by the one under which ``model_state`` has it."""
-    sharded = savable_model(model, "names_of()")
-    return names_within(sharded, sharded.module)
-
-
-def names_within(sharded: ShardedModel, module: nn.Module, *, inside: bool = True) -> dict[str, tuple[str, ...]]:
+def names_within(
+    sharded: ShardedModel, module: nn.Module | None = None, *, inside: bool = True
+) -> dict[str, tuple[str, ...]]:
     """All names in ``module`` of each parameter and buffer there, by the one under which ``model_state`` has it.
 
-    ``inside``: whether of parameters that are saved as the tensors inside of them it has the names of these.
+    ``module``: inside the model; None for all of it. ``inside``: whether of parameters that are saved as the tensors
+    inside of them it has the names of these.
     """
     outermost = sharded.module
+    module = module or outermost
     named = (*outermost.named_parameters(), *outermost.named_buffers())
     first_of = {id(tensor): name for name, tensor in named}
     for unit in sharded.units:
@@ -397,6 +364,11 @@ def _made_of_others(sharded: ShardedModel) -> dict[str, Insides]:
     return {name: insides for unit in sharded.units for name, insides in unit.insides.items()}
 
 
+def first_names(sharded: ShardedModel) -> dict[str, str]:
+    """The name under which ``model_state`` has each parameter and buffer, by each of its names."""
+    return {name: first for first, names in names_within(sharded).items() for name in names}
+
+
 def put_inside(sharded: ShardedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``state``, whole tensors by first name, with parameters of classes of their own for what is inside of these."""
     found = dict(state)
@@ -407,9 +379,8 @@ def put_inside(sharded: ShardedModel, state: Mapping[str, torch.Tensor]) -> dict
     return found
 
 
-def frozen_names(model: nn.Module) -> set[str]:
+def frozen_names(sharded: ShardedModel) -> set[str]:
     """First names of the parameters that need no gradient, of what is inside of them, and of what is saved beside."""
-    sharded = savable_model(model, "frozen_names()")
     found = {name for name, parameter in sharded.module.named_parameters() if not parameter.requires_grad}
     others = _made_of_others(sharded).items()
     inside = {f"{name}.{each.name}" for name, insides in others if name in found for each in insides.inner}
@@ -427,22 +398,18 @@ def _entries(
     """The ``state`` of each parameter that ``holding`` stands for: names, and values by key."""
     require_state(holding, state, rank)
     for key, value in taken_apart(state).items():
+        role, elements = (value.role, value.elements) if isinstance(value, StateTensor) else (Role.ELEMENTS, 1)
         tensor = value.value if isinstance(value, StateTensor) else value
-        if not isinstance(tensor, torch.Tensor):
-            yield from ((name, {key: tensor}) for name in holding.here)
-        elif isinstance(value, StateTensor) and holding.sharded:
-            for each in holding.sharded if holding.here else ():
-                name, shown = entry_of(each, key, tensor, value.role, value.elements)
-                yield each.name, {name: shown}
-        elif holding.sharded and tensor.ndim > 0 and tensor.shape == holding.parameter.shape:
-            if blocks is None or holding.unit is not None:
-                yield from ((name, {key: shown}) for name, shown in holding.parts(tensor).items())
-            else:
-                for each in holding.sharded if holding.here else ():
-                    # Other ranks may have blocks of their pieces.
-                    yield each.name, {key: entry_of(each, key, tensor, Role.ELEMENTS, 1)[1]}
+        by_element = holding.has_elements(tensor)
+        if isinstance(value, StateTensor) or (by_element and blocks is not None and holding.unit is None):
+            # Other ranks may have blocks of their pieces.
+            for each in holding.here:
+                yield each.name, dict([entry_of(each, key, tensor, role, elements)])
+        elif by_element:
+            yield from ((name, {key: shown}) for name, shown in holding.parts(tensor).items())
         else:
-            yield from ((name, {key: tensor.detach()}) for name in holding.here)
+            shown = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+            yield from ((each.name, {key: shown}) for each in holding.here)
 
 
 def require_state(holding: Holding, state: Mapping[str, Any], rank: int) -> None:
@@ -466,7 +433,7 @@ def _require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
             f"The optimizer's state '{key}' of {holding.label} is a {type(value).__name__} (rank {rank}), whose "
             "sharding is not known. Use an optimizer whose state is tensors and numbers."
         )
-    if isinstance(value, torch.Tensor) and holding.sharded and value.ndim > 0:
+    if isinstance(value, torch.Tensor) and value.ndim > 0:
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise ConfigError(
                 f"The optimizer's state '{key}' of {holding.label} is a {type(value).__name__} (rank {rank}), and "

@@ -74,7 +74,7 @@ def full_optimizer_state(
             for key, told in its.items():
                 known.setdefault(name, {}).setdefault(key, {})[rank] = told
     held = holdings(sharded, joint.groups)
-    parts = {each.name for holding in held.values() for each in holding.sharded if each.part is not None}
+    parts = {each.name for holding in held.values() for each in holding.stands_for if each.part is not None}
     for name, by_key in known.items():
         _require_whole(name, by_key, sharded, in_parts=name in parts)
     found: dict[str, dict[str, Any]] = {}
@@ -93,8 +93,8 @@ def full_optimizer_state(
             holding = held[parameter]
             name = holding.names[0]
             if any(map(is_inside, found.get(name, {}))):
-                shape = holding.sharded[0].shape if holding.sharded else tuple(holding.parameter.shape)
-                found[name] = put_together(found[name], joint.like_in_blocks(parameter, group), shape)
+                like, shape = joint.like_in_blocks(parameter, group), holding.stands_for[0].shape
+                found[name] = put_together(found[name], like, shape)
     order = [name for group in own["param_groups"] for name in group["params"] if name in found]
     groups = [{setting: _on_host(value) for setting, value in group.items()} for group in own["param_groups"]]
     return {"state": {name: found[name] for name in order}, "param_groups": groups}

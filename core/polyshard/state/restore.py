@@ -13,19 +13,17 @@ from torch import nn
 from ..errors import ConfigError
 from ..inspect import (
     NOT_BY_ELEMENT,
+    Blocks,
     ShardedModel,
     StateTensor,
     blocks_of,
     is_dtensor,
     is_inside,
-    local_of,
     put_together,
-    savable_model,
     taken_apart,
-    units_in,
 )
-from .blocks import SavedBlocks, is_in_blocks
-from .contents import Joint, Kind, compared_entries, frozen_names, kind_of, model_state, names_of
+from .blocks import Coming, SavedBlocks, is_in_blocks
+from .contents import Joint, Kind, compared_entries, frozen_names, kind_of, model_state, names_within
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings
 from .source import (
     SavedState,
@@ -65,25 +63,24 @@ class Restore:
         self,
         source: Source,
         sharded: ShardedModel,
-        model: nn.Module | None,
         optimizer: Joint | None,
         kind: Kind | None = None,
         *,
-        rank: int,
+        model: bool = True,
         strict: bool = True,
         frozen: bool = True,
     ) -> None:
-        """Match ``model`` and ``optimizer`` with the source's; None for what is not read.
+        """Match ``sharded``, unless without ``model``, and ``optimizer``, where there is one, with the source's.
 
         ``kind``: the optimizer's saved class; None where the source does not name it. ``strict``, ``frozen``: whether
-        all of the model's names, and those that need no gradient, must be in both. ``rank``: for messages.
+        all of the model's names, and those that need no gradient, must be in both.
 
         Raises ConfigError: they do not fit.
         """
         self.targets: dict[str, Any] = {}
         self.unmatched = Unmatched()
-        if model is not None:
-            self.targets, self.unmatched = _match_model(source, model, rank, strict=strict, frozen=frozen)
+        if model:
+            self.targets, self.unmatched = _match_model(source, sharded, strict=strict, frozen=frozen)
         self._optimizer = None if optimizer is None else _OptimizerRestore(source, sharded, optimizer, kind)
         if self._optimizer is not None:
             self.targets.update(self._optimizer.targets)
@@ -94,21 +91,21 @@ class Restore:
 
 
 def _match_model(
-    source: Source, model: nn.Module, rank: int, *, strict: bool, frozen: bool
+    source: Source, sharded: ShardedModel, *, strict: bool, frozen: bool
 ) -> tuple[dict[str, Any], Unmatched]:
-    """The tensors of ``model`` by key of the source; a tied parameter is taken from any of its names.
+    """The tensors of ``sharded`` by key of the source; a tied parameter is taken from any of its names.
 
     Raises ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all
     that is wrong.
     """
-    wanted = model_state(model)
-    for unit in units_in(model):
+    wanted = model_state(sharded)
+    for unit in sharded.units:
         unit.refuse_added("Loading")
     saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
-    names = names_of(model)
-    needing_none = frozen_names(model)
+    names = names_within(sharded)
+    needing_none = frozen_names(sharded)
     optional = set() if frozen else needing_none
-    where = f"(rank {rank})"
+    where = f"(rank {sharded.rank})"
     remedy = "Load it into the model that it was saved from."
     targets: dict[str, Any] = {}
     missing: list[str] = []
@@ -132,7 +129,7 @@ def _match_model(
                 "load with frozen=False."
             )
         wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
-    compared = {saved[name]: name for name in compared_entries(savable_model(model, "Loading")) if name in saved}
+    compared = {saved[name]: name for name in compared_entries(sharded) if name in saved}
     if compared and not wrong:
         values: dict[str, Any] = {key: source.blank(key) for key in compared}
         source.read(values)
@@ -163,42 +160,37 @@ class _OptimizerRestore:
         self._compare_groups(held)
         _require_same_kinds(kind, self._settings, optimizer, source, sharded.rank)
         self.targets: dict[str, Any] = {}
-        #: What the optimizer will have, of all whose state is the source's afterwards. Of a parameter without elements
-        #: here it may keep what it began with.
-        self._state: dict[nn.Parameter, dict[str, Any]] = {}
-        #: What is no tensor, or one for all parameters of a flat one: group, what is there now, where it goes, its name
-        #: and keys.
-        self._once: list[tuple[Holding, Mapping[str, Any], Any, dict[str, Any], str, Mapping[str, str]]] = []
+        #: All whose state is the source's afterwards. Of a parameter without elements here the optimizer may keep what
+        #: it began with.
+        self._coming: list[Coming] = []
+        #: What is no tensor, or one for all parameters of a flat one: its name, and keys by parameter.
+        self._once: list[tuple[Coming, str, Mapping[str, str]]] = []
         saved: dict[str, dict[str, str]] = {}
         for key, path in source.paths(OPTIMIZER, "state").items():
             saved.setdefault(path[2], {})[path[3]] = key
         if kind is None:
             self._refuse_full_precision(held, saved)
-        #: Parameters with state in blocks, and state of the classes that theirs are to have.
-        self._like: dict[nn.Parameter, Mapping[str, Any]] = {}
         self._numbers = self._names_of_numbers(held.values(), saved)
         wrong: list[str] = []
         for group in optimizer.groups:
             for parameter in group["params"]:
                 holding = held[parameter]
                 own: dict[str, Mapping[str, str]] = {each: saved.get(each, {}) for each in holding.names}
-                for each, keys in own.items():
-                    if is_in_blocks(keys):
-                        self._require_blocks(parameter, holding, each)
+                blocks = self._blocks_of(parameter, holding, own)
                 # Of a DTensor, torch's functions ask every rank for the state.
                 if not holding.here and holding.unit is None and not is_dtensor(parameter):
                     continue
-                self._state[parameter] = {}
-                if is_in_blocks(own[holding.names[0]]):
-                    try:
-                        own[holding.names[0]] = self._blocks(parameter, holding, own[holding.names[0]], group)
-                    except ConfigError as error:
-                        wrong.append(str(error))
-                        continue
+                coming = Coming(parameter, holding, group, optimizer.state_of(parameter))
+                self._coming.append(coming)
+                try:
+                    if blocks is not None:
+                        own[holding.names[0]] = self._match_blocks(coming, own[holding.names[0]], blocks)
+                except ConfigError as error:
+                    wrong.append(str(error))
+                    continue
                 for name in dict.fromkeys(name for keys in own.values() for name in keys):
                     try:
-                        found = {each: keys[name] for each, keys in own.items() if name in keys}
-                        self._match(parameter, holding, name, found, group)
+                        self._match(coming, name, {each: keys[name] for each, keys in own.items() if name in keys})
                     except ConfigError as error:
                         wrong.append(str(error))
         if wrong:
@@ -207,62 +199,52 @@ class _OptimizerRestore:
 
     def commit(self) -> None:
         """Give the optimizer what was read into ``targets``, and what was read before."""
-        for parameter, found in self._state.items():
-            like = self._like.get(parameter)
-            if found and like is not None:
-                shape = (local_of(parameter) if is_dtensor(parameter) else parameter).shape
-                found = put_together(found, like, shape)
-            self._optimizer.replace_state(parameter, found, self._numbers)
+        for each in self._coming:
+            found = each.state
+            if found and each.like is not None:
+                found = put_together(found, each.like, each.holding.parameter.shape)
+            self._optimizer.replace_state(each.parameter, found, self._numbers)
         for group, settings in zip(self._optimizer.groups, self._settings, strict=True):
-            for name, value in settings.items():
-                current = group.get(name)
-                if name in ("params", "param_names") or name in _IMPLEMENTATION:
-                    continue
-                if isinstance(current, torch.Tensor):
+            for name in settings.keys() - _IMPLEMENTATION - {"params", "param_names"}:
+                if isinstance(group.get(name), torch.Tensor):
                     # In place: a captured step reads the learning rate at this address.
-                    current.copy_(torch.as_tensor(value))
+                    group[name].copy_(torch.as_tensor(settings[name]))
                 else:
-                    group[name] = value
+                    group[name] = settings[name]
 
-    def _require_blocks(self, parameter: nn.Parameter, holding: Holding, name: str) -> None:
-        if holding.unit is not None or self._optimizer.blocks_of(parameter) is None:
-            what = holding.label if holding.unit is not None else "the optimizer"
+    def _blocks_of(
+        self, parameter: nn.Parameter, holding: Holding, own: Mapping[str, Mapping[str, str]]
+    ) -> Blocks | None:
+        """The optimizer's blocks, where the source has the state of ``parameter`` in some; None where it has not."""
+        name = next((each for each, keys in own.items() if is_in_blocks(keys)), None)
+        blocks = None if holding.unit is not None else self._optimizer.blocks_of(parameter)
+        if name is not None and blocks is None:
+            what = "the optimizer" if holding.unit is None else holding.label
             raise ConfigError(
                 f"{opening(self._source)} has optimizer state of '{name}' in blocks of a few bits, and {what} has it "
                 f"for single elements in full precision (rank {self._rank}). Load it into the optimizer that saved it, "
                 "over model.parameters(), or load without the optimizer."
             )
+        return None if name is None else blocks
 
-    def _blocks(
-        self, parameter: nn.Parameter, holding: Holding, keys: Mapping[str, str], group: Mapping[str, Any]
-    ) -> Mapping[str, str]:
+    def _match_blocks(self, coming: Coming, keys: Mapping[str, str], blocks: Blocks) -> Mapping[str, str]:
         """Match the state in blocks of one parameter; returns what is left of ``keys``."""
-        blocks, present = self._optimizer.blocks_of(parameter), self._optimizer.state_of(parameter)
-        assert blocks is not None
-        found = SavedBlocks(self._source, holding, keys, blocks, present, self._rank)
+        found = SavedBlocks(self._source, coming, keys, blocks, self._rank)
         self.targets.update(found.targets)
-        self._state[parameter].update(found.tensors)
-        if any(map(is_inside, found.tensors)):
-            self._like[parameter] = self._like_of(parameter, holding, found, group)
+        if any(map(is_inside, coming.state)):
+            coming.like = coming.present
+            if not coming.state.keys() <= taken_apart(coming.present).keys():
+                coming.like = self._optimizer.like_in_blocks(coming.parameter, coming.group)
+            known = taken_apart(coming.like)
+            for name, tensor in coming.state.items():
+                own = known.get(name)
+                own = own.value if isinstance(own, StateTensor) else own
+                if is_inside(name) and (not isinstance(own, torch.Tensor) or own.dtype != tensor.dtype):
+                    raise ConfigError(
+                        f"{opening(self._source)} has '{name}' of {coming.holding.label} in {tensor.dtype}, which the "
+                        f"optimizer does not make (rank {self._rank}). Load it into the optimizer that saved it."
+                    )
         return found.left
-
-    def _like_of(
-        self, parameter: nn.Parameter, holding: Holding, found: SavedBlocks, group: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """State of the classes that ``found`` was taken from."""
-        like = self._optimizer.state_of(parameter)
-        if not found.tensors.keys() <= taken_apart(like).keys():
-            like = self._optimizer.like_in_blocks(parameter, group)
-        known = taken_apart(like)
-        for name, tensor in found.tensors.items():
-            each = known.get(name)
-            own = each.value if isinstance(each, StateTensor) else each
-            if is_inside(name) and (not isinstance(own, torch.Tensor) or own.dtype != tensor.dtype):
-                raise ConfigError(
-                    f"{opening(self._source)} has '{name}' of {holding.label} in {tensor.dtype}, which the "
-                    f"optimizer does not make (rank {self._rank}). Load it into the optimizer that saved it."
-                )
-        return like
 
     def _refuse_full_precision(self, held: Mapping[nn.Parameter, Holding], saved: SavedState) -> None:
         """Raise where an optimizer with states in blocks is given those of one that has none, by all that is seen."""
@@ -273,27 +255,23 @@ class _OptimizerRestore:
             if blocks is None or any(map(is_in_blocks, states.values())):
                 continue
             for own, keys in states.items():
-                numel = held[own].parameter.numel()
-                fresh = blocks.divides(numel) and not self._optimizer.state_of(own)
-                if fresh and self._are_of_elements(held[own], keys):
+                numel, whole = held[own].parameter.numel(), held[own].stands_for[0]
+                entries = [self._source.entry(key) for key in keys.values()]
+                by_element = any(entry is not None and entry.shape == whole.shape for entry in entries)
+                if by_element and blocks.divides(numel) and not self._optimizer.state_of(own):
                     raise ConfigError(
-                        f"{opening(self._source)} has optimizer state of '{held[own].names[0]}' in full precision, and "
+                        f"{opening(self._source)} has optimizer state of '{whole.name}' in full precision, and "
                         f"{type(each).__name__} keeps that of {numel} elements in blocks of a few bits (rank "
                         f"{self._rank}). Make the optimizer as it was when it was saved, or load without it; where "
                         "all pieces were too small for blocks, load at the number of ranks that saved it."
                     )
-
-    def _are_of_elements(self, holding: Holding, keys: Mapping[str, str]) -> bool:
-        shape = holding.sharded[0].shape if holding.sharded else tuple(holding.parameter.shape)
-        entries = map(self._source.entry, keys.values())
-        return any(each is not None and each.shape == tuple(shape) for each in entries)
 
     def _names_of_numbers(self, held: Iterable[Holding], saved: SavedState) -> frozenset[str]:
         """Names of states that are one number for a parameter, not one for each element: the same for a scalar one.
 
         Seen at the other parameters; where there are none, ``torch.optim`` is asked.
         """
-        shapes = {each.name: each.shape for holding in held for each in holding.sharded}
+        shapes = {each.name: each.shape for holding in held for each in holding.stands_for}
         numbers: set[str] = set()
         elements: set[str] = set()
         for parameter, states in saved.items():
@@ -340,9 +318,9 @@ class _OptimizerRestore:
         scalars: dict[str, Any] = {key: self._source.blank(key) for *_, keys in self._once for key in keys.values()}
         if scalars:
             self._source.read(scalars)
-        for holding, group, present, state, name, keys in self._once:
+        for coming, name, keys in self._once:
             (first, key), *others = keys.items()
-            value = scalars[key]
+            value, present, holding = scalars[key], coming.present.get(name), coming.holding
             for other, other_key in others:
                 if not same_values(value, scalars[other_key]):
                     raise ConfigError(
@@ -350,50 +328,43 @@ class _OptimizerRestore:
                         f"for '{other}' in {self._source.label}, and {holding.label} has one for both (rank "
                         f"{self._rank}). {_REMEDY}"
                     )
-            self._require_like(value, name, present, holding)
+            # Where there is none now, it is compared with what torch's optimizers have of this name.
+            like = 0.0 if present is None and name in NOT_BY_ELEMENT else present
+            if value is not None and not resembles(value, like):
+                raise ConfigError(
+                    f"optimizer state '{name}' of {holding.label} is {value!r} in {self._source.label}, which no "
+                    f"optimizer has (rank {self._rank}). Load an older checkpoint, or load without its optimizer."
+                )
             if isinstance(value, torch.Tensor):
                 if fits(present, value.shape, value.dtype):
                     # In place, as other tensors: a captured step reads it at this address.
                     self.targets[key] = value = present.detach()
-                elif value.ndim or _on_parameters_device(group):
+                elif value.ndim or _on_parameters_device(coming.group):
                     value = value.to(holding.parameter.device)
-            state[name] = value
+            coming.state[name] = value
 
-    def _require_like(self, value: Any, name: str, present: Any, holding: Holding) -> None:
-        """Raise ConfigError where ``value``, which is no tensor of elements, can be no state ``name``."""
-        # Where there is none now, it is compared with what torch's optimizers have of this name.
-        like = 0.0 if present is None and name in NOT_BY_ELEMENT else present
-        if value is not None and not resembles(value, like):
-            raise ConfigError(
-                f"optimizer state '{name}' of {holding.label} is {value!r} in {self._source.label}, which no optimizer "
-                f"has (rank {self._rank}). Load an older checkpoint, or load without its optimizer."
-            )
-
-    def _match(
-        self, parameter: nn.Parameter, holding: Holding, name: str, keys: Mapping[str, str], group: Mapping[str, Any]
-    ) -> None:
+    def _match(self, coming: Coming, name: str, keys: Mapping[str, str]) -> None:
         """Match a state, with its ``keys`` by parameter's name, and find where it goes; existing tensors in place."""
-        source, where, local = self._source, f"(rank {self._rank})", holding.parameter
+        source, holding, where = self._source, coming.holding, f"(rank {self._rank})"
         what = f"optimizer state '{name}' of {holding.label}"
-        present = self._optimizer.state_of(parameter).get(name)
+        present = coming.present.get(name)
         # What is in blocks now takes nothing of single elements.
         present = present if name in taken_apart({name: present}) else None
         entries = {each: source.entry(key) for each, key in keys.items()}
+        shapes = {each.name: each.shape for each in holding.stands_for}
         if holding.unit is not None:
             self._require_all(holding, name, keys)
-        shapes = {each.name: each.shape for each in holding.sharded}
-        by_element = shapes and name not in self._numbers
-        if by_element and all(entry is not None and entry.shape == shapes[each] for each, entry in entries.items()):
-            dtype, *others = {entry.dtype for entry in entries.values() if entry is not None}
+        if name not in self._numbers and all(each and each.shape == shapes[one] for one, each in entries.items()):
+            dtype, *others = {each.dtype for each in entries.values() if each is not None}
             if others:
                 raise ConfigError(
                     f"optimizer state '{name}' of {listed(list(keys))} has several dtypes in {source.label}, but "
                     f"{holding.label} has one {where}. {_REMEDY}"
                 )
-            tensor = self._tensor(present, tuple(local.shape), dtype, what, like=local)
+            tensor = self._tensor(present, tuple(holding.parameter.shape), dtype, what, like=holding.parameter)
             if holding.unit is not None:
                 _clear_padding(holding, tensor)
-            self._state[parameter][name] = tensor
+            coming.state[name] = tensor
             for each, target in holding.parts(tensor).items():
                 if each in keys:
                     self._aim(keys[each], f"optimizer state '{name}' of '{each}'", target)
@@ -407,12 +378,12 @@ class _OptimizerRestore:
                 )
         entry = entries[next(iter(keys))]
         if entry is None or holding.unit is not None:
-            self._once.append((holding, group, present, self._state[parameter], name, keys))
+            self._once.append((coming, name, keys))
             return
         tensor = self._tensor(present, entry.shape, entry.dtype, what)
-        if tensor is not present and (entry.shape or _on_parameters_device(group)):
-            tensor = tensor.to(local.device)
-        self._state[parameter][name] = tensor
+        if tensor is not present and (entry.shape or _on_parameters_device(coming.group)):
+            tensor = tensor.to(holding.parameter.device)
+        coming.state[name] = tensor
         self._aim(keys[holding.names[0]], what, tensor)
 
     def _tensor(
@@ -436,8 +407,8 @@ class _OptimizerRestore:
 
     def _require_all(self, holding: Holding, name: str, keys: Mapping[str, str]) -> None:
         # Empty parameters may have none: no rank has a part of them. One rank of a pretended world saved its own parts.
-        complete = self._source.complete
-        needed = [each.name for each in holding.sharded if (0 not in each.shape if complete else each.box is not None)]
+        own, complete = holding.stands_for, self._source.complete
+        needed = [each.name for each in own if (0 not in each.shape if complete else each.box is not None)]
         missing = [each for each in needed if each not in keys]
         if missing:
             raise ConfigError(
@@ -448,7 +419,7 @@ class _OptimizerRestore:
 
 def _clear_padding(holding: Holding, flat: torch.Tensor) -> None:
     cursor = 0
-    for each in holding.sharded:
+    for each in holding.stands_for:
         if each.box is not None:
             flat[cursor : each.start].zero_()
             cursor = each.start + each.box.numel

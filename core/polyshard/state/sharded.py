@@ -80,12 +80,16 @@ class Holding:
     """A parameter that an optimizer holds, and the parameters of the model that it stands for."""
 
     parameter: nn.Parameter
-    names: tuple[str, ...]
-    """First fully-qualified names of the parameters: one, but for a flat parameter."""
-    sharded: tuple[ShardedParameter, ...] = ()
-    """Where they lie, in the order of ``names``; none for a parameter outside of units."""
+    """This rank's elements: a plain parameter."""
+    stands_for: tuple[ShardedParameter, ...]
+    """One, but for a flat parameter."""
     unit: str | None = None
     """The unit that a flat parameter stands for; None for a parameter of the model."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """First fully-qualified names of the parameters."""
+        return tuple(each.name for each in self.stands_for)
 
     @property
     def label(self) -> str:
@@ -94,27 +98,26 @@ class Holding:
     @property
     def partial(self) -> bool:
         """Whether its shape on this rank is not that of a parameter of the unsharded model."""
-        return self.unit is not None or any(each.sharded or each.part is not None for each in self.sharded)
+        return self.unit is not None or any(each.sharded or each.part is not None for each in self.stands_for)
 
     @property
-    def here(self) -> tuple[str, ...]:
-        """Names of the parameters whose state this rank saves and loads.
+    def here(self) -> tuple[ShardedParameter, ...]:
+        """The parameters whose state this rank saves and loads.
 
         A rank without an element of a parameter gets no gradient of it, so that the optimizer lets its state stand
         still: its number of steps is not the parameter's. Empty parameters stand still on every rank.
         """
-        if not self.sharded:
-            return self.names
-        return tuple(each.name for each in self.sharded if each.box is not None or 0 in each.shape)
+        return tuple(each for each in self.stands_for if each.box is not None or 0 in each.shape)
+
+    def has_elements(self, value: object) -> bool:
+        """Whether ``value`` of its state is a tensor with a number for each element."""
+        return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.parameter.shape
 
     def parts(self, local: torch.Tensor) -> dict[str, CheckpointTensor]:
-        """``local``, of the shape of ``parameter``, cut into those of ``here``. Only for parameters of units."""
-        here = set(self.here)
-        own = {each.name: each for each in self.sharded if each.name in here}
-        return {
-            name: of_parameter(each, local if self.unit is None else each.within_shard(local))
-            for name, each in own.items()
-        }
+        """``local``, of the shape of ``parameter``, cut into those of ``here``."""
+        if self.unit is None:
+            return {each.name: of_parameter(each, local) for each in self.here}
+        return {each.name: of_parameter(each, each.within_shard(local)) for each in self.here}
 
 
 def parameters_of(model: ShardedModel, *, stored: bool = False) -> Iterator[ShardedParameter]:
@@ -135,13 +138,17 @@ def holdings(model: ShardedModel, groups: Sequence[Mapping[str, Any]]) -> dict[n
         ParameterChangedError: as ``parameters_of``.
     """
     model.refuse_moved()
-    known = {id(each): Holding(each, (name,)) for name, each in model.module.named_parameters()}
+    known: dict[int, Holding] = {}
     for unit in model.units:
         found = unit.parameters
-        known.update({id(each.shown): Holding(each.tensor, (each.name,), (each,)) for each in found})
+        known.update({id(each.shown): Holding(each.tensor, (each,)) for each in found})
         flat, local = unit.flat_parameter, unit.flat_local
         if flat is not None and local is not None:
-            known[id(flat)] = Holding(local, tuple(each.name for each in found), found, unit.name)
+            known[id(flat)] = Holding(local, found, unit.name)
+    for name, parameter in model.module.named_parameters():
+        if id(parameter) not in known:
+            one = ShardedParameter.outside(name, parameter)
+            known[id(parameter)] = Holding(one.tensor, (one,))
     held: dict[nn.Parameter, Holding] = {}
     taken: set[str] = set()
     for index, group in enumerate(groups):

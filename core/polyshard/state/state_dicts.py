@@ -14,11 +14,12 @@ from ..inspect import ShardedModel, savable_model, savable_part
 from .contents import (
     Joint,
     Optimizers,
+    as_dtensor,
     frozen_names,
     in_order,
+    model_state,
     names_within,
     optimizer_state,
-    shown_model_state,
     shown_optimizer_state,
 )
 from .exchange import together
@@ -94,8 +95,8 @@ def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) 
         state = full_model_state(sharded, names, everywhere=options.form is StateForm.FULL)
         names = names_within(sharded, module, inside=False)
     else:
-        state = shown_model_state(sharded)
-    frozen = set() if options.frozen else frozen_names(sharded.module)
+        state = model_state(sharded, as_dtensor)
+    frozen = set() if options.frozen else frozen_names(sharded)
     kept = {name: value for name, value in state.items() if name in names and name not in frozen}
     return in_order(module, names, kept)
 
@@ -121,7 +122,7 @@ def get_optimizer_state_dict(
         return shown_optimizer_state(sharded, joint)
     require_whole(sharded, "get_optimizer_state_dict()")
     with together(sharded.collectives, "Looking at the optimizer's state"):
-        own = optimizer_state(model, optimizer)
+        own = optimizer_state(sharded, joint)
     receives = options.form is StateForm.FULL or sharded.collectives.rank == 0
     return full_optimizer_state(sharded, joint, own, receives=receives)
 
@@ -150,7 +151,7 @@ def set_model_state_dict(model: nn.Module, state: Mapping[str, Any], options: St
         RankMismatchError: another rank failed, or has DTensors that are placed otherwise.
         CollectiveError: another rank did not arrive.
     """
-    return _set(savable_model(model, "set_model_state_dict()"), model, None, state, None, options or StateOptions())
+    return _set(savable_model(model, "set_model_state_dict()"), None, state, None, options or StateOptions())
 
 
 def set_optimizer_state_dict(
@@ -166,7 +167,7 @@ def set_optimizer_state_dict(
         StateError, RankMismatchError, CollectiveError: as ``set_model_state_dict``.
     """
     sharded = savable_model(model, "set_optimizer_state_dict()")
-    _set(sharded, model, Joint(optimizer), None, state, options or StateOptions())
+    _set(sharded, Joint(optimizer), None, state, options or StateOptions())
 
 
 def set_state_dict(
@@ -179,12 +180,11 @@ def set_state_dict(
 ) -> Unmatched:
     """``set_model_state_dict`` and ``set_optimizer_state_dict``, after both state dicts were found to fit."""
     sharded = savable_model(model, "set_state_dict()")
-    return _set(sharded, model, Joint(optimizers), model_state_dict, optim_state_dict, options or StateOptions())
+    return _set(sharded, Joint(optimizers), model_state_dict, optim_state_dict, options or StateOptions())
 
 
 def _set(
     sharded: ShardedModel,
-    model: nn.Module,
     joint: Joint | None,
     model_values: Mapping[str, Any] | None,
     optimizer_values: Mapping[str, Any] | None,
@@ -194,10 +194,8 @@ def _set(
     with together(sharded.collectives, "Matching the state dict", called):
         source = StateDictSource(model_values, optimizer_values, list(parameters_of(sharded)))
         called.update(source.gathered)
-        matched = None if model_values is None else model
-        restore = Restore(
-            source, sharded, matched, joint, rank=sharded.rank, strict=options.strict, frozen=options.frozen
-        )
+        given = model_values is not None
+        restore = Restore(source, sharded, joint, model=given, strict=options.strict, frozen=options.frozen)
     source.read(restore.targets)
     source.read_gathered(restore.targets)
     restore.commit()

@@ -27,11 +27,10 @@ from ..inspect import (
 )
 from ..interfaces import Collectives
 from ..io.boxes import Box, box_within
-from .contents import compared_entries, model_state, names_of, names_within, outside_units, packed_entries
+from .contents import compared_entries, first_names, model_state, names_within, outside_units, packed_entries
 from .exchange import numbers_of_all, speaks, together
 from .restore import Unmatched
-from .sharded import CheckpointTensor
-from .source import chunks_of, listed
+from .source import chunks_of, in_chunks, listed
 
 #: For each name of the unsharded model the one to hand out, or None to leave it out.
 Renaming = Callable[[str], str | None]
@@ -385,42 +384,61 @@ def load_stream(model: nn.Module, pairs: Iterable[tuple[str, torch.Tensor]], *, 
     sharded = savable_model(model, "load_stream()")
     called: dict[str, object] = {}
     with together(sharded.collectives, "Loading a stream of weights", called):
-        targets = _Targets(model, sharded, strict=strict)
         if isinstance(pairs, Mapping):
             raise ConfigTypeError(f"load_stream() got a mapping (rank {sharded.rank}). Give its items().")
         if isinstance(pairs, Collection):
-            _Targets(model, sharded, strict=strict).refuse_all(pairs)
-        for name, tensor in pairs:
-            target = targets.find(name, tensor)
-            if target is None:
-                continue
-            if targets.came_before(name) or name in targets.compared:
-                targets.refuse_other(name, target, tensor)
-            else:
-                _write(sharded, target, tensor.detach())
-        unmatched = targets.end()
-        called["names"] = _digest(sorted(targets.seen))
+            _Loading(sharded, strict=strict, writes=False).take(pairs)
+        loading = _Loading(sharded, strict=strict, writes=True)
+        unmatched = loading.take(pairs)
+        called["names"] = _digest(sorted(loading.seen))
     return unmatched
 
 
-class _Targets:
-    """Where whole tensors go, by name, and which have come."""
+class _Loading:
+    """Whole tensors on their way into a model by name, or looked at alone."""
 
-    def __init__(self, model: nn.Module, sharded: ShardedModel, *, strict: bool) -> None:
+    def __init__(self, sharded: ShardedModel, *, strict: bool, writes: bool) -> None:
+        self._sharded, self._strict, self._writes = sharded, strict, writes
         self._where = f"(rank {sharded.rank})"
-        self._strict = strict
-        self._targets = model_state(model)
+        self._targets = model_state(sharded)
         #: Names of settings, which must be as they are.
-        self.compared = compared_entries(sharded)
-        #: Under each of its names, the first one of a tensor.
-        self._first = {name: first for first, names in names_of(model).items() for name in names}
+        self._compared = compared_entries(sharded)
+        self._first = first_names(sharded)
         #: The names that came.
         self.seen: set[str] = set()
-        self._taken: dict[str, str] = {}
-        self._unexpected: list[str] = []
 
-    def find(self, name: str, tensor: object) -> torch.Tensor | None:
-        """The model's tensor that ``tensor`` is written into; None for no such one, where that is allowed.
+    @torch.no_grad()
+    def take(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Unmatched:
+        """Write all ``pairs``, each after a look at it, or look at them; returns the names that did not match.
+
+        Raises ConfigError: one is unknown, comes twice or is missing, where that is not allowed, or does not fit.
+        """
+        #: By first name, what tells which values came.
+        came: dict[str, torch.Tensor] = {}
+        unexpected: list[str] = []
+        for name, tensor in pairs:
+            target = self._find(name, tensor)
+            if target is None:
+                unexpected.append(name)
+                continue
+            first = self._first[name]
+            if first in came or first in self._compared:
+                self._refuse_other(name, came.get(first, target), tensor)
+            elif self._writes:
+                chunks = list(chunks_of(target))
+                parts = [box_within(tensor.detach(), Box.whole(tensor.shape), each.box) for each in chunks]
+                self._sharded.copy_into_masters(parts, [each.view for each in chunks])
+            came.setdefault(first, target if self._writes else tensor)
+        missing = [name for name in self._targets if name not in came]
+        if missing and self._strict:
+            raise ConfigError(
+                f"load_stream() got no {listed(missing)} {self._where}. Give all names of the unsharded model, or "
+                "strict=False."
+            )
+        return Unmatched(tuple(missing), tuple(unexpected))
+
+    def _find(self, name: str, tensor: object) -> torch.Tensor | None:
+        """The model's tensor that ``tensor`` is for; None for no such one, where that is allowed.
 
         Raises ConfigError: it is unknown, came already, or does not fit.
         """
@@ -432,17 +450,15 @@ class _Targets:
         if name in self.seen:
             raise ConfigError(f"load_stream() got '{name}' twice {self._where}. Give each name once.")
         self.seen.add(name)
-        first = self._first.get(name, name)
-        target: torch.Tensor | None = self._targets.get(first)
+        target = self._targets.get(self._first.get(name, name))
         if target is None:
-            self._unexpected.append(name)
             if self._strict:
                 raise ConfigError(
                     f"load_stream() got '{name}', which the model lacks {self._where}. Give names of the unsharded "
                     "model, or strict=False."
                 )
             return None
-        if is_dtensor(tensor) or isinstance(tensor, CheckpointTensor):
+        if in_chunks(tensor):
             raise ConfigError(
                 f"load_stream() got a {type(tensor).__name__} for '{name}' {self._where}, of which this rank has a "
                 "part. Give whole tensors, or all of them to polyshard.state.set_model_state_dict."
@@ -452,46 +468,15 @@ class _Targets:
                 f"load_stream() got '{name}' in shape {tuple(tensor.shape)}, and the model has {tuple(target.shape)} "
                 f"{self._where}. Give the whole tensor."
             )
-        self._taken.setdefault(first, name)
         return target
 
-    def came_before(self, name: str) -> bool:
-        """Whether the tensor came under another name before, as tied ones do in a state dict."""
-        return self._taken[self._first.get(name, name)] != name
-
-    def refuse_other(self, name: str, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Raise ConfigError where ``tensor`` is not what came under another name: what this rank has of ``target``."""
-        for each in chunks_of(target):
+    def _refuse_other(self, name: str, known: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Raise ConfigError where ``tensor`` is not what is ``known`` of it here."""
+        for each in chunks_of(known):
             given = box_within(tensor, Box.whole(tensor.shape), each.box)
             if not torch.equal(given.to(each.view.device, each.view.dtype), each.view):
                 raise ConfigError(
                     f"load_stream() got other values for '{name}' than "
-                    f"{'the model has' if name in self.compared else 'under another name of the same tensor'} "
+                    f"{'the model has' if name in self._compared else 'under another name of the same tensor'} "
                     f"{self._where}. Give tied tensors once, or alike; of quantized ones, what was quantized alike."
                 )
-
-    def refuse_all(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raise ConfigError where one of all the ``pairs`` does not fit, or one is missing."""
-        given: dict[str, torch.Tensor] = {}
-        for name, tensor in pairs:
-            if self.find(name, tensor) is not None:
-                other = given.setdefault(self._first[name], tensor)
-                if other is not tensor:
-                    self.refuse_other(name, other, tensor)
-        self.end()
-
-    def end(self) -> Unmatched:
-        """All came. Raises ConfigError: some did not, where that is not allowed."""
-        missing = [name for name in self._targets if name not in self._taken]
-        if missing and self._strict:
-            raise ConfigError(
-                f"load_stream() got no {listed(missing)} {self._where}. Give all names of the unsharded model, or "
-                "strict=False."
-            )
-        return Unmatched(tuple(missing), tuple(self._unexpected))
-
-
-def _write(sharded: ShardedModel, target: torch.Tensor, whole: torch.Tensor) -> None:
-    box = Box.whole(whole.shape)
-    chunks = list(chunks_of(target))
-    sharded.copy_into_masters([box_within(whole, box, each.box) for each in chunks], [each.view for each in chunks])
