@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import ShardedModel, StateTensor, idle_model, inner_tensors, savable_model, taken_apart
+from ..inspect import ShardedModel, idle_model, inner_tensors, savable_model, taken_apart
 from ..interfaces import Collectives, PrecisionCaster
 from ..io.memory import NAMES
 from ..state.contents import (
@@ -136,15 +136,12 @@ def _require_expected(sharded: ShardedModel, joint: Joint, *, writes: bool) -> N
         for parameter, stand_in, state in expected_state(each):
             holding = replace(held[parameter], parameter=stand_in)
             require_state(holding, state, sharded.rank)
-            for key, value in taken_apart(state).items():
-                tensor = value.value if isinstance(value, StateTensor) else value
+            for key, value in taken_apart(state).items() if writes else ():
                 where = f"{OPTIMIZER}.state[{holding.names[0]!r}][{key!r}]"
-                if not writes:
-                    continue
-                if not isinstance(tensor, torch.Tensor):
-                    Encoder().encode(tensor, where)
-                elif tensor.dtype not in NAMES:
-                    raise ConfigTypeError(f"{where} is of {tensor.dtype}, which no checkpoint holds.")
+                if not isinstance(value, torch.Tensor):
+                    Encoder().encode(value, where)
+                elif value.dtype not in NAMES:
+                    raise ConfigTypeError(f"{where} is of {value.dtype}, which no checkpoint holds.")
 
 
 def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:

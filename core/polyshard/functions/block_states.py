@@ -89,16 +89,6 @@ def blocks_of(optimizer: torch.optim.Optimizer) -> Blocks | None:
     return Blocks(int(size), 4096) if size and math.isfinite(size) else None
 
 
-@dataclass(frozen=True, slots=True)
-class StateTensor:
-    """A tensor of a parameter's state."""
-
-    value: torch.Tensor
-    role: Role
-    elements: int
-    """How many elements of the parameter one number is of; of a table, 0."""
-
-
 def role_of(name: str) -> Role | None:
     """The role of the tensor told as ``name``; None of an ordinary state."""
     return _ROLES.get(name.partition(_INSIDE)[2])
@@ -114,19 +104,12 @@ def is_inside(name: str) -> bool:
     return _INSIDE in name
 
 
-def taken_apart(state: Mapping[str, Any]) -> dict[str, StateTensor | Any]:
+def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` of one parameter with the tensors of those in blocks; others are themselves, and in their order."""
-    found: dict[str, StateTensor | Any] = {}
+    found: dict[str, Any] = {}
     for name, value in state.items():
         inner = _inner(value)
-        if inner is None:
-            found[name] = value
-            continue
-        numel = value.numel()
-        for each, tensor in inner.items():
-            role = _ROLES[each]
-            elements = 0 if role is Role.TABLE else numel // max(1, tensor.numel())
-            found[f"{name}{_INSIDE}{each}"] = StateTensor(tensor, role, elements)
+        found.update({name: value} if inner is None else {f"{name}{_INSIDE}{each}": inner[each] for each in inner})
     return found
 
 

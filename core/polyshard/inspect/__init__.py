@@ -16,7 +16,6 @@ from ..api import outermost_root, root_around
 from ..functions.block_states import (
     Blocks,
     Role,
-    StateTensor,
     blocks_of,
     is_inside,
     put_together,

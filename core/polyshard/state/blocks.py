@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..inspect import Blocks, Role, ShardedParameter, StateTensor, role_of, state_name_of, taken_apart
+from ..inspect import Blocks, Role, ShardedParameter, role_of, state_name_of, taken_apart
 from ..io.boxes import Box, Chunk
 from .sharded import CheckpointTensor, Holding, KeptPiece, of_parameter, whole
 from .source import Entry, Source, fits, opening, problem_with
@@ -32,14 +32,12 @@ from .source import Entry, Source, fits, opening, problem_with
 _LABEL = re.compile(r"\[[\d:,;]*\]$")
 
 
-def entry_of(
-    parameter: ShardedParameter, name: str, value: torch.Tensor, role: Role, elements: int
-) -> tuple[str, CheckpointTensor]:
-    """``value``, a number for every ``elements`` of ``parameter``, as a part of the whole's; and its name."""
-    value = value.detach()
-    label = label_of(parameter)
+def entry_of(parameter: ShardedParameter, name: str, value: torch.Tensor) -> tuple[str, CheckpointTensor]:
+    """``value``, which ``taken_apart`` told as ``name``, as a part of the whole parameter's; and its name."""
+    value, label = value.detach(), label_of(parameter)
+    elements = parameter.tensor.numel() // max(1, value.numel())
     found: CheckpointTensor | None
-    if role is Role.TABLE:
+    if role_of(name) is Role.TABLE:
         found = whole(value)
     elif elements == 1:
         found = of_parameter(parameter, value)
@@ -222,8 +220,7 @@ class SavedBlocks:
 
     def _local(self, stem: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """What the optimizer will have as ``stem``: what is there, where it fits."""
-        present, parameter = self._present.get(stem), self._local_parameter
-        local = present.value if isinstance(present, StateTensor) else present
+        local, parameter = self._present.get(stem), self._local_parameter
         if not fits(local, shape, dtype):
             like = shape == tuple(parameter.shape)
             make = partial(torch.zeros_like, parameter) if like else partial(torch.zeros, shape)

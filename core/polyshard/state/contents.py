@@ -14,14 +14,13 @@ from ..errors import ConfigError, ConfigTypeError, UnsupportedError
 from ..inspect import (
     Blocks,
     Insides,
-    Role,
     ShardedModel,
     ShardedParameter,
-    StateTensor,
     blocks_of,
     is_dtensor,
     local_of,
     placed_as,
+    role_of,
     taken_apart,
 )
 from .blocks import entry_of
@@ -398,17 +397,14 @@ def _entries(
     """The ``state`` of each parameter that ``holding`` stands for: names, and values by key."""
     require_state(holding, state, rank)
     for key, value in taken_apart(state).items():
-        role, elements = (value.role, value.elements) if isinstance(value, StateTensor) else (Role.ELEMENTS, 1)
-        tensor = value.value if isinstance(value, StateTensor) else value
-        by_element = holding.has_elements(tensor)
-        if isinstance(value, StateTensor) or (by_element and blocks is not None and holding.unit is None):
+        by_element = holding.has_elements(value)
+        if role_of(key) is not None or (by_element and blocks is not None and holding.unit is None):
             # Other ranks may have blocks of their pieces.
-            for each in holding.here:
-                yield each.name, dict([entry_of(each, key, tensor, role, elements)])
+            yield from ((each.name, dict([entry_of(each, key, value)])) for each in holding.here)
         elif by_element:
-            yield from ((name, {key: shown}) for name, shown in holding.parts(tensor).items())
+            yield from ((name, {key: shown}) for name, shown in holding.parts(value).items())
         else:
-            shown = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+            shown = value.detach() if isinstance(value, torch.Tensor) else value
             yield from ((each.name, {key: shown}) for each in holding.here)
 
 
@@ -418,7 +414,7 @@ def require_state(holding: Holding, state: Mapping[str, Any], rank: int) -> None
     Raises ConfigError: naming a state, and the parameter that ``holding`` is about.
     """
     for key, value in taken_apart(state).items():
-        if not isinstance(value, StateTensor):
+        if role_of(key) is None:
             _require_entry(holding, key, value, rank)
         elif holding.unit is not None:
             raise ConfigError(

@@ -15,7 +15,6 @@ from ..inspect import (
     NOT_BY_ELEMENT,
     Blocks,
     ShardedModel,
-    StateTensor,
     blocks_of,
     is_dtensor,
     is_inside,
@@ -238,7 +237,6 @@ class _OptimizerRestore:
             known = taken_apart(coming.like)
             for name, tensor in coming.state.items():
                 own = known.get(name)
-                own = own.value if isinstance(own, StateTensor) else own
                 if is_inside(name) and (not isinstance(own, torch.Tensor) or own.dtype != tensor.dtype):
                     raise ConfigError(
                         f"{opening(self._source)} has '{name}' of {coming.holding.label} in {tensor.dtype}, which the "

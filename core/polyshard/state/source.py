@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..errors import ConfigError, ConfigTypeError
-from ..inspect import ShardedParameter, StateTensor, is_dtensor, local_of, taken_apart
+from ..inspect import ShardedParameter, is_dtensor, local_of, taken_apart
 from ..io.boxes import Box, Chunk, box_within
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, whole
 
@@ -226,8 +226,7 @@ def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | N
         )
     for name, states in optimizer["state"].items():
         require_name(name)
-        for key, value in taken_apart({key: _replicated(each) for key, each in states.items()}).items():
-            tensor = value.value if isinstance(value, StateTensor) else value
+        for key, tensor in taken_apart({key: _replicated(each) for key, each in states.items()}).items():
             local = local_of(tensor) if is_dtensor(tensor) else tensor
             if is_dtensor(tensor) and hasattr(local, "__tensor_flatten__"):
                 raise ConfigError(
