@@ -19,6 +19,9 @@ from polyshard import checkpoint
 from polyshard import state as states
 from polyshard.errors import PolyshardError
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 pytestmark = pytest.mark.slow
 
@@ -255,3 +258,33 @@ def test_units_over_more_ranks_than_others(tmp_path: Path) -> None:
     directory = checkpoint.latest(tmp_path)
     assert directory is not None
     assert not differing(checkpoint.read(directory)["model"], dict(whole.named_parameters()))
+
+
+def stepped_outside_of_units(rank: int, folder: str) -> list[torch.Tensor]:
+    """An ignored ``DTensor``'s averages of its gradient, which is its own number in each element: there, and loaded."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found, values = [], torch.arange(16.0).view(4, 4)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(distribute_tensor(values.clone(), mesh, [Shard(0)]))
+        polyshard.shard(model, ignored_parameters={model.weight: "local"})
+        optimizer = torch.optim.AdamW(model.parameters())
+        if seed:
+            checkpoint.load(checkpoint.latest(folder), model, optimizer)
+        else:
+            model.weight.grad = distribute_tensor(values, mesh, [Shard(0)])
+            optimizer.step()
+            checkpoint.save(folder, 1, model, optimizer)
+        found.append(optimizer.state[model.weight]["exp_avg"].full_tensor())
+        polyshard.close(model)
+    return found
+
+
+def test_state_of_an_ignored_dtensor_is_of_the_whole(tmp_path: Path) -> None:
+    wanted = torch.tensor(0.1) * torch.arange(16.0).view(4, 4)
+    for found in run(2, stepped_outside_of_units, str(tmp_path)):
+        for each in found:
+            torch.testing.assert_close(each, wanted)
+    saved = tensors_in(checkpoint.latest(tmp_path))
+    torch.testing.assert_close(saved["optimizer.state.weight.exp_avg"], wanted)

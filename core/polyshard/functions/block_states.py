@@ -17,7 +17,6 @@ import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,14 +67,13 @@ class Blocks:
         Pieces that are too small to be divided are more exact than the whole, and do not count.
         """
         ranges = [unit.layout.range_of(slot, rank) for rank in range(unit.ranks.shard_size)]
-        there = [(start, stop - start) for start, stop in ranges if start < stop]
+        first, *others = [stop - start for start, stop in ranges if start < stop] or [0]
         where = unit.layout.slots[slot]
         # Of pieces that are cut along another dimension than the first, rows are shorter.
         if where.dim or not self.divides(where.numel):
-            return any(self.divides(numel) for _, numel in there)
-        return any(
-            start % self.size and max(before, numel) >= self.smallest for (_, before), (start, numel) in pairwise(there)
-        )
+            return any(map(self.divides, (first, *others)))
+        # All but the last are as large as the first.
+        return bool(others) and first % self.size != 0 and first >= self.smallest
 
 
 def _packages_of(optimizer: torch.optim.Optimizer) -> set[str]:
@@ -97,11 +95,6 @@ def role_of(name: str) -> Role | None:
 def state_name_of(name: str) -> str:
     """The name of the state that the tensor ``name`` is a part of: the one that it has in full precision."""
     return name.partition(_INSIDE)[0]
-
-
-def is_inside(name: str) -> bool:
-    """Whether the tensor that is told as ``name`` is inside of one of a class of its own."""
-    return _INSIDE in name
 
 
 def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:

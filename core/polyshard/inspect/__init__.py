@@ -17,7 +17,6 @@ from ..functions.block_states import (
     Blocks,
     Role,
     blocks_of,
-    is_inside,
     put_together,
     role_of,
     state_name_of,

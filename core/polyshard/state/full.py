@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..inspect import ShardedModel, is_inside, put_together
+from ..inspect import ShardedModel, put_together, role_of
 from ..interfaces import ReduceOp
 from ..io.boxes import Box, Chunk, box_within, disjoint
 from .blocks import is_in_blocks, is_of_piece
@@ -92,7 +92,7 @@ def full_optimizer_state(
         for parameter in group["params"]:
             holding = held[parameter]
             name = holding.names[0]
-            if any(map(is_inside, found.get(name, {}))):
+            if any(map(role_of, found.get(name, {}))):
                 like, shape = joint.like_in_blocks(parameter, group), holding.stands_for[0].shape
                 found[name] = put_together(found[name], like, shape)
     order = [name for group in own["param_groups"] for name in group["params"] if name in found]

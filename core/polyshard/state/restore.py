@@ -17,8 +17,8 @@ from ..inspect import (
     ShardedModel,
     blocks_of,
     is_dtensor,
-    is_inside,
     put_together,
+    role_of,
     taken_apart,
 )
 from .blocks import Coming, SavedBlocks, is_in_blocks
@@ -230,14 +230,14 @@ class _OptimizerRestore:
         """Match the state in blocks of one parameter; returns what is left of ``keys``."""
         found = SavedBlocks(self._source, coming, keys, blocks, self._rank)
         self.targets.update(found.targets)
-        if any(map(is_inside, coming.state)):
+        if any(map(role_of, coming.state)):
             coming.like = coming.present
             if not coming.state.keys() <= taken_apart(coming.present).keys():
                 coming.like = self._optimizer.like_in_blocks(coming.parameter, coming.group)
             known = taken_apart(coming.like)
             for name, tensor in coming.state.items():
                 own = known.get(name)
-                if is_inside(name) and (not isinstance(own, torch.Tensor) or own.dtype != tensor.dtype):
+                if role_of(name) and (not isinstance(own, torch.Tensor) or own.dtype != tensor.dtype):
                     raise ConfigError(
                         f"{opening(self._source)} has '{name}' of {coming.holding.label} in {tensor.dtype}, which the "
                         f"optimizer does not make (rank {self._rank}). Load it into the optimizer that saved it."
