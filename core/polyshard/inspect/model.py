@@ -167,14 +167,13 @@ class ShardedModel:
         Raises UnsupportedError: naming one; ``call`` begins the message.
         """
         for unit in self._root.units:
-            for each, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                if not slot.by_rows:
-                    raise UnsupportedError(
-                        f"{call} does not serve FullyShardedDataParallel of polyshard_fsdp, whose ranks cut "
-                        f"'{each.names[0]}' inside of its rows (rank {unit.ranks.world.rank}). Use the wrapper's own "
-                        "state_dict, optim_state_dict and summon_full_params, with torch.distributed.checkpoint, or "
-                        "shard the model by polyshard.shard or fully_shard."
-                    )
+            if not unit.layout.slots[0].by_rows:
+                raise UnsupportedError(
+                    f"{call} does not serve FullyShardedDataParallel of polyshard_fsdp, whose ranks cut "
+                    f"'{unit.parameters[0].names[0]}' inside of its rows (rank {self.rank}). Use the wrapper's own "
+                    "state_dict, optim_state_dict and summon_full_params, with torch.distributed.checkpoint, or shard "
+                    "the model by polyshard.shard or fully_shard."
+                )
 
     def refuse_moved(self) -> None:
         """Raise ParameterChangedError where modules moved, so that a name is another parameter's now."""

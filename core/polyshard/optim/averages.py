@@ -38,6 +38,7 @@ class AveragedWeights:
 
     def __init__(self, model: nn.Module, decay: float | Decay) -> None:
         sharded = _between_steps(model, "AveragedWeights()")
+        sharded.refuse_cut_rows("AveragedWeights()")
         if not callable(decay):
             _require_part(decay, sharded)
         self.updates = 0
@@ -135,7 +136,6 @@ def _require_part(decay: object, sharded: ShardedModel) -> None:
 def _between_steps(model: nn.Module, call: str) -> ShardedModel:
     sharded = outermost_model(model, call)
     sharded.refuse_inside_step(call)
-    sharded.refuse_cut_rows(call)
     sharded.refuse_replaced_values(call)
     sharded.adopt_changes()
     return sharded
