@@ -185,9 +185,9 @@ def written_behind_an_exception(rank: int) -> float:
     x = torch.randn(8, WIDTH, device=device)
     model(x).square().mean().backward()
     gradients = {each.grad.to_local().untyped_storage().nbytes() for each in model.parameters()}
-    root: Root = model.__dict__["_polyshard_module_state"].step
+    root: Root = model.__dict__["_polyshard_module_state"].root
     for unit in root.units:
-        unit.watch((LateReductions(),))
+        unit.observers = (LateReductions(),)
     model[1].armed = True
     with pytest.raises(ArithmeticError, match="in backward"):
         model(x).square().mean().backward()
