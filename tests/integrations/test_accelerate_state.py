@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import shutil
-import signal
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,7 @@ import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration, set_seed
 from accelerate_ranks import forget, loader_of, on_ranks, pairs
 from blockwise_states import BlockwiseMomentum
-from parity import Block, Net, Words, draw, seeded, units_of, whole
+from parity import Block, Net, Words, seeded, units_of, whole
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, PolyshardError, StateError
 from polyshard_accelerate import Accelerator
@@ -127,34 +123,6 @@ def test_a_run_that_resumes_is_the_run_that_never_stopped(tmp_path: Path, precis
 
 
 # An end that was asked for.
-
-
-def preempt(rank: int, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Parameters behind six steps at once, and of a run that is told to end on rank 1 alone and goes on."""
-    accelerator, models, optimizers = prepared(seeded(Net))
-    steps(accelerator, models, optimizers, 0, 6)
-    found = [whole(models[0])]
-    forget()
-    accelerator, models, optimizers = prepared(seeded(Net))
-    with polyshard.Preemption(models[0]) as preemption:
-        for step in range(6):
-            steps(accelerator, models, optimizers, step, step + 1)
-            if (rank, step) == (1, 2):
-                os.kill(os.getpid(), signal.SIGTERM)
-            if preemption.requested():
-                accelerator.save_state(folder)
-                break
-    assert step == 3
-    forget()
-    accelerator, models, optimizers = prepared(seeded(Net, seed=1))
-    accelerator.load_state(folder)
-    steps(accelerator, models, optimizers, 4, 6)
-    return [*found, whole(models[0])]
-
-
-def test_a_signal_of_one_rank_ends_all_with_a_state_to_go_on_from(tmp_path: Path) -> None:
-    for straight, resumed in on_ranks(2, preempt, tmp_path / "state"):
-        torch.testing.assert_close(resumed, straight, **SAME)
 
 
 # Another number of ranks.
@@ -432,31 +400,3 @@ def tell_before_training(rank: int, folder: Path) -> None:
 
 def test_optimizers_that_cannot_be_saved_are_told_of_before_training(tmp_path: Path) -> None:
     on_ranks(2, tell_before_training, tmp_path)
-
-
-def resume_in_eight_bits(rank: int, folder: Path) -> bool:
-    with warnings.catch_warnings(action="ignore"):
-        adamw = importlib.import_module("torchao.optim").AdamW8bit
-    found = []
-    for resumes in (False, True):
-        accelerator = Accelerator(shard=ShardConfig(), cpu=True)
-        set_seed(0)
-        model = nn.Linear(64, 128, bias=False)
-        model, optimizer = accelerator.prepare(model, adamw(model.parameters(), lr=1e-2))
-        for turn in range(2, 4) if resumes else range(4):
-            if resumes and turn == 2:
-                accelerator.load_state(folder)
-            accelerator.backward(model(draw(4, 64, turn=turn).float()).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            if not resumes and turn == 1:
-                accelerator.save_state(folder)
-        found.append(whole(model))
-        accelerator.free_memory()
-        forget()
-    return all(torch.equal(found[0][name], value) for name, value in found[1].items())
-
-
-def test_eight_bit_states_are_saved_and_resumed(tmp_path: Path) -> None:
-    pytest.importorskip("torchao.optim")
-    assert on_ranks(2, resume_in_eight_bits, tmp_path / "state") == [True, True]

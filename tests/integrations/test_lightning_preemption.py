@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import polyshard
 import pytest
 import torch
 from lightning_ranks import (
@@ -18,15 +17,12 @@ from lightning_ranks import (
     CONFIG,
     Pairs,
     Regression,
-    built,
     lightnings_warnings,
-    loader,
     on_ranks,
     trainer,
 )
-from parity import local
 from polyshard.errors import ConfigError
-from polyshard_lightning import PolyshardFabricStrategy, PolyshardStrategy, PreemptionCallback
+from polyshard_lightning import PolyshardStrategy, PreemptionCallback
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -165,55 +161,6 @@ def test_a_second_signal_goes_to_who_took_them_before_fit(tmp_path: Path) -> Non
         assert found["code"] == 75
         assert found["newest"] == str(tmp_path / "preempted-step=00000002.ckpt")
         assert found["steps"] == 2
-
-
-def fabric_loop(rank: int, folder: str, *, resumes: bool, told_behind: int | None = None) -> tuple[Any, ...]:
-    """Losses, parameters, and the code that a program would exit with; on two ranks, to the end or the signal."""
-    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=PolyshardFabricStrategy(CONFIG))
-    fabric.launch()
-    # A loader draws from the same random numbers as the dropout when it begins.
-    data = list(loader(8, torch.float32))
-    torch.manual_seed(99 if resumes else rank)
-    model = fabric.setup_module(built(dropout=0.5))
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    state = {"model": model, "optimizer": optimizer, "step": 0, "random": polyshard.random_states(model.module)}
-    if resumes:
-        fabric.load(folder, state)
-        polyshard.restore_random_states(model.module, state["random"])
-    losses, code = [], None
-    with polyshard.Preemption(model.module) as preemption:
-        for step in range(state["step"], 8):
-            x, y = data[step]
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            if (rank, step) == (1, told_behind):
-                os.kill(os.getpid(), signal.SIGTERM)
-            if preemption.requested():
-                state |= {"step": step + 1, "random": polyshard.random_states(model.module)}
-                fabric.save(folder, state)
-                code = preemption.exit_code
-                break
-    return losses, [local(each).detach().clone() for each in model.module.parameters()], code
-
-
-def preempt_fabric(rank: int, folder: str) -> list[tuple[Any, ...]]:
-    return [
-        fabric_loop(rank, folder, resumes=False),
-        fabric_loop(rank, folder, resumes=False, told_behind=2),
-        fabric_loop(rank, folder, resumes=True),
-    ]
-
-
-def test_a_loop_of_fabrics_ends_and_goes_on(tmp_path: Path) -> None:
-    for straight, stopped, resumed in on_ranks(preempt_fabric, str(tmp_path / "saved")):
-        assert (straight[2], stopped[2], resumed[2]) == (None, 75, None)
-        assert len(straight[0]) == 8
-        assert stopped[0] == straight[0][:4]
-        assert resumed[0] == straight[0][4:]
-        assert all(map(torch.equal, resumed[1], straight[1]))
 
 
 def refuse(rank: int, folder: str) -> list[float]:

@@ -93,31 +93,6 @@ def test_a_compiled_module_trains_alike(tmp_path: Path) -> None:
     assert_equal(on_ranks(fit_compiled, str(tmp_path)), reference(STEPS))
 
 
-class Flat(Regression):
-    """One optimizer parameter a unit."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(polyshard.flat_parameters(self), lr=0.1)
-
-
-def fit_flat(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    module = Flat()
-    trainer(folder, max_epochs=1, gradient_clip_val=0.1).fit(module, loader(5))
-    return whole(module)
-
-
-def test_an_optimizer_of_flat_parameters_trains_alike(tmp_path: Path) -> None:
-    model = built().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in DataLoader(Pairs(40), batch_size=8):
-        nn.functional.mse_loss(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    for found in on_ranks(fit_flat, str(tmp_path)):
-        torch.testing.assert_close(found, dict(model.named_parameters()), rtol=1e-10, atol=1e-12)
-
-
 # Precision.
 
 

@@ -17,9 +17,8 @@ from parity import local, peak_of_live_bytes
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.inspect import Stream
-from polyshard.interfaces import PluginContext, ReduceOp, Work
+from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
-from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_tools.forecast import (
     Device,
     Kind,
@@ -168,15 +167,6 @@ def test_a_part_of_each_unit_is_kept_and_gathered_among_neighbours() -> None:
     assert found.most[Kind.GATHERED] <= without.most[Kind.GATHERED]
 
 
-def test_without_a_batch_as_much_travels_as_with_one() -> None:
-    with_batch, without = planned(4, precision="bf16"), planned(4, precision="bf16", batch=None)
-    assert {(row.operation, row.ranks): row.received_nbytes for row in without.wire} == {
-        (row.operation, row.ranks): row.received_nbytes for row in with_batch.wire
-    }
-    assert without.time is None
-    assert "No batch" in without.notes[-1]
-
-
 def test_microbatches_gather_each_time_and_reduce_once() -> None:
     once, thrice = (planned(2, precision="bf16", microbatches=number) for number in (1, 3))
     gathers, reductions = (
@@ -252,55 +242,6 @@ def test_the_peak_is_that_of_a_run_on_the_cpu(recomputes: bool, tmp_path: Path) 
         optimizer=find_optimizer("adamw-foreach"),
     )
     assert found.peak_nbytes == pytest.approx(measured, rel=0.03)
-
-
-class Counting(ThreadedCollectives):
-    """Real exchanges between threads; what reaches this rank is added up."""
-
-    def __init__(self, world: ThreadedWorld, rank: int) -> None:
-        super().__init__(PluginContext("threaded", torch.device("cpu")), world, rank)
-        self.received: Counter[Operation] = Counter()
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        self.received[Operation.ALL_GATHER] += out.nbytes - shard.nbytes
-        return super().all_gather(out, shard)
-
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
-    ) -> Work:
-        self.received[Operation.REDUCE_SCATTER] += full.nbytes * (self.world_size - 1) // self.world_size
-        return super().reduce_scatter(out, full, op=op, scratch=scratch)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_as_much_travels_as_between_real_ranks(strategy: str) -> None:
-    world = ThreadedWorld(2)
-
-    def train(rank: int, world: ThreadedWorld) -> Counter[Operation]:
-        collectives = Counting(world, rank)
-        whole = Tower(32)
-        for parameter in whole.parameters():
-            # Ranks are threads, which share one generator.
-            nn.init.constant_(parameter, 0.1)
-        config = ShardConfig(policy=LAYERS, collectives=collectives, precision="bf16", strategy=strategy)
-        model = polyshard.shard(whole, config)
-        for turn in range(2):
-            if turn:
-                collectives.received.clear()
-            model(torch.ones(8, 32)).backward()
-        return collectives.received
-
-    found = planned(
-        2,
-        model=on_meta(width=32),
-        batch=ShapedBatches.parse("float32[8,32]"),
-        samples=8,
-        precision="bf16",
-        strategy=strategy,
-    )
-    expected = {row.operation: row.received_nbytes for row in found.wire}
-    for received in world.run(train):
-        assert dict(received) == expected
 
 
 # Time, by hand.
