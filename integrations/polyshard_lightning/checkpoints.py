@@ -17,7 +17,6 @@ from polyshard import checkpoint
 from polyshard.checkpoint.manifest import Manifest, Marker
 from polyshard.checkpoint.storage import MARKER
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.preemption import own_state, restore_own_state
 from polyshard.state import (
     StateForm,
     StateOptions,
@@ -142,7 +141,7 @@ def whole_model_state(module: nn.Module) -> dict[str, Any]:
             shown: Any = value.detach().to(value.device_mesh.device_type)
             value = shown.full_tensor()
         if dist.get_rank() == 0:
-            whole[name] = _on_host(value)
+            whole[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
     return whole
 
 
@@ -235,20 +234,3 @@ def _names_by_group(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _NAMES}
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def random_states(device: torch.device) -> list[dict[str, Any]]:
-    """Each rank's, in rank order, of tensors and numbers alone. Every rank calls it."""
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own_state(device))
-    return everyone
-
-
-def restore_random_state(states: list[dict[str, Any]], device: torch.device) -> None:
-    """Go on with this rank's; nothing changes where the number of ranks is another."""
-    if len(states) == dist.get_world_size():
-        restore_own_state(states[dist.get_rank()], device)

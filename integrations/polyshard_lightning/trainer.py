@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from polyshard.checkpoint import load
 from polyshard.checkpoint.contents import require_saveable
 from polyshard.checkpoint.encoding import Encoder
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.preemption import Preemption
+from polyshard.preemption import Preemption, random_states, restore_random_states
 from polyshard_trainers.models import plain_optimizer, refuse_strangers
 from torch import nn
 
@@ -30,9 +30,7 @@ from .checkpoints import (
     load_whole_model_state,
     load_whole_optimizer_state,
     make_room,
-    random_states,
     require_file,
-    restore_random_state,
     save_folder,
     whole_model_state,
     whole_optimizer_state,
@@ -193,7 +191,7 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
         path = self.broadcast(filepath)
         saves_optimizers = "optimizer_states" in checkpoint
         if saves_optimizers:
-            checkpoint[_OWN] = {"random_states": random_states(self.root_device)}
+            checkpoint[_OWN] = {"random_states": random_states(self.lightning_module)}
         if not self._saves_folders:
             make_room(path, first=self.is_global_zero, agreed=self.broadcast)
             DDPStrategy.save_checkpoint(self, checkpoint, path, storage_options)
@@ -237,7 +235,9 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
             checkpoint = dict(DDPStrategy.load_checkpoint(self, path, weights_only))
         own = checkpoint.pop(_OWN, None)
         if own is not None and fits:
-            restore_random_state(own["random_states"], self.root_device)
+            # Those of other ranks cannot be shared out.
+            with suppress(ConfigError):
+                restore_random_states(self.lightning_module, own["random_states"])
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
