@@ -257,10 +257,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Raises StateError: gradients wait for the last backward of an accumulation.
         """
-        given = _listed(parameters)
-        if not self.sync_gradients:
-            refuse_unreduced(given, "clip_grad_norm_()")
-        self._unscale(given)
+        given = self._unscaled(parameters, "clip_grad_norm_()")
         wanted = set(given)
         for model in self._sharded()[0]:
             flat = set(parameters_of(model)).difference(model.parameters())
@@ -275,11 +272,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Raises StateError: gradients wait for the last backward of an accumulation.
         """
-        given = _listed(parameters)
-        if not self.sync_gradients:
-            refuse_unreduced(given, "clip_grad_value_()")
-        self._unscale(given)
-        torch.nn.utils.clip_grad_value_(given, clip_value)
+        torch.nn.utils.clip_grad_value_(self._unscaled(parameters, "clip_grad_value_()"), clip_value)
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> Any:
         """Write everything to ``output_dir``, which all ranks see; returns the folder.
@@ -396,34 +389,28 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """The prepared models that are sharded, and the optimizers that have parameters of them."""
         models = [found for model in _private.models_of(self) if (found := sharded_in(model)) is not None]
         own = {parameter for model in models for parameter in parameters_of(model)}
-        optimizers = [
-            each
-            for each in _private.optimizers_of(self)
-            if any(parameter in own for group in each.param_groups for parameter in group["params"])
-        ]
-        return models, optimizers
+        return models, [each for each in _private.optimizers_of(self) if not own.isdisjoint(held_by(each))]
 
-    def _unscale(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Unscale the gradients of the optimizers that hold ``parameters``.
+    def _unscaled(self, parameters: Any, call: str) -> list[torch.Tensor]:
+        """``parameters``, a tensor or several, once gradients of the optimizers that hold them are unscaled.
 
         Theirs does so to all optimizers, also to those whose backward has not run.
+
+        Raises StateError, naming ``call``: gradients wait for their reduction.
         """
+        given: list[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self.sync_gradients:
+            refuse_unreduced(given, call)
         if self.scaler is None:
-            return
-        models = _private.models_of(self)
-        wanted = set(parameters)
+            return given
+        wanted = set(given)
         # Gradients of a model's parameters may be those of its flat ones.
-        for model in models:
+        for model in _private.models_of(self):
             own = set(parameters_of(model))
             if own & wanted:
                 wanted |= own
-        self.unscale_gradients(
-            [
-                each
-                for each in _private.optimizers_of(self)
-                if any(parameter in wanted for group in each.param_groups for parameter in group["params"])
-            ]
-        )
+        self.unscale_gradients([each for each in _private.optimizers_of(self) if not wanted.isdisjoint(held_by(each))])
+        return given
 
     def _without(self, models: list[nn.Module], optimizers: list[Any], instead: Any) -> Any:
         others = [model for model in _private.models_of(self) if sharded_in(model) not in models]
@@ -438,7 +425,3 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 def _preparation_rank(obj: object) -> int:
     kinds = (torch.utils.data.DataLoader, nn.Module, torch.optim.Optimizer)
     return next((index for index, kind in enumerate(kinds) if isinstance(obj, kind)), len(kinds))
-
-
-def _listed(parameters: Any) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
