@@ -297,18 +297,19 @@ def _agreed(
     offered_here = hashlib.sha256(repr(ranks).encode() + kinds.encode() + offer.rows.tobytes()).hexdigest()
     is_known = before is not None and before.offered == offered_here
     answers = Answers(collectives, int(is_known), "", key=kinds)
-    beside = gather_to_first(collectives, (offer.values, offer.numbers))
+    beside = gather_to_first(collectives, (offer.values, offer.numbers)) or []
     values: dict[Key, Json] = {}
-    for of_rank, _ in beside or ():
-        values = {**of_rank, **values}
+    for of_rank, _ in reversed(beside):
+        values.update(of_rank)
+    with together(collectives, what):
+        require_alike([numbers for _, numbers in beside])
     if before is not None and all(answers.numbers):
-        with together(collectives, what):
-            require_alike([numbers for _, numbers in beside or ()])
         return before, values
     # One of all ranks with the same kinds says what these are.
     groups = answers.alike(range(len(answers.numbers)))
     says = any(group[0] == collectives.rank for group in groups) or not speaks(collectives)
-    offers = gather_to_first(collectives, offer if says else dataclasses.replace(offer, kinds=(), kept={}))
+    silent: dict[str, Any] = {} if says else {"kinds": (), "kept": {}}
+    offers = gather_to_first(collectives, dataclasses.replace(offer, values={}, numbers={}, **silent))
     shares = None
     with together(collectives, what):
         if offers is not None:

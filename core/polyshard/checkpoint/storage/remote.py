@@ -202,10 +202,10 @@ class RemoteStorage(Storage[URL]):
             return str(error)
 
     def _listed(self, folder: URL) -> dict[str, Any]:
-        called = filesystem_of(folder)[1]
-        found = _asked(folder, lambda filesystem, name: filesystem.ls(name, detail=True), looks=True) or []
+        found = _asked(folder, lambda filesystem, name: (name, filesystem.ls(name, detail=True)), looks=True)
+        called, entries = found or ("", [])
         # Some list the folder itself, too.
-        below = ((each["name"].rstrip("/"), each) for each in found)
+        below = ((each["name"].rstrip("/"), each) for each in entries)
         return {path.rpartition("/")[2]: each for path, each in below if path.strip("/") != called.strip("/")}
 
 
