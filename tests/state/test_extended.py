@@ -256,5 +256,5 @@ def test_a_checkpoint_of_plain_weights_is_refused_before_anything_changes(tmp_pa
             own.low[0, 0] = float("nan")
         checkpoint.save(tmp_path, 2, model)
 
-    with pytest.warns(UserWarning, match=r"infinite or no number: 'layer\.weight'\. Whoever"):
+    with pytest.warns(UserWarning, match=r"infinite or no number: 'layer\.weight\.low'\. Whoever"):
         on_ranks(2, on_rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import ShardedModel, idle_model, inner_tensors, savable_model, taken_apart
+from ..inspect import ShardedModel, idle_model, savable_model, state_name_of, taken_apart
 from ..interfaces import Collectives, PrecisionCaster
 from ..io.memory import NAMES
 from ..state.contents import (
@@ -25,8 +25,8 @@ from ..state.contents import (
     require_state,
 )
 from ..state.exchange import Answers, together
-from ..state.sharded import MODEL, OPTIMIZER, Holding, holdings
-from ..state.source import in_chunks
+from ..state.sharded import MODEL, OPTIMIZER, holdings
+from ..state.source import chunks_of, in_chunks
 from .encoding import Encoder
 from .writing import Document, offered
 
@@ -144,27 +144,27 @@ def _require_expected(sharded: ShardedModel, joint: Joint, *, writes: bool) -> N
                     raise ConfigTypeError(f"{where} is of {value.dtype}, which no checkpoint holds.")
 
 
-def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:
-    """Names of the model's sharded parameters and of the optimizer's state with such elements on this rank.
+@torch.no_grad()
+def not_finite(state: Mapping[str, Any]) -> list[str]:
+    """Names of sharded parameters and of optimizer state with such elements on this rank, in what ``state_of`` gave.
 
-    Looks at each unit's flat master and at each tensor of the state once, and waits for the device once. Buffers are
-    not looked at: masks are infinite on purpose.
+    Looks at each tensor once, and waits for the device once. Buffers are not looked at: masks are infinite on purpose.
     """
-    units = [(unit, values) for unit in sharded.units for values in unit.values if _has_numbers(values)]
-    states = [] if joint is None else list(_states(joint))
-    sound = _are_finite([*(values for _, values in units), *(values for *_, values in states)])
-    found = [
-        parameter.name
-        for (unit, _), is_sound in zip(units, sound, strict=False)
-        if not is_sound
-        for parameter in unit.parameters
-        if not all(_are_finite(_plain(parameter.tensor)))
-    ]
-    broken = [state for state, is_sound in zip(states, sound[len(units) :], strict=True) if not is_sound]
-    if joint is not None and broken:
-        held = holdings(sharded, joint.groups)
-        found += [f"{key} of {name}" for parameter, key, values in broken for name in _named(held[parameter], values)]
-    return list(dict.fromkeys(found))
+    named = [(name, value) for name, value in state[MODEL].items() if in_chunks(value)]
+    for name, its in state.get(OPTIMIZER, {}).get("state", {}).items():
+        tensors = [(key, value) for key, value in its.items() if isinstance(value, torch.Tensor)]
+        named += [(f"{state_name_of(key)} of {name}", value) for key, value in tensors]
+    views = [(name, chunk.view) for name, value in named for chunk in chunks_of(value)]
+    # By the least and the largest of each, for which no memory is taken: a shard fills much of its device.
+    ends: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+    for name, view in views:
+        if view.numel() and view.is_floating_point():
+            # Of eight bits torch computes nothing.
+            for end in torch.aminmax(view.to(torch.float32) if view.element_size() == 1 else view):
+                ends.setdefault((end.device, end.dtype), []).append((name, end))
+    flags = [(found, torch.isfinite(torch.stack([end for _, end in found])).tolist()) for found in ends.values()]
+    broken = {name for found, each in flags for (name, _), is_sound in zip(found, each, strict=True) if not is_sound}
+    return [name for name in dict.fromkeys(name for name, _ in named) if name in broken]
 
 
 def not_finite_anywhere(collectives: Collectives, models: Sequence[ShardedModel], names: Sequence[str]) -> list[str]:
@@ -175,48 +175,3 @@ def not_finite_anywhere(collectives: Collectives, models: Sequence[ShardedModel]
     known = (each.name for model in models for unit in model.units for each in unit.parameters)
     order = {name: at for at, name in enumerate(known)}
     return sorted(dict.fromkeys(found), key=lambda name: order.get(name, len(order)))
-
-
-def _states(joint: Joint) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
-    for group in joint.groups:
-        for parameter in group["params"]:
-            for key, value in joint.state_of(parameter).items():
-                for values in _plain(value):
-                    yield parameter, key, values
-
-
-def _plain(value: object) -> list[torch.Tensor]:
-    """The tensors with numbers that ``value`` is made of: of eight bits, say, those of its scales."""
-    inner = inner_tensors(value) if isinstance(value, torch.Tensor) else ()
-    return [each.detach() for each in inner if _has_numbers(each)]
-
-
-def _has_numbers(values: torch.Tensor) -> bool:
-    return values.numel() > 0 and values.is_floating_point()
-
-
-def _named(holding: Holding, values: torch.Tensor) -> list[str]:
-    """Which of the parameters that ``holding`` stands for have such elements in ``values``, of their state."""
-    if values.shape != holding.parameter.shape:
-        return list(holding.names)
-    return [
-        name
-        for name, part in holding.parts(values).items()
-        if not all(_are_finite([chunk.view for chunk in part.chunks if chunk.view.numel()]))
-    ]
-
-
-@torch.no_grad()
-def _are_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    # By the least and the largest of each, for which no memory is taken: a shard fills much of its device.
-    ends: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
-    for index, tensor in enumerate(tensors):
-        # Of eight bits torch computes nothing.
-        least, most = torch.aminmax(tensor.to(torch.float32) if tensor.element_size() == 1 else tensor)
-        ends.setdefault((least.device, least.dtype), []).extend(((index, least), (index, most)))
-    result = [True] * len(tensors)
-    for found in ends.values():
-        flags = torch.isfinite(torch.stack([end for _, end in found])).tolist()
-        for (index, _), value in zip(found, flags, strict=True):
-            result[index] &= value
-    return result

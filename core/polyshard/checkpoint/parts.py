@@ -236,7 +236,7 @@ def _taken(
     broken: list[str] = []
     for part, outline in zip(parts, outlines, strict=True):
         state = state_of(part.sharded, part.joint, frozen=frozen)
-        broken += not_finite(part.sharded, part.joint)
+        broken += not_finite(state)
         own: dict[str, object] = {"frozen": frozen, "optimizer": str(part.joint and part.joint.signature)}
         own.update({} if part.joint is None else part.joint.settings())
         name = next((name for name in own if called and own[name] != called.get(name)), None)
