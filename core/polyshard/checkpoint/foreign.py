@@ -24,7 +24,7 @@ from ..io.files import OpenedFile, damaged, opened
 from ..state.contents import Joint, Optimizers
 from ..state.exchange import notify_listeners, require_same, together
 from ..state.restore import Restore
-from ..state.sharded import MODEL, OPTIMIZER, holdings
+from ..state.sharded import MODEL, OPTIMIZER, names_by_group
 from ..state.source import Entry, Source, chunks_of, listed, opening, require_name, same_values
 from .dcp_metadata import DcpMetadata, read_metadata
 from .loading import REMEDY, require_file_seen
@@ -74,13 +74,9 @@ def load_dcp(
             directory = place
             joint = None if optimizer is None else Joint(optimizer)
             called.update(optimizer=str(joint and joint.signature), keys=keys)
-            held = {} if joint is None else holdings(sharded, joint.groups)
-            groups = [
-                [name for parameter in group["params"] for name in held[parameter].names]
-                for group in (() if joint is None else joint.groups)
-            ]
+            groups = None if joint is None else names_by_group(sharded, joint.groups)
             metadata = read_metadata(directory)
-            source = ForeignSource(directory, metadata, keys or DcpKeys(), groups if joint else None)
+            source = ForeignSource(directory, metadata, keys or DcpKeys(), groups)
         require_same(collectives, directory, metadata.identity, REMEDY)
         with _jointly("Matching", directory, collectives):
             restore = Restore(source, sharded, joint)

@@ -18,7 +18,7 @@ from ..inspect import ShardedModel, savable_model
 from ..interfaces import Collectives, Group, PluginContext
 from ..state.contents import Joint, Optimizers, first_names, saved_names
 from ..state.exchange import from_first, gather_to_first, together
-from ..state.sharded import MODEL, OPTIMIZER, holdings
+from ..state.sharded import MODEL, OPTIMIZER, names_by_group
 from ..state.source import Entry, Source, listed, opening
 from .contents import caster_states, extra_of, not_finite, state_of
 from .reading import StoredSource
@@ -182,11 +182,8 @@ class _Outline:
         left_out = frozenset(later for later, first in tied.items() if later in names and first not in names)
         groups = None
         if part.joint is not None:
-            held = holdings(part.sharded, part.joint.groups)
-            groups = [
-                [name for each in group["params"] for name in held[each].names if name not in left_out]
-                for group in part.joint.groups
-            ]
+            named = names_by_group(part.sharded, part.joint.groups)
+            groups = [[name for name in names if name not in left_out] for names in named]
         aliases = {name: first for name, first in names.items() if name != first}
         aliases.update({later: tied[later] for later in left_out})
         firsts = [first for first in dict.fromkeys(names.values()) if first in saved and first not in left_out]

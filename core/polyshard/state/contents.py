@@ -223,7 +223,7 @@ def _owner_of(entry: str, names: Collection[str]) -> str | None:
     return None
 
 
-def optimizer_state(sharded: ShardedModel, joint: Joint) -> dict[str, Any]:
+def optimizer_state(sharded: ShardedModel, joint: Joint, *, dtensors: bool = False) -> dict[str, Any]:
     """The optimizer's state by parameter name: ``{"state": {name: {key: value}}, "param_groups": [...]}``.
 
     The form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, of this rank's parts: tensors of
@@ -232,36 +232,42 @@ def optimizer_state(sharded: ShardedModel, joint: Joint) -> dict[str, Any]:
     it stands for: its tensors are cut into theirs, its scalars are each one's. Several optimizers appear as one, with
     their groups in order.
 
+    ``dtensors``: as torch's function has it: tensors of elements are ``DTensor``s over the same memory, those in blocks
+    of the optimizer's class.
+
     Raises ConfigError: the optimizer holds a parameter that is not the model's, a unit's flat parameter and its own
     ones together, or state that no other number of ranks could take over; UnsupportedError: as ``_settled``.
     """
     held = _settled(sharded, joint)
     state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
-        for name, shown in _entries(holding, joint.state_of(parameter), joint.blocks_of(parameter), sharded.rank):
-            state.setdefault(name, {}).update(shown)
-    return {"state": state, "param_groups": _named_groups(joint, held)}
-
-
-def shown_optimizer_state(sharded: ShardedModel, joint: Joint) -> dict[str, Any]:
-    """As ``optimizer_state``, as torch's function has it: tensors of elements are ``DTensor``s over the same memory.
-
-    Of state in blocks they are of the optimizer's class. Raises as ``optimizer_state``.
-    """
-    held = _settled(sharded, joint)
-    state: dict[str, dict[str, Any]] = {}
-    for parameter, holding in held.items():
         own = joint.state_of(parameter)
         require_state(holding, own, sharded.rank)
-        if own and holding.unit is None:
-            state[holding.names[0]] = dict(joint.given_state_of(parameter))
-        elif own:
-            for each in holding.stands_for:
-                state[each.name] = {
-                    key: as_dtensor(each, each.within_shard(value)) if holding.has_elements(value) else value
-                    for key, value in own.items()
-                }
-    return {"state": state, "param_groups": _named_groups(joint, held)}
+        found = _entries(holding, own, joint.blocks_of(parameter))
+        if dtensors and holding.unit is None:
+            found = iter([(holding.names[0], joint.given_state_of(parameter))] if own else ())
+        elif dtensors:
+            found = _dtensors(holding, own)
+        for name, shown in found:
+            state.setdefault(name, {}).update(shown)
+    groups = []
+    for group in joint.groups:
+        names = [name for parameter in group["params"] for name in held[parameter].names]
+        also = {"param_names": list(names)} if "param_names" in group else {}
+        groups.append({**group, "params": names, **also})
+    return {"state": state, "param_groups": groups}
+
+
+def _dtensors(holding: Holding, state: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The ``state`` of a flat parameter as that of each parameter that it stands for."""
+    for each in holding.stands_for if state else ():
+        yield (
+            each.name,
+            {
+                key: as_dtensor(each, each.within_shard(value)) if holding.has_elements(value) else value
+                for key, value in state.items()
+            },
+        )
 
 
 def as_dtensor(parameter: ShardedParameter, local: torch.Tensor) -> torch.Tensor:
@@ -295,17 +301,6 @@ def _settled(sharded: ShardedModel, joint: Joint) -> dict[nn.Parameter, Holding]
         # Of several replicas one keeps the state of a piece, where they share the work.
         getattr(each, "drop_outdated_state", bool)()
     return held
-
-
-def _named_groups(joint: Joint, held: Mapping[nn.Parameter, Holding]) -> list[dict[str, Any]]:
-    groups = []
-    for group in joint.groups:
-        names = [name for parameter in group["params"] for name in held[parameter].names]
-        entry: dict[str, Any] = {**group, "params": names}
-        if "param_names" in group:
-            entry["param_names"] = list(names)
-        groups.append(entry)
-    return groups
 
 
 def in_order(module: nn.Module, names: Mapping[str, Sequence[str]], state: dict[str, Any]) -> dict[str, Any]:
@@ -392,10 +387,9 @@ def saved_names(module: nn.Module) -> Collection[str]:
 
 
 def _entries(
-    holding: Holding, state: Mapping[str, Any], blocks: Blocks | None, rank: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    holding: Holding, state: Mapping[str, Any], blocks: Blocks | None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The ``state`` of each parameter that ``holding`` stands for: names, and values by key."""
-    require_state(holding, state, rank)
     for key, value in taken_apart(state).items():
         by_element = holding.has_elements(value)
         if role_of(key) is not None or (by_element and blocks is not None and holding.unit is None):

@@ -169,3 +169,9 @@ def holdings(model: ShardedModel, groups: Sequence[Mapping[str, Any]]) -> dict[n
             taken.update(holding.names)
             held[parameter] = holding
     return held
+
+
+def names_by_group(model: ShardedModel, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """First names of the parameters that each of ``groups`` has, or its flat ones stand for. Raises as ``holdings``."""
+    held = holdings(model, groups)
+    return [[name for parameter in group["params"] for name in held[parameter].names] for group in groups]

@@ -20,7 +20,6 @@ from .contents import (
     model_state,
     names_within,
     optimizer_state,
-    shown_optimizer_state,
 )
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
@@ -119,7 +118,7 @@ def get_optimizer_state_dict(
     sharded = savable_model(model, "get_optimizer_state_dict()")
     joint = Joint(optimizer)
     if options.form not in _FULL:
-        return shown_optimizer_state(sharded, joint)
+        return optimizer_state(sharded, joint, dtensors=True)
     require_whole(sharded, "get_optimizer_state_dict()")
     with together(sharded.collectives, "Looking at the optimizer's state"):
         own = optimizer_state(sharded, joint)
