@@ -81,13 +81,6 @@ class Joint:
             if _is_plain(value)
         }
 
-    def parts(self) -> Iterator[tuple[torch.optim.Optimizer, slice]]:
-        """Each optimizer, and which of ``groups`` are its own."""
-        start = 0
-        for each in self.members:
-            yield each, slice(start, start + len(each.param_groups))
-            start += len(each.param_groups)
-
     def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """What its optimizer has for ``parameter``: of a ``DTensor``, this rank's elements."""
         found = self.given_state_of(parameter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -430,10 +431,8 @@ def _shown(value: Any) -> str:
 
 def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Plain zeros in the order of memory of ``parameter``."""
-    like: Any = torch.zeros_like(parameter, dtype=dtype)
-    if is_dtensor(like) or type(like) is torch.Tensor:
-        return like  # type: ignore[no-any-return]
-    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    like = torch.zeros_like(parameter, dtype=dtype)
+    return like if type(like) is torch.Tensor else torch.zeros(like.shape, dtype=dtype, device=like.device)
 
 
 def _require_same_kinds(
@@ -452,8 +451,10 @@ def _require_same_kinds(
             f"{opening(source)} was saved by {len(kinds)} optimizers ({names}), and is loaded into "
             f"{len(joint.members)} (rank {rank}). Give those that saved it, in the same order."
         )
-    for (optimizer, own), kind in zip(joint.parts(), kinds * (len(joint.members) // len(kinds)), strict=True):
-        _require_same_kind(kind, groups[own], optimizer, source, rank)
+    saved_groups = iter(groups)
+    for optimizer, kind in zip(joint.members, kinds * (len(joint.members) // len(kinds)), strict=True):
+        own = list(islice(saved_groups, len(optimizer.param_groups)))
+        _require_same_kind(kind, own, optimizer, source, rank)
 
 
 def _require_same_kind(
