@@ -17,7 +17,6 @@ from ..inspect import (
     Blocks,
     ShardedModel,
     blocks_of,
-    is_dtensor,
     put_together,
     role_of,
     taken_apart,
@@ -39,7 +38,8 @@ from .source import (
 
 #: How a step is carried out, not what it computes: left as the optimizer was made.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_NOT_COMPARED = _IMPLEMENTATION | {"params", "param_names"}
+#: Settings that are neither compared nor loaded.
+_LEFT_ALONE = _IMPLEMENTATION | {"params", "param_names"}
 #: For a flat parameter that differs from the parameters that it stands for.
 _REMEDY = "Give the optimizer model.parameters() instead."
 
@@ -160,8 +160,7 @@ class _OptimizerRestore:
         self._compare_groups(held)
         _require_same_kinds(kind, self._settings, optimizer, source, sharded.rank)
         self.targets: dict[str, Any] = {}
-        #: All whose state is the source's afterwards. Of a parameter without elements here the optimizer may keep what
-        #: it began with.
+        #: All of the optimizer's parameters: of those without elements here torch's functions ask for the state, too.
         self._coming: list[Coming] = []
         #: What is no tensor, or one for all parameters of a flat one: its name, and keys by parameter.
         self._once: list[tuple[Coming, str, Mapping[str, str]]] = []
@@ -177,9 +176,6 @@ class _OptimizerRestore:
                 holding = held[parameter]
                 own: dict[str, Mapping[str, str]] = {each: saved.get(each, {}) for each in holding.names}
                 blocks = self._blocks_of(parameter, holding, own)
-                # Of a DTensor, torch's functions ask every rank for the state.
-                if not holding.here and holding.unit is None and not is_dtensor(parameter):
-                    continue
                 coming = Coming(parameter, holding, group, optimizer.state_of(parameter))
                 self._coming.append(coming)
                 try:
@@ -205,12 +201,14 @@ class _OptimizerRestore:
                 found = put_together(found, each.like, each.holding.parameter.shape)
             self._optimizer.replace_state(each.parameter, found, self._numbers)
         for group, settings in zip(self._optimizer.groups, self._settings, strict=True):
-            for name in settings.keys() - _IMPLEMENTATION - {"params", "param_names"}:
+            for name, value in settings.items():
+                if name in _LEFT_ALONE:
+                    continue
                 if isinstance(group.get(name), torch.Tensor):
                     # In place: a captured step reads the learning rate at this address.
-                    group[name].copy_(torch.as_tensor(settings[name]))
+                    group[name].copy_(torch.as_tensor(value))
                 else:
-                    group[name] = settings[name]
+                    group[name] = value
 
     def _blocks_of(
         self, parameter: nn.Parameter, holding: Holding, own: Mapping[str, Mapping[str, str]]
@@ -487,7 +485,7 @@ def _require_same_kind(
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         different = [
             f"'{name}' was {settings[name]!r} and is {group[name]!r}"
-            for name in sorted((settings.keys() & group.keys()) - _NOT_COMPARED)
+            for name in sorted((settings.keys() & group.keys()) - _LEFT_ALONE)
             if _choice(name, settings[name]) != _choice(name, group[name]) or not resembles(settings[name], group[name])
         ]
         if saved != mine:
@@ -498,7 +496,7 @@ def _require_same_kind(
             different += [
                 f"'{name}' is missing in the optimizer"
                 for name, value in sorted(settings.items())
-                if name not in group and name not in _NOT_COMPARED and (value is None or isinstance(value, bool))
+                if name not in group and name not in _LEFT_ALONE and (value is None or isinstance(value, bool))
             ]
         if different:
             raise ConfigError(
