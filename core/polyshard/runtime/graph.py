@@ -151,7 +151,7 @@ def _addresses(units: list[Unit]) -> list[int]:
 class HeldTensors:
     """Notices a tensor or a module that was replaced or added, and a tensor that was moved, frozen or unfrozen.
 
-    Each replay checks every one, by lists that are made and compared at C speed. What modules hold takes 20 ns an entry,
+    Each replay checks every one, by lists made and compared at C speed. What modules hold takes 20 ns an entry,
     addresses and ``requires_grad`` 85 ns a parameter together: 0.1 ms a replay for a thousand parameters.
     """
 
