@@ -11,6 +11,7 @@ from polyshard.errors import ParameterChangedError, ParameterError, UnsupportedE
 from polyshard.extension import (
     FlatLayout,
     ManagedParameter,
+    Piece,
     Slot,
     TensorPart,
     become,
@@ -210,7 +211,13 @@ class FlatParamHandle:
 
     def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[Any, ...]:
         """The pieces of parameters in these elements of the flat parameter, padding counted; ends are inclusive."""
-        return self.layout.pieces_in(unsharded_start_idx, unsharded_end_idx)
+        start, end = unsharded_start_idx, unsharded_end_idx + 1
+        inside = [(max(slot.offset, start), min(slot.end, end)) for slot in self.layout.slots]
+        return tuple(
+            Piece(index, low - slot.offset, high - slot.offset, low - start)
+            for index, (slot, (low, high)) in enumerate(zip(self.layout.slots, inside, strict=True))
+            if low < high
+        )
 
     def _use_unsharded_views(self, as_params: bool) -> None:
         """Let modules see whole parameters: plain tensors for compute, ``nn.Parameter`` for ``summon_full_params``."""

@@ -129,7 +129,6 @@ def test_pieces_of_fsdp1_are_cut_by_ceil_wherever_that_is() -> None:
     assert layout.shard_numel == 5
     assert layout.pieces(0) == (Piece(0, 0, 3, 0), Piece(2, 0, 1, 4))
     assert layout.pieces(1) == (Piece(2, 1, 6, 0),)
-    assert layout.pieces_in(2, 4) == (Piece(0, 2, 3, 0), Piece(2, 0, 1, 2))
     assert layout.slots[2].shown(5) == ((5,), (1,))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -129,37 +128,28 @@ class FlatLayout:
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not in range({self.world_size})")
         found = []
-        for each in self.segments or (Segment(0, self.shard_numel),):
-            begin = self.world_size * each.start + rank * each.numel
-            found += self._pieces_in(begin, begin + each.numel - 1, begin - each.start)
+        for index, slot in enumerate(self.slots):
+            start, stop = self.range_of(index, rank)
+            if start < stop:
+                first, size = self._slice(slot)
+                begin = self.world_size * first + rank * size
+                found.append(Piece(index, start, stop, first + slot.offset + start - begin))
         return tuple(found)
+
+    def _slice(self, slot: Slot) -> tuple[int, int]:
+        """The first element in a rank's shard of the slice that has elements of ``slot``, and how many it has."""
+        if not self.segments:
+            return 0, self.shard_numel
+        segment = self.segments[slot.segment]
+        return segment.start, segment.numel
 
     def range_of(self, slot: int, rank: int) -> tuple[int, int]:
         """First and one past the last element of ``slot`` in ``rank``'s shard, as in ``Piece``; (0, 0) for none."""
         where = self.slots[slot]
-        start, size = 0, self.shard_numel
-        if self.segments:
-            start, size = self.segments[where.segment].start, self.segments[where.segment].numel
+        start, size = self._slice(where)
         begin = self.world_size * start + rank * size
         low, high = max(where.offset, begin), min(where.end, begin + size)
         return (low - where.offset, high - where.offset) if low < high else (0, 0)
-
-    def pieces_in(self, start: int, end: int) -> tuple[Piece, ...]:
-        """The non-empty pieces of parameters in elements ``start`` to ``end`` (inclusive) of the whole buffer."""
-        return tuple(self._pieces_in(start, end, start))
-
-    def _pieces_in(self, start: int, end: int, origin: int) -> list[Piece]:
-        """Those of ``pieces_in``, their places counted from ``origin``."""
-        first = bisect.bisect_right(self.slots, start, key=lambda slot: slot.end)
-        found = []
-        for index in range(first, len(self.slots)):
-            slot = self.slots[index]
-            low, high = max(slot.offset, start), min(slot.end, end + 1)
-            if slot.offset > end:
-                break
-            if low < high:
-                found.append(Piece(index, low - slot.offset, high - slot.offset, low - origin))
-        return found
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """``(offset, numel)`` of every range that belongs to no parameter."""
