@@ -135,7 +135,7 @@ class Gradients:
         if not self.input.claimed:
             if self.sums.has_sum or not self.input.free:
                 return None
-            reducer.open(self._contribution(self.input, ()))
+            reducer.open(Contribution(self.unit, self.unit.ranks, self.input, (), self._deliver))
             self.computed_at(here)
         return self.input.claim(index, here)
 
@@ -164,7 +164,8 @@ class Gradients:
             self.missed = self.bare = missed
             self._reduced_once = True
         self.computed_at(streams.here())
-        contribution = self._contribution(input, tuple(self.places))
+        unit, places = self.unit, tuple(self.places)
+        contribution = Contribution(unit, unit.ranks, input, places, self._deliver, self._shard)
         self._shard = None
         self.places.clear()
         return contribution
@@ -176,11 +177,10 @@ class Gradients:
         waits = self._shard is not None or self._shards_coming
         self._shard_missed = missed & self._shard_missed if waits else missed
         self.computed_at(streams.here())
-        contribution = self._contribution(input, tuple(self.places))
+        ranks, places = self.unit.ranks.without_replicas, tuple(self.places)
         self._shards_coming += 1
         self.places.clear()
-        ranks = self.unit.ranks.without_replicas
-        return contribution._replace(ranks=ranks, deliver=self._keep_shard, waiting=None)
+        return Contribution(self.unit, ranks, input, places, self._keep_shard)
 
     def _keep_shard(self, shard: torch.Tensor) -> None:
         self._shards_coming -= 1
@@ -188,9 +188,6 @@ class Gradients:
             self._shard = shard
         else:
             self._shard.add_(shard)
-
-    def _contribution(self, input: ReductionInput, places: Sequence[object]) -> Contribution:
-        return Contribution(self.unit, self.unit.ranks, input, places, self._deliver, self._shard)
 
     def _note_missed(self, missed: frozenset[int]) -> None:
         if self.unfilled:

@@ -183,7 +183,9 @@ class ModuleState:
         """The outermost forward ended: release units that no backward comes back to."""
         self.entered = 0
         for unit in self.units:
-            if unit.fresh is Fresh.RETAINED or unit.state is UnitState.SHARDED_POST_FORWARD:
+            if unit.state is UnitState.SHARDED:
+                unit.conceal()
+            elif unit.fresh is Fresh.RETAINED or unit.state is UnitState.SHARDED_POST_FORWARD:
                 # Whether a part is kept may not depend on this rank's outputs, as ``awaits_backward`` does: others
                 # gather from their parts.
                 unit.hide()

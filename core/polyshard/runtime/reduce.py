@@ -53,11 +53,6 @@ class Contribution(NamedTuple):
     waiting: torch.Tensor | None = None
     """The sum of earlier shards that replicas have not added up."""
 
-    @property
-    def nbytes(self) -> int:
-        """By which launches are planned."""
-        return self.unit.launch_numel * self.input.dtype.itemsize
-
 
 def kind_of(ranks: UnitRanks, input: ReductionInput) -> Hashable:
     """Equal for units that one communication may reduce."""
@@ -98,7 +93,7 @@ class Reducer:
 
         All are issued after ``flush``, and delivered after ``CommStreams.drain``.
         """
-        nbytes = contribution.nbytes
+        nbytes = contribution.unit.launch_numel * contribution.input.dtype.itemsize
         mode = self.buckets.mode_of(nbytes, contribution.ranks.reduction is not None)
         self._take((contribution,), (gradients,), nbytes, mode)
 
@@ -111,7 +106,7 @@ class Reducer:
                 for each, its in same:
                     self.reduce(each, its)
                 continue
-            sizes = [each.nbytes for each in members]
+            sizes = [each.unit.launch_numel * each.input.dtype.itemsize for each in members]
             self._take(members, gradients, sum(sizes), self.buckets.mode_of_module(sizes, True))
 
     def _take(
