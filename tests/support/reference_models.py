@@ -86,7 +86,7 @@ class Product(torch.autograd.Function):
 
 
 def _by_name(head: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return Product.apply(x, dict(head.named_parameters())["weight"])
+    return Product.apply(x, head.get_parameter("weight"))
 
 
 #: What a forward may do with the head beside calling it.
@@ -94,14 +94,14 @@ USES: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
     "called": lambda head, x: head(x),
     "its weight": lambda head, x: functional.linear(x, head.weight),
     "its weight in a function": lambda head, x: Product.apply(x, head.weight),
-    "its weight by name": lambda head, x: functional.linear(x, next(head.parameters())),
+    "its weight by name": lambda head, x: functional.linear(x, head.get_parameter("weight")),
     "its weight by name in a function": _by_name,
     "both ways": lambda head, x: head(x) + functional.linear(x, head.weight),
     "both ways, called last": lambda head, x: functional.linear(x, head.weight) + head(x),
     "its weight by name, called last": lambda head, x: _by_name(head, x) + head(x),
     "its rows": lambda head, x: head(x) + torch.stack([head.weight[0], head.weight[1]]).sum(),
     "its values": lambda head, x: head(x) * head.weight.detach().square().mean(),
-    "its values by name": lambda head, x: head(x) * sum(p.detach().square().mean() for p in head.parameters()),
+    "its values by name": lambda head, x: head(x) * head.get_parameter("weight").detach().square().mean(),
     "in a checkpoint": lambda head, x: checkpoint(lambda y: functional.linear(y, head.weight), x, use_reentrant=False),
     "in an old checkpoint": lambda head, x: checkpoint(lambda y: y @ head.weight.t(), x, use_reentrant=True),
 }
