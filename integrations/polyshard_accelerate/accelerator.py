@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,11 +227,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
         """Backwards inside reduce gradients, also inside ``no_sync``."""
         module = sharded_in(model)
-        if module is None:
-            with accelerate.Accelerator.trigger_sync_in_backward(model):
-                yield
-            return
-        with outermost_model(module, "trigger_sync_in_backward()").synchronising(True):
+        theirs = accelerate.Accelerator.trigger_sync_in_backward
+        call = "trigger_sync_in_backward()"
+        with theirs(model) if module is None else outermost_model(module, call).synchronising(True):
             yield
 
     @contextmanager
@@ -247,8 +245,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"{self.process_index}), but every rank must run a sharded model equally often. Leave even_batches at "
                 "True, and take what the last batches have twice out of metrics by gather_for_metrics()."
             )
-        with nullcontext(joinables):
-            yield
+        yield
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

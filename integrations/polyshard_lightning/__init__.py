@@ -15,11 +15,10 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from polyshard.config import ShardConfig
 
-from .common import StateDictType
 from .fabric import PolyshardFabricStrategy
 from .trainer import PolyshardStrategy, PreemptionCallback
 
-__all__ = ["PolyshardFabricStrategy", "PolyshardStrategy", "PreemptionCallback", "StateDictType", "register"]
+__all__ = ["PolyshardFabricStrategy", "PolyshardStrategy", "PreemptionCallback", "register"]
 
 
 def register(config: ShardConfig | None = None, *, name: str = "polyshard") -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import enum
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakSet
 
 import torch
@@ -43,25 +42,8 @@ _SERVED = (_FULL, *_MIXED, *_TRUE)
 _BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]
 
 
-class StateDictType(enum.Enum):
-    """The form of a checkpoint."""
-
-    FULL = "full"
-    """One file of whole tensors, written by rank 0, as Lightning writes it without shards."""
-    SHARDED = "sharded"
-    """A directory of ``polyshard.checkpoint``, to which each rank writes its part."""
-
-    @classmethod
-    def parse(cls, value: StateDictType | str) -> StateDictType:
-        """``value``, which may be its string. Raises ConfigError: it is neither."""
-        try:
-            return cls(value)
-        except ValueError as error:
-            names = [each.value for each in cls]
-            hint = did_you_mean(value, names) if isinstance(value, str) else ""
-            raise ConfigError(
-                f"state_dict_type {value!r} does not exist.{hint} There are: {', '.join(names)}."
-            ) from error
+#: The forms of a checkpoint: one file of whole tensors, or a directory of ``polyshard.checkpoint``.
+StateDictType = Literal["full", "sharded"]
 
 
 class Strategy:
@@ -84,7 +66,7 @@ class Strategy:
         self,
         config: ShardConfig | None = None,
         *,
-        state_dict_type: StateDictType | Literal["full", "sharded"] | None = None,
+        state_dict_type: StateDictType | None = None,
         initializer: inspect.Initializer | None = None,
         process_group_backend: str | None = None,
     ) -> None:
@@ -101,10 +83,16 @@ class Strategy:
         Raises:
             ConfigError: there is no such ``state_dict_type``.
         """
-        form = self.default_state_dict_type if state_dict_type is None else StateDictType.parse(state_dict_type)
+        form = self.default_state_dict_type if state_dict_type is None else state_dict_type
+        forms = get_args(StateDictType)
+        if form not in forms:
+            raise ConfigError(
+                f"state_dict_type {form!r} does not exist.{did_you_mean(str(form), forms)} There are: "
+                f"{', '.join(forms)}."
+            )
         #: As the user gave it, and with Lightning's precision in it.
         self._config = self._precise = config or ShardConfig()
-        self._saves_folders = form is StateDictType.SHARDED
+        self._saves_folders = form == "sharded"
         self._initializer = initializer
         #: Modules that were sharded here and are in use.
         self._live: WeakSet[nn.Module] = WeakSet()

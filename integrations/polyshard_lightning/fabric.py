@@ -30,7 +30,7 @@ from .checkpoints import (
     whole_model_state,
     whole_optimizer_state,
 )
-from .common import StateDictType, Strategy, init_context, is_sharded, with_precision
+from .common import Strategy, init_context, is_sharded, with_precision
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 Filter = Callable[[str, Any], bool]
@@ -81,7 +81,7 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
     process ends, or ``polyshard.close(module)``.
     """
 
-    default_state_dict_type = StateDictType.SHARDED
+    default_state_dict_type = "sharded"
     backward_sync_control = _NoBackwardSync()
 
     @property

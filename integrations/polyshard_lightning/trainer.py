@@ -35,7 +35,7 @@ from .checkpoints import (
     whole_model_state,
     whole_optimizer_state,
 )
-from .common import StateDictType, Strategy, init_context, is_sharded, refuse_module, with_precision
+from .common import Strategy, init_context, is_sharded, refuse_module, with_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -54,7 +54,7 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
     ``polyshard.close(module)`` releases it.
     """
 
-    default_state_dict_type = StateDictType.FULL
+    default_state_dict_type = "full"
     #: Lightning gives each rank its part of the data.
     is_distributed = True
     #: Each rank takes its part, which it knows once the module is sharded.

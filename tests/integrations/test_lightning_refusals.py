@@ -28,7 +28,7 @@ from polyshard.errors import (
     StateError,
     UnsupportedError,
 )
-from polyshard_lightning import PolyshardFabricStrategy, PolyshardStrategy, StateDictType, register
+from polyshard_lightning import PolyshardFabricStrategy, PolyshardStrategy, register
 from torch import nn
 
 #: All of them import Lightning, for seconds.
@@ -96,7 +96,7 @@ def test_a_kind_of_checkpoint_that_does_not_exist_is_refused() -> None:
     for cls in (PolyshardStrategy, PolyshardFabricStrategy):
         with pytest.raises(ConfigError, match="Did you mean 'sharded'"):
             cls(state_dict_type="shard")
-        assert cls(state_dict_type=StateDictType.FULL) is not None
+        assert cls(state_dict_type="full") is not None
 
 
 def test_names_are_registered_where_that_is_asked_for() -> None:
