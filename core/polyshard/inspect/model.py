@@ -169,7 +169,7 @@ class ShardedModel:
         for unit in self._root.units:
             if not unit.layout.slots[0].by_rows:
                 raise UnsupportedError(
-                    f"{call} does not serve FullyShardedDataParallel of polyshard_fsdp, whose ranks cut "
+                    f"{call} does not serve FullyShardedDataParallel of polyshard_fsdp, whose ranks may cut "
                     f"'{unit.parameters[0].names[0]}' inside of its rows (rank {self.rank}). Use the wrapper's own "
                     "state_dict, optim_state_dict and summon_full_params, with torch.distributed.checkpoint, or shard "
                     "the model by polyshard.shard or fully_shard."
