@@ -237,7 +237,7 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
             checkpoint.load(directory, model)
         with pytest.raises(StateError, match="this Linear is not sharded"):
             checkpoint.save(tmp_path, 2, nn.Linear(1, 1))
-        with pytest.raises(StateError, match="was given the inner one 'parts.0'"):
+        with pytest.raises(StateError, match=r"was given the inner one 'parts\.0'"):
             checkpoint.save(tmp_path, 2, model.parts[0])
 
     on_threads(2, work)
