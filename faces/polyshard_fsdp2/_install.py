@@ -30,10 +30,8 @@ def install() -> StandIn:
     }
     settings = {
         "GradientReductionHandle": fsdp_module.GradientReductionHandle,
-        "CPUOffloadPolicy": policies.CPUOffloadPolicy,
         "DataParallelMeshDims": policies.DataParallelMeshDims,
         "MixedPrecisionPolicy": policies.MixedPrecisionPolicy,
-        "OffloadPolicy": policies.OffloadPolicy,
     }
     names = {**functions, **settings}
     return stand_in(dict.fromkeys(places(), names), functions, "polyshard_fsdp2.install()")

@@ -292,11 +292,7 @@ class Placed:
         if mesh.ndim == 2:
             assert mesh.mesh_dim_names is not None
             mesh = mesh[mesh.mesh_dim_names[1]]
-        # Of torch's class, whichever the call was given: the parameters' classes are written for that. Ours has a field
-        # of torch 2.15.
-        known = torch_fsdp.MixedPrecisionPolicy.__dataclass_fields__
-        settings = {name: value for name, value in vars(self.policy).items() if name in known}
-        return ExtensionArguments(mesh, torch_fsdp.MixedPrecisionPolicy(**settings))
+        return ExtensionArguments(mesh, self.policy)
 
 
 def _joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -13,12 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._meshes import DataMesh
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-#: Torch's own are taken by value: a program may import them from there and ``fully_shard`` from here.
-_PRECISIONS = (MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy)
-_ON_HOST = (CPUOffloadPolicy, torch_fsdp.CPUOffloadPolicy)
-_NOWHERE = (OffloadPolicy, torch_fsdp.OffloadPolicy)
+from .policies import CPUOffloadPolicy, OffloadPolicy
 
 #: From torch 2.15 on a ``reduce_dtype`` of None is the parameters' own dtype, and ``param_dtype`` before.
 _REDUCES_IN_OWN = hasattr(torch_fsdp.MixedPrecisionPolicy(), "param_dtype_override_fn")
@@ -74,7 +69,7 @@ def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | i
 
 
 def _precision(policy: object, named: Mapping[str, nn.Parameter]) -> PluginChoice:
-    if not isinstance(policy, _PRECISIONS):
+    if not isinstance(policy, torch_fsdp.MixedPrecisionPolicy):
         raise ConfigTypeError(f"mp_policy should be a MixedPrecisionPolicy, not {policy!r}.")
     return {
         "name": "mixed",
@@ -108,11 +103,11 @@ def _keeps_dtype(policy: object, name: str, parameter: nn.Parameter) -> bool:
 
 
 def _offload(policy: object) -> PluginChoice:
-    if isinstance(policy, _ON_HOST):
+    if isinstance(policy, CPUOffloadPolicy):
         return {"name": "cpu", "pin_memory": policy.pin_memory}
-    if policy is None or type(policy) in _NOWHERE:
+    if policy is None or type(policy) is OffloadPolicy:
         return "none"
-    if isinstance(policy, _NOWHERE):
+    if isinstance(policy, OffloadPolicy):
         raise UnsupportedError(
             f"fully_shard does not know the offload policy {type(policy).__name__}, and would offload nothing. Give "
             "CPUOffloadPolicy, or shard with polyshard.shard and an offload manager of your own."

@@ -1,10 +1,30 @@
-"""What is known of the modules that one call of ``fully_shard`` was given."""
+"""What is known of the modules that one call of ``fully_shard`` was given.
+
+It is also what programs read and call of the state that FSDP2 keeps of a module, by torch's private names, and no more.
+``s`` is ``module._get_fsdp_state()`` or ``fully_shard.state(module)``. Looked up in the programs' sources:
+
+- torch 2.11 to 2.14, ``torch.distributed.pipelining``: ``post_backward()`` of the groups of all of
+  ``s._state_ctx.all_states``, then ``s._root_post_backward_final_callback()``.
+- torch 2.15, there: whether ``s._comm_ctx`` of two stages is one.
+- OLMo-core 3.0, stages of a pipeline: as torch 2.11, without the last call.
+- NeMo Automodel 0.7, ``MoEFSDPSyncMixin``: as torch 2.11, for single modules of a model too. Heads of chunked losses:
+  ``s._mp_policy.param_dtype``. DeepSeek-V4: whether torch's ``_get_module_fsdp_state(module)`` is None.
+- verl 0.9, ``set_reshard_after_forward``: sets ``s._auto_reshard_after_forward``, and its group's
+  ``post_forward_mesh_info`` to what torch's ``_get_post_forward_mesh_info`` makes of its ``mesh_info``. Engines over
+  Automodel and VeOmni: set its group's ``_training_state``.
+- VeOmni, ``DistSignSGD``: ``sharded_param`` of its group's ``fsdp_params``.
+- Programs that call a part of a model first: ``s._lazy_init()`` of the whole.
+
+Torch 2.11 has one group (``s._fsdp_param_group``), and later versions a list of them (``s._fsdp_param_groups``), too.
+PyTorch's own tests ask for ``s._is_root``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakMethod
 
@@ -32,8 +52,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._collectives import Communication
 from ._meshes import Placed
-from ._torch_private import mesh_info_of
-from ._torch_state import TorchState
+from ._torch_private import FSDPState, mesh_info_of
 
 STATE_ATTRIBUTE = "_polyshard_fsdp2_state"
 
@@ -64,7 +83,9 @@ class _OnDevice:
 
 
 @dataclass(eq=False)
-class State(TorchState):
+class State(FSDPState):  # type: ignore[misc]
+    """Torch's functions know it by its class."""
+
     modules: tuple[nn.Module, ...]
     asked: Asked
     reshard: bool | None = None
@@ -83,6 +104,7 @@ class State(TorchState):
     """Of the outermost one: the handle of a reduction that the program has not waited for."""
     moving: list[RemovableHandle] = field(default_factory=list)
     """Hooks that move the inputs of modules without parameters, until a module around them is sharded."""
+    _auto_reshard_after_forward: bool = True
 
     @property
     def module_state(self) -> ModuleState | None:
@@ -165,7 +187,36 @@ class State(TorchState):
             with suppress(DeviceError):
                 unit.take_over()
 
-    def check_root(self) -> None:
+    @property
+    def _state_ctx(self) -> SimpleNamespace:
+        return SimpleNamespace(all_states=list(self.of_model))
+
+    @property
+    def _comm_ctx(self) -> object:
+        return self.of_model[0]
+
+    @property
+    def _is_root(self) -> bool:
+        return self.of_model[0] is self
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        return ParamGroup(self) if self.sharded else None
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return [ParamGroup(self)] if self.sharded else []
+
+    @property
+    def _mp_policy(self) -> object:
+        return self.asked.placed.policy
+
+    def _root_post_backward_final_callback(self) -> None:
+        # ``post_backward`` has waited.
+        return None
+
+    def _lazy_init(self) -> None:
+        """Raise what the first forward of the root would raise before it computes."""
         if len(self.modules) > 1 and (state := self.module_state) and root_of(state).module_states[0] is state:
             kinds = [type(module).__name__ for module in self.modules]
             raise StateError(
@@ -176,29 +227,20 @@ class State(TorchState):
             unit.take_over()
             unit.require_values("The first forward")
 
-    def reduce_waiting(self) -> None:
-        if self.module_state is not None:
-            root_of(self.module_state).reduce_waiting()
-
     @property
     def of_model(self) -> Sequence[State]:
+        """Those of all modules of the model, the outermost one's first."""
         module_states = () if self.module_state is None else root_of(self.module_state).module_states
         found = [state_of(each.modules[0]) for each in module_states]
         return [each for each in found if each is not None] or [self]
 
     @property
     def sharded(self) -> Sequence[nn.Parameter]:
+        """The parameters of the modules; empty where they have none."""
         return [parameter.original for unit in self.units for parameter in unit.parameters]
 
-    @property
-    def policy(self) -> object:
-        return self.asked.placed.policy
-
-    @property
-    def mesh_info(self) -> object:
-        return mesh_info_of(self.asked.config.mesh)
-
     def set_reshard(self, reshard: bool) -> None:
+        """Whether parameters are released after forward."""
         self.reshard = reshard
         self.apply()
 
@@ -238,6 +280,34 @@ class State(TorchState):
 
     def _after_load(self, *_: Any) -> None:
         self.take_over()
+
+
+class ParamGroup:
+    """The parameters of the modules that one call was given."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._training_state: object = None
+
+    @property
+    def fsdp_params(self) -> Sequence[Any]:
+        return [SimpleNamespace(sharded_param=parameter) for parameter in self._state.sharded]
+
+    @property
+    def mesh_info(self) -> object:
+        """The mesh of the call, as torch's functions know it."""
+        return mesh_info_of(self._state.asked.config.mesh)
+
+    def post_backward(self) -> None:
+        """Reduce what backwards left whole, where this is the first group of the model: that of all of them."""
+        first = next(each for each in self._state.of_model if each.sharded)
+        if first is self._state and first.module_state is not None:
+            root_of(first.module_state).reduce_waiting()
+
+    def _release(self, mesh_info: object) -> None:
+        self._state.set_reshard(mesh_info is not None)
+
+    post_forward_mesh_info = property(fset=_release)
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Settings of ``fully_shard``, with the names and defaults of ``torch.distributed.fsdp``."""
+"""Settings of ``fully_shard``: those of ``torch.distributed.fsdp``, with what its older versions lack."""
 
 from __future__ import annotations
 
@@ -6,39 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from polyshard.errors import ConfigError
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """In which dtypes one ``fully_shard`` call's module computes and reduces."""
+class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
+    """In which dtypes one ``fully_shard`` call's module computes and reduces: torch's, with a field of torch 2.15."""
 
-    param_dtype: torch.dtype | None = None
-    """Of whole parameters, and so of compute and of gathers; None for the parameters' own."""
-    reduce_dtype: torch.dtype | None = None
-    """In which gradients add up over ranks and microbatches. None for ``param_dtype`` and, from torch 2.15 on, for the
-    parameters' own."""
-    output_dtype: torch.dtype | None = None
-    """Of floating-point outputs of the module's forward; None leaves them alone."""
-    cast_forward_inputs: bool = True
-    """Whether floating-point inputs of the module's forward are cast to ``param_dtype``."""
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
-    """Answers the ``param_dtype`` of single parameters, as in torch 2.15: their own, or None for that above. Inputs are
-    cast to that above. All ranks answer the same."""
-
-
-@dataclass
-class OffloadPolicy:
-    """Nothing is offloaded; the base of what is."""
-
-
-@dataclass
-class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and so the optimizer live in host memory."""
-
-    pin_memory: bool = True
-    """Whether that memory is page-locked, where the mesh is of CUDA devices."""
+    """Answers the ``param_dtype`` of single parameters: their own, or None for that of the policy. Inputs are cast to
+    that of the policy. All ranks answer the same."""
 
 
 @dataclass(frozen=True)

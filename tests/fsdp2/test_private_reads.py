@@ -1,4 +1,4 @@
-"""What programs read and call of FSDP2's private state: as ``_torch_state.py`` lists it, with the same results."""
+"""What programs read and call of FSDP2's private state: as ``_state.py`` lists it, with the same results."""
 
 from __future__ import annotations
 
