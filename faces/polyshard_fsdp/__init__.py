@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from polyshard_plugins.stand_in import StandIn, stand_in
 
-from . import _runtime_utils, _torch_private, api, sharded_grad_scaler, wrap
+from . import _runtime_utils as _runtime_utils
+from . import api, sharded_grad_scaler
+from . import wrap as wrap
 from ._flat_param import FlatParameter
 from .api import *  # noqa: F403
 from .fully_sharded_data_parallel import FullyShardedDataParallel
@@ -19,9 +21,8 @@ __all__ += api.__all__
 def install() -> StandIn:
     """Let ``torch.distributed.fsdp`` give the drop-in to whoever imports FSDP from it, from now on.
 
-    Exchanged are the wrapper, ``ShardedGradScaler``, ``wrap`` and ``enable_wrap``, there and in its modules ``wrap``,
-    ``sharded_grad_scaler`` and ``fully_sharded_data_parallel``; and of its private functions ``_lazy_init``, which
-    trainers call. Settings and policies are torch's own, and ``fully_shard`` stays torch's.
+    Exchanged are the wrapper and ``ShardedGradScaler``, there and in its modules ``sharded_grad_scaler`` and
+    ``fully_sharded_data_parallel``. Settings, policies and private functions are torch's own; so is ``fully_shard``.
 
     Returns:
         What undoes it: by ``undo()``, or as a context manager.
@@ -31,17 +32,14 @@ def install() -> StandIn:
     """
     import torch.distributed.fsdp as theirs
     import torch.distributed.fsdp.sharded_grad_scaler as their_scaler
-    import torch.distributed.fsdp.wrap as their_wrap
 
     wrapper = {"FullyShardedDataParallel": FullyShardedDataParallel}
     return stand_in(
         {
             theirs: wrapper,
             theirs.fully_sharded_data_parallel: wrapper,
-            their_wrap: {"enable_wrap": wrap.enable_wrap, "wrap": wrap.wrap},
             their_scaler: {"ShardedGradScaler": sharded_grad_scaler.ShardedGradScaler},
-            _torch_private.runtime_utils: {"_lazy_init": _runtime_utils._lazy_init},
         },
-        ("FullyShardedDataParallel", "ShardedGradScaler", "_lazy_init"),
+        ("FullyShardedDataParallel", "ShardedGradScaler"),
         "polyshard_fsdp.install()",
     )

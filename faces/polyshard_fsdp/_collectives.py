@@ -18,7 +18,7 @@ from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp,
 from polyshard.interfaces.collectives import COMPLETED
 from polyshard_backends.nccl import StreamWork
 from polyshard_backends.process_group import group_backend
-from polyshard_backends.tensors import GROUP_DTYPES, carried_blocks, check_blocks, check_source, torch_op
+from polyshard_backends.tensors import GROUP_DTYPES, check_source, torch_op
 from torch.distributed import distributed_c10d
 
 #: The names that FSDP's users know, and those that newer versions of torch have for the same.
@@ -162,7 +162,6 @@ class GroupCollectives(Collectives):
             capturable=on_streams,
             fixed_addresses=False,
             can_communicate=transport != "fake",
-            exchanges=True,
         )
 
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
@@ -203,20 +202,6 @@ class GroupCollectives(Collectives):
         if tensor.numel() == 0:
             return COMPLETED
         return self._issue("broadcast", _as_bytes(tensor), group_src=src)
-
-    def all_to_all(
-        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
-    ) -> Work:
-        check_blocks(out, out_splits, input, in_splits, self._rank, self._world_size)
-        received, received_splits = carried_blocks(out, out_splits, GROUP_DTYPES)
-        sent, sent_splits = carried_blocks(input, in_splits, GROUP_DTYPES)
-        return self._issue(
-            "all_to_all_single",
-            received,
-            sent,
-            output_split_sizes=received_splits,
-            input_split_sizes=sent_splits,
-        )
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         answers: list[Any] = [None] * self._world_size

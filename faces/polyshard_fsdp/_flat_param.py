@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from polyshard.errors import ParameterChangedError, ParameterError, UnsupportedError
 from polyshard.extension import (
     FlatLayout,
     ManagedParameter,
-    Piece,
     Slot,
     TensorPart,
     become,
@@ -24,37 +24,32 @@ from polyshard.extension import (
 from polyshard.interfaces import PARAMETER_ALIGNMENT_BYTES
 from torch import nn
 
+from . import _torch_private
 from ._collectives import rank_and_size
 from ._common_utils import FLAT_PARAM, FSDP_FLATTENED, HandleTrainingState
+from ._torch_private import _FSDP_SKIP_WRITEBACK_CHECK as _FSDP_SKIP_WRITEBACK_CHECK
+from ._torch_private import _FSDP_USE_FULL_PREC_IN_EVAL as _FSDP_USE_FULL_PREC_IN_EVAL
+from ._torch_private import _FSDP_USE_UNSAFE_SETATTR as _FSDP_USE_UNSAFE_SETATTR
+from ._torch_private import FlatParamShardMetadata as FlatParamShardMetadata
 from .api import ShardingStrategy
 
 #: The strategy of one flat parameter.
 HandleShardingStrategy = ShardingStrategy
 
-#: Names of environment variables; each is read when an instance is constructed.
-_FSDP_USE_UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
-_FSDP_SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
-_FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-
 #: The descriptor behind ``Tensor.grad``.
 _tensor_grad: Any = torch.Tensor.grad
-
-
-class FlatParamShardMetadata(NamedTuple):
-    """The parameters in a shard: names, whole shapes and sizes, and their ranges within the parameter (inclusive)."""
-
-    param_names: Sequence[str]
-    param_shapes: Sequence[Sequence[int]]
-    param_strides: Sequence[tuple[int, ...]]
-    param_contiguities: Sequence[bool]
-    param_numels: Sequence[int]
-    param_offsets: Sequence[tuple[int, int]]
 
 
 class FlatParameter(nn.Parameter):
     """A flat parameter: this rank's shard outside of compute, the whole of it in compute dtype inside."""
 
+    _is_flat_param = True
+    """What torch's functions tell one by."""
     _fqns: tuple[str, ...]
+    _num_params: int
+    _shapes: tuple[torch.Size, ...]
+    _padded_unsharded_size: torch.Size
+    _shard_numel_padded: int
     _unpadded_unsharded_size: torch.Size
     _sharded_size: torch.Size
     _shard_param_infos: tuple[Any, ...]
@@ -136,8 +131,10 @@ class FlatParamHandle:
         self.sharding_strategy = sharding_strategy
         self._offload_params = offload_params
         self.keep_low_precision_grads = keep_low_precision_grads
-        self.use_orig_params = use_orig_params
+        self._use_orig_params = use_orig_params
         self.module = module
+        #: Whether values of an optimizer's state come as ``laid_out`` makes them.
+        self.takes_odd = False
         #: The engine's ``FlatUnit`` over these parameters.
         self.unit: Any = None
         self._training_state = HandleTrainingState.IDLE
@@ -195,29 +192,68 @@ class FlatParamHandle:
     @property
     def unsharded_numel(self) -> int:
         """Elements of the whole flat parameter, as users count them: padding only where parameters are aligned."""
-        return self.layout.padded_numel if self.use_orig_params else self.layout.numel
+        return self.layout.padded_numel if self._use_orig_params else self.layout.numel
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        pieces = self.flat_param._shard_param_infos
-        slots = [self.layout.slots[piece.slot] for piece in pieces]
-        return FlatParamShardMetadata(
-            [self.flat_param._fqns[piece.slot] for piece in pieces],
-            [torch.Size(slot.shape) for slot in slots],
-            [slot.stride for slot in slots],
-            [slot.stride == contiguous_stride(slot.shape) for slot in slots],
-            [slot.numel for slot in slots],
-            [(piece.start, piece.stop - 1) for piece in pieces],
+        infos = self.flat_param._shard_param_infos
+        found = [(index, self.layout.slots[index], info) for index, info in enumerate(infos) if info[0]]
+        # Lists, as programs compare it with.
+        made: Any = FlatParamShardMetadata
+        return made(  # type: ignore[no-any-return]
+            [self.flat_param._fqns[index] for index, _, _ in found],
+            [torch.Size(slot.shape) for _, slot, _ in found],
+            [slot.stride for _, slot, _ in found],
+            [slot.stride == contiguous_stride(slot.shape) for _, slot, _ in found],
+            [slot.numel for _, slot, _ in found],
+            [(info.intra_param_start_idx, info.intra_param_end_idx) for _, _, info in found],
         )
 
     def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[Any, ...]:
         """The pieces of parameters in these elements of the flat parameter, padding counted; ends are inclusive."""
         start, end = unsharded_start_idx, unsharded_end_idx + 1
-        inside = [(max(slot.offset, start), min(slot.end, end)) for slot in self.layout.slots]
-        return tuple(
-            Piece(index, low - slot.offset, high - slot.offset, low - start)
-            for index, (slot, (low, high)) in enumerate(zip(self.layout.slots, inside, strict=True))
-            if low < high
-        )
+        found = []
+        for index, slot in enumerate(self.layout.slots):
+            low, high = max(slot.offset, start), min(slot.end, end)
+            check = partial(self._refuse_odd, index) if self.is_odd(index) else None
+            found.append(_torch_private.shard_param_info(low - start, low - slot.offset, high - low, check))
+        return tuple(found)
+
+    def is_odd(self, index: int) -> bool:
+        """Whether torch's function would load other elements of an optimizer's state than the parameter's own."""
+        part, slot = self.parameters[index].part, self.layout.slots[index]
+        return part is not None or (self._use_orig_params and slot.stride != contiguous_stride(slot.shape))
+
+    def _refuse_odd(self, index: int) -> None:
+        if not self.takes_odd:
+            raise UnsupportedError(
+                f"The optimizer state of '{self.flat_param._fqns[index]}' (rank {self.rank}), which is a part by "
+                "tensor parallelism or has strides of its own, is loaded by polyshard_fsdp's "
+                "FullyShardedDataParallel.optim_state_dict_to_load alone. Call that."
+            )
+
+    # What torch's functions for optimizers' state dicts, and for the order of forwards, read and call.
+
+    _aligned_numel = 0
+    _handle_index: int
+
+    def _reset_flat_param_grad_info_if_needed(self) -> None:
+        return None
+
+    def _get_unflat_views(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Whole parameters in ``tensor`` (``[unsharded_numel]``), as copies: the next state is gathered into it."""
+        for slot, each in zip(self.layout.slots, self.parameters, strict=True):
+            whole = view_of(tensor, slot.shape, slot.stride, slot.offset).clone()
+            yield whole if each.part is None else each.part.as_leaf(whole)
+
+    def _get_unflat_views_aligned(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return list(self._get_unflat_views(tensor))
+
+    def flatten_tensors(self, tensors: Sequence[torch.Tensor], aligned_numel: int) -> torch.Tensor:
+        """A flat tensor (``[unsharded_numel]``) of the parameters' rows, each flattened."""
+        flat = tensors[0].new_zeros(self.unsharded_numel)
+        for slot, each in zip(self.layout.slots, tensors, strict=True):
+            view_of(flat, slot.shape, slot.stride, slot.offset).copy_(each.view(slot.shape))
+        return flat
 
     def _use_unsharded_views(self, as_params: bool) -> None:
         """Let modules see whole parameters: plain tensors for compute, ``nn.Parameter`` for ``summon_full_params``."""
@@ -268,7 +304,7 @@ class FlatParamHandle:
             for view, each in zip(views, found, strict=True):
                 view.copy_(each.original)
         self._whole = flat
-        if self.use_orig_params:
+        if self._use_orig_params:
             for view, each in zip(views, found, strict=True):
                 become(each.original, view)
                 setattr(each.original, FSDP_FLATTENED, True)
@@ -286,7 +322,7 @@ class FlatParamHandle:
         flat_param = FlatParameter(flat.narrow(0, 0, self.unsharded_numel), requires_grad=trained)
         _describe(flat_param, managed, layout)
         flat_param._handle = self
-        flat_param._params = [each.original for each in managed] if self.use_orig_params else None
+        flat_param._params = [each.original for each in managed] if self._use_orig_params else None
         return flat_param, managed
 
 
@@ -338,6 +374,10 @@ def _stand_in(each: ManagedParameter) -> ManagedParameter:
 
 def _describe(flat_param: FlatParameter, parameters: Sequence[ManagedParameter], layout: FlatLayout) -> None:
     flat_param._fqns = tuple(each.names[0] for each in parameters)
+    flat_param._num_params = len(parameters)
+    flat_param._shapes = tuple(torch.Size(slot.shape) for slot in layout.slots)
+    flat_param._padded_unsharded_size = torch.Size([layout.padded_numel])
+    flat_param._shard_numel_padded = 0
     ranges = sorted([(s.offset, s.numel, False) for s in layout.slots] + [(*gap, True) for gap in layout.gaps()])
     ranges = [each for each in ranges if each[0] < flat_param.numel()]
     flat_param._numels_with_padding = tuple(numel for _, numel, _ in ranges)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError
+from polyshard.errors import ConfigError, DeviceError, ParameterError, WorldSizeError
 from polyshard.extension import inner_tensors, refuse_embedding, send_from_first
 from polyshard.interfaces import Collectives
 from torch import nn
@@ -24,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_private
 from ._collectives import GroupLike, collectives_of, rank_and_size
-from ._common_utils import _get_module_fsdp_state, _is_fsdp_flattened, clean_tensor_name, warn
+from ._common_utils import _is_fsdp_flattened, clean_tensor_name, warn
+from ._torch_private import _init_intra_and_inter_node_groups as _init_intra_and_inter_node_groups
 from .api import ShardingStrategy
 
 HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
@@ -57,14 +57,7 @@ class Managed:
 
     def modules(self) -> list[nn.Module]:
         """``module`` and all inside it but for ignored modules and inner instances, outermost first."""
-        found = {self.module: None}
-        queue = deque([self.module])
-        while queue:
-            for child in queue.popleft().children():
-                if child not in found and child not in self.ignored_modules and _get_module_fsdp_state(child) is None:
-                    found[child] = None
-                    queue.append(child)
-        return list(found)
+        return _torch_private.modules_to_materialize(self.module, self.ignored_modules)
 
     @property
     def has_meta_tensors(self) -> bool:
@@ -74,59 +67,17 @@ class Managed:
         return any(buffer.is_meta for child in self.modules() for buffer in child.buffers(recurse=False))
 
 
-def find_managed(
-    module: nn.Module,
-    ignored_modules: Iterable[nn.Module] | None = None,
-    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-) -> Managed:
-    """The part of ``module`` that its instance manages.
+def find_managed(instance: Any, module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Managed:
+    """The part of ``module`` that ``instance`` manages, which is told what it ignores.
 
     Raises:
-        ConfigTypeError: an argument is not iterable.
-        ConfigError: both are given, elements are of a wrong type or of several, or an FSDP instance is among them.
+        TypeError: an argument is not iterable.
+        ValueError: both are given, elements are of a wrong type or of several, or an FSDP instance is among them.
     """
-    if ignored_modules is not None and ignored_states is not None:
-        raise ConfigError(
-            "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
-        )
-    if ignored_states is not None:
-        states = _listed(ignored_states, "ignored_states", "`torch.nn.Parameter`s or `torch.nn.Module`s")
-        wanted = "ignored_states expects all nn.Parameter or all nn.Module"
-    else:
-        states = _listed(ignored_modules or (), "ignored_modules", "`torch.nn.Module`s")
-        wanted = "ignored_modules expects nn.Module"
-    roots = [state for state in states if isinstance(state, nn.Module)]
-    parameters = [state for state in states if isinstance(state, nn.Parameter)]
-    if len(states) != len(roots) and (ignored_states is None or len(states) != len(parameters)):
-        types = sorted({type(state) for state in states}, key=repr)
-        raise ConfigError(f"{wanted} list elements but got types {types}")
-    if any(_get_module_fsdp_state(root) is not None for root in roots):
-        raise ConfigError(
-            "`ignored_modules` should not include FSDP modules; list the modules inside them when they are wrapped"
-        )
-    # A module that is replicated in place exchanges its gradients itself.
-    roots += [child for child in module.modules() if _torch_private.is_replicated_in_place(child)]
-    modules = {child for root in roots for child in root.modules() if _get_module_fsdp_state(child) is None}
-    if module in modules:
-        warn(
-            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
-            f"parameters being ignored and is not well-supported: {module}",
-        )
-    found = {parameter for ignored in modules for parameter in ignored.parameters()}.union(parameters)
-    found = {parameter for parameter in found if not _is_fsdp_flattened(parameter)}
-    for child in module.modules():
-        state = _get_module_fsdp_state(child)
-        if state is not None:
-            modules.update(state._ignored_modules)
-            found.update(state._ignored_params)
-    return Managed(module, frozenset(modules), frozenset(found))
-
-
-def _listed(given: Any, argument: str, elements: str) -> list[Any]:
-    try:
-        return list(given)
-    except TypeError as error:
-        raise ConfigTypeError(f"`{argument}` should be an iterable of {elements} but got {type(given)}") from error
+    # Torch's function goes through what it is given twice.
+    given = ignored_modules if ignored_modules is None else list(ignored_modules)
+    _torch_private.init_ignored(instance, module, given, ignored_states)
+    return Managed(module, frozenset(instance._ignored_modules), frozenset(instance._ignored_params))
 
 
 def device_type_of(managed: Managed, device_id: int | torch.device | None) -> str:
@@ -252,31 +203,6 @@ def _devices_per_node(device_type: str) -> int:
     return min(world_size, torch.accelerator.device_count()) if device_type != "cpu" else world_size
 
 
-def _init_intra_and_inter_node_groups(
-    global_process_group: dist.ProcessGroup, num_devices_per_node: int
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """New groups of this rank's node, and of the ranks at the same place in every node. All ranks call it together.
-
-    Ranks are taken to be numbered node by node, ``num_devices_per_node`` each.
-
-    Raises:
-        WorldSizeError: the nodes do not divide the ranks.
-    """
-    ranks = dist.get_process_group_ranks(global_process_group)
-    if num_devices_per_node < 1 or len(ranks) % num_devices_per_node:
-        raise WorldSizeError(
-            f"{len(ranks)} ranks cannot be divided over nodes of {num_devices_per_node}; start as many ranks on every "
-            f"node, or pass process_group=(shard group, replicate group)"
-        )
-    backend = dist.get_backend_config(global_process_group)
-    nodes = [ranks[start : start + num_devices_per_node] for start in range(0, len(ranks), num_devices_per_node)]
-    # Every rank makes every group, in the same order: making one is collective over the whole job.
-    intra = [dist.new_group(node, backend=backend) for node in nodes]
-    inter = [dist.new_group(list(peers), backend=backend) for peers in zip(*nodes, strict=True)]
-    node, place = divmod(global_process_group.rank(), num_devices_per_node)
-    return intra[node], inter[place]
-
-
 def _as_device(device_id: int | torch.device) -> torch.device:
     device = device_id if isinstance(device_id, torch.device) else torch.device(device_id)
     # There is one, and its tensors say so without an index.
@@ -295,16 +221,9 @@ def explicit_device(device_id: int | torch.device | None, rank: int) -> torch.de
     if device_id is None:
         return None
     device = _as_device(device_id)
-    if device.type == "cpu" or device.index is not None:
+    if device.type == "cpu":
         return device
-    current = current_device(device.type)
-    warn(
-        f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an explicit index. FSDP "
-        f"will use the current device {current.index}. If this is incorrect, please explicitly call "
-        f"`torch.{device.type}.set_device()` before FSDP initialization or pass in the explicit device index as the "
-        f"`device_id` argument."
-    )
-    return current
+    return _torch_private.device_from_id(device, rank, torch.get_device_module(device.type))
 
 
 def check_parameters(
@@ -357,25 +276,6 @@ def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> Sh
             FutureWarning,
         )
     return strategy or ShardingStrategy.FULL_SHARD
-
-
-def check_devices(managed: Managed, device: torch.device | None, rank: int) -> None:
-    """Refuse parameters of one instance that are on several devices.
-
-    Raises:
-        DeviceError: they are, and ``device`` does not say where those on the CPU belong.
-    """
-    devices = {parameter.device for _, parameter in managed.named_parameters()}
-    if len(devices) == 2 and torch.device("cpu") in devices:
-        if device is None:
-            raise DeviceError(
-                "To support a module with both CPU and GPU params, please pass in device_id argument. They are on "
-                f"{sorted(map(str, devices))} (rank {rank})"
-            )
-    elif len(devices) > 1:
-        raise DeviceError(
-            f"FSDP only supports single device modules but got params on {devices} (rank {rank}); move them to one"
-        )
 
 
 def materialize(managed: Managed, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device) -> None:
@@ -463,38 +363,19 @@ def move_to(managed: Managed, device: torch.device | None, device_type: str) -> 
     What is ignored, and what inner instances manage, stays where it is. Without a ``device`` nothing moves, and there
     is a warning where a model on the CPU will compute elsewhere.
     """
-    if device is None:
-        on_cpu = any(parameter.device.type == "cpu" for _, parameter in managed.named_parameters())
-        if on_cpu and device_type != "cpu":
-            warn(
-                "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on CPU, which "
-                "may be slower than on GPU. We recommend passing in the `device_id` argument for FSDP to move `module` "
-                "to GPU for the sharding initialization. `module` must also be on GPU device to work with the "
-                "`sync_module_states=True` flag since that requires GPU communication."
-            )
-        return
-    ignored = {buffer for each in managed.ignored_modules for buffer in each.buffers()}
-    for child in managed.modules():
-        for parameter in child.parameters(recurse=False):
-            if parameter.device.type == "cpu" and parameter not in managed.ignored_parameters:
-                parameter.data = parameter.data.to(device)
-                if parameter.grad is not None:
-                    parameter.grad.data = parameter.grad.data.to(device)
-        for buffer in child.buffers(recurse=False):
-            if buffer.device.type == "cpu" and buffer not in ignored:
-                buffer.data = buffer.data.to(device)
+    ignored = set(managed.ignored_parameters)
+    if device is not None or device_type != "cpu":
+        buffers = {buffer for each in managed.ignored_modules for buffer in each.buffers()}
+        _torch_private.move_to_device(managed.module, ignored, buffers, device)
 
 
 def compute_device(managed: Managed, device: torch.device | None, device_type: str, rank: int) -> torch.device:
     """Where the instance computes: where its parameters are, or the current device where they are on the CPU.
 
-    Raises ConfigError: that is not ``device``. Of a module without parameters, too, as FSDP does.
+    Raises ValueError: that is not ``device``. Of a module without parameters, too, as FSDP does.
     """
-    first = next((parameter for _, parameter in managed.named_parameters()), None)
-    chosen = current_device(device_type) if first is None or first.device.type == "cpu" else first.device
-    if device is not None and chosen != device:
-        _refuse_device(rank, chosen, device)
-    return chosen
+    handle, ignored = torch.get_device_module(device_type), set(managed.ignored_parameters)
+    return _torch_private.compute_device(managed.module, ignored, device, rank, handle)
 
 
 def sync_module_states(managed: Managed, groups: Groups, device: torch.device) -> None:

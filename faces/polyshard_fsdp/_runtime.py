@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from polyshard.interfaces import Collectives
 from polyshard_plugins.precision import make_input_cast
 from torch import nn
 
-from . import _runtime_utils
+from . import _runtime_utils, _torch_private
 from ._common_utils import HandleTrainingState, _get_handle_fqns_from_root
 from ._flat_param import FlatParamHandle
 from ._unit import FlatUnit
@@ -318,24 +317,44 @@ def _is_negative_zero(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) & torch.signbit(tensor)).all())
 
 
-class ForwardOrder:
-    """The order in which training forwards gather flat parameters.
+class _OrderOfRanks(_torch_private.ExecutionOrder):  # type: ignore[misc]
+    """Torch's, which in the first iteration gathers by the functions that programs replace and count."""
 
-    In the first iteration, which ends with the first backward, ranks compare it gather by gather, before each gather:
-    two of equal size would otherwise be matched silently. From then on every rank compares itself with its own first
-    iteration, without communication, and warns in the first iteration that departs from it. Forwards in eval mode or
-    without gradients are left out: no backward tells where their iteration ends.
+    ranks: Collectives
+
+    def _check_order(self, handle: FlatParamHandle, is_training: bool) -> None:
+        if not (self.is_first_iter and is_training):
+            super()._check_order(handle, is_training)
+            return
+        # Two gathers, as FSDP sends: how many flat parameters, and which.
+        self._gather(1)
+        names = [self.param_to_fqn[self.all_handles[each].flat_param] for each in self._gather(handle._handle_index)]
+        for (rank, each), (other, another) in itertools.combinations(enumerate(names), 2):
+            if each != another:
+                raise StateError(
+                    f"Forward order differs across ranks: rank {rank} is all-gathering parameters for {each} while "
+                    f"rank {other} is all-gathering parameters for {another}. Let all ranks run the same modules."
+                )
+
+    def _gather(self, value: int) -> list[int]:
+        everyone = torch.zeros(self.ranks.world_size, dtype=torch.int32, device=self.ranks.device)
+        self.ranks.all_gather(everyone, torch.tensor([value], dtype=torch.int32, device=self.ranks.device)).wait()
+        return everyone.tolist()
+
+
+class ForwardOrder:
+    """The order in which training forwards gather flat parameters, compared between ranks and with the first iteration.
+
+    Forwards in eval mode or without gradients are left out: no backward tells where their iteration ends.
     """
 
-    def __init__(self, handles: Sequence[FlatParamHandle], collectives: Collectives) -> None:
-        self._names = {handle: _get_handle_fqns_from_root(None, handle) or [] for handle in handles}
-        self._handles = handles
-        self._collectives = collectives
-        self._first: list[FlatParamHandle] = []
-        self._is_first = True
-        self._position = 0
-        self._warned = False
-        self._done = False
+    def __init__(self, instance: Any, ranks: Collectives) -> None:
+        self._data = _OrderOfRanks(dist.get_debug_level(), 1, 1)  # type: ignore[attr-defined]
+        self._data.init(instance, instance, instance.process_group)
+        self._data.ranks = ranks
+        for handle in self._data.all_handles:
+            handle._pre_forward_order_index = None
+            self._data.param_to_fqn[handle.flat_param] = _get_handle_fqns_from_root(instance, handle)
 
     def enter(self, handle: FlatParamHandle, *, training: bool) -> None:
         """``handle`` is about to be gathered for a forward.
@@ -343,66 +362,20 @@ class ForwardOrder:
         Raises:
             StateError: (a ``RuntimeError``, on every rank) another rank is about to gather something else.
         """
-        if self._done or not training or not torch.is_grad_enabled():
-            return
-        if self._is_first:
-            self._compare_ranks(handle)
-            self._first.append(handle)
-            return
-        expected = self._first[self._position] if self._position < len(self._first) else None
-        self._position += 1
-        if expected is handle:
-            return
-        self._warned = True
-        wanted = "not all-gather any more parameters in the forward"
-        if expected is not None:
-            wanted = f"all-gather for {self._names[expected]}"
-        warnings.warn(
-            f"Forward order differs from that of the first iteration on rank {self._collectives.rank}. Collectives "
-            f"are unchecked and may give incorrect results or hang.\nExpected to {wanted} but trying to all-gather "
-            f"parameters for {self._names[handle]}",
-            # The user's call of the model.
-            stacklevel=8,
-        )
+        if training and torch.is_grad_enabled():
+            self._data.record_pre_forward(handle, True)
 
     def end_iteration(self) -> None:
         """A backward ended."""
-        self._is_first = False
-        self._position = 0
-        # One iteration's warnings say it all.
-        self._done |= self._warned
+        self._data.next_iter()
 
     def abandon(self) -> None:
         """A forward or backward failed: what it recorded counts for nothing."""
-        self._position = 0
-        if self._is_first:
-            self._first.clear()
-
-    def _gather(self, value: int) -> list[int]:
-        collectives = self._collectives
-        everyone = torch.zeros(collectives.world_size, dtype=torch.int32, device=collectives.device)
-        collectives.all_gather(everyone, torch.tensor([value], dtype=torch.int32, device=collectives.device)).wait()
-        return everyone.tolist()
-
-    def _compare_ranks(self, handle: FlatParamHandle) -> None:
-        # Two gathers, as FSDP sends: programs that count them find its number.
-        self._gather(len(self._names[handle]))
-        indices = self._gather(self._handles.index(handle))
-        names = [self._names[self._handles[index]] for index in indices]
-        for (rank, each), (other, another) in itertools.combinations(enumerate(names), 2):
-            if each == another:
-                continue
-            if len(each) != len(another):
-                differs = (
-                    f"rank {rank} is all-gathering {len(each)} parameters while rank {other} is all-gathering "
-                    f"{len(another)} parameters: {each} and {another}"
-                )
-            else:
-                differs = (
-                    f"rank {rank} is all-gathering parameters for {each} while rank {other} is all-gathering "
-                    f"parameters for {another}"
-                )
-            raise StateError(f"Forward order differs across ranks: {differs}. Let all ranks run the same modules.")
+        self._data.current_order_index = 0
+        if self._data.is_first_iter:
+            for handle in self._data.handles_pre_forward_order:
+                handle._pre_forward_order_index = None
+            self._data.handles_pre_forward_order.clear()
 
 
 class UnitSchedule(ExecutionOrder[ModuleState]):

@@ -1,4 +1,4 @@
-"""The functions that PyTorch's FSDP1 tests patch, each looked up here when it is called, and one that programs call."""
+"""The functions that PyTorch's FSDP1 tests patch, each looked up here when it is called."""
 
 from __future__ import annotations
 
@@ -6,20 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from . import _torch_private
-from ._common_utils import HandleTrainingState, _get_module_fsdp_state
+from ._common_utils import HandleTrainingState
 from ._flat_param import FlatParamHandle
 
 #: Attributes in which all instances under one root must agree.
 HOMOGENEOUS_ATTR_NAMES = ["_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"]
-
-
-def _lazy_init(state: Any, root_module: nn.Module) -> Any:
-    """Let ``state`` be the root of the instances inside it, as its first forward would; what is torch's is torch's."""
-    if _get_module_fsdp_state(state) is None:
-        return _torch_private.lazy_init(state, root_module)
-    state._become_root()
-    return state
 
 
 def _unshard(state: Any, handle: FlatParamHandle) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import warnings
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from polyshard.errors import StateError, UnsupportedError
 from polyshard.extension import TensorPart, contiguous_stride, is_dtensor, local_of, product
-from polyshard.interfaces import Collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_private
@@ -104,6 +102,20 @@ class PartPlacement:
         return is_dtensor(value) and cast("Any", value).device_mesh == self.mesh
 
 
+class PartExtension:
+    """What torch's functions cut whole values of an instance's parameters by, and parts by tensor parallelism."""
+
+    def __init__(self, instance: FSDPInstance) -> None:
+        self._instance = instance
+
+    def chunk_dtensor(self, tensor: torch.Tensor, rank: int, mesh: DeviceMesh) -> torch.Tensor:
+        """This rank's rows of ``tensor``."""
+        part = TensorPart.of(tensor, "optimizer state", rank)
+        if part is None:
+            return own_rows(tensor, self._instance, mesh, offload=False)
+        return PartPlacement.of(part, self._instance, "optimizer state").own_rows(local_of(tensor), offload=False)
+
+
 def _as_dtensor(own: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -112,43 +124,15 @@ def _as_dtensor(own: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor) -> tor
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
 
 
-def gather_rows(
-    values: Sequence[Any],
-    collectives: Collectives,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[torch.Tensor]:
-    """Whole tensors, in ``dtype`` on ``device``, of which each rank has its rows in ``values``; by one all-gather.
-
-    All ranks call it together, with as many values of the same shapes.
-    """
-    shapes = [shape_of(value) for value in values]
-    # All ranks send as many elements as the first, so that tensors start at the same place in every rank's part.
-    numels = [rows_of(shape[0], collectives.world_size)[0][1] * product(shape[1:]) for shape in shapes]
-    starts = list(itertools.accumulate(numels, initial=0))
-    sent = starts[-1]
-    with torch.inference_mode(False):
-        gathered = torch.empty(sent * collectives.world_size, dtype=dtype, device=device)
-    own = gathered.narrow(0, collectives.rank * sent, sent)
-    for start, value in zip(starts, values, strict=False):
-        rows = _rows_in(value)
-        if rows is not None:
-            own.narrow(0, start, rows.numel()).copy_(rows.reshape(-1))
-    collectives.all_gather(gathered, own).wait()
-    parts = gathered.view(collectives.world_size, sent)
-    # All ranks but the last have as many rows as there is room for, so that no gap lies between them.
-    return [
-        parts.narrow(1, start, numel).reshape(-1).narrow(0, 0, product(shape)).view(shape)
-        for start, numel, shape in zip(starts, numels, shapes, strict=False)
-    ]
-
-
-def _rows_in(value: Any) -> torch.Tensor | None:
-    if not _torch_private.is_sharded_tensor(value):
-        local: torch.Tensor = value.to_local()
-        return local
-    shards = _torch_private.shards_of(value)
-    return shards[0] if shards else None
+def gathered(value: Any, instance: FSDPInstance) -> torch.Tensor:
+    """The whole tensor of which each rank has its rows in ``value``. All ranks call it together, in one order."""
+    shape = shape_of(value)
+    if not product(shape):
+        return torch.empty(shape, device=instance.compute_device)
+    with warnings.catch_warnings():
+        # The class of ``value`` is going away, which its owner was told of.
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        return _torch_private.gather({"": value}, pg=instance.process_group, device=instance.compute_device)[""]
 
 
 def shape_of(value: Any) -> torch.Size:

@@ -17,9 +17,9 @@ from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _runtime_utils
+from . import _runtime_utils, _torch_private
 from ._collectives import collectives_of
-from ._common_utils import TrainingState, clean_tensor_name
+from ._common_utils import TrainingState, _get_fsdp_states, clean_tensor_name
 from ._flat_param import (
     _FSDP_SKIP_WRITEBACK_CHECK,
     _FSDP_USE_FULL_PREC_IN_EVAL,
@@ -29,7 +29,6 @@ from ._flat_param import (
 )
 from ._init_utils import HYBRID_SHARDING_STRATEGIES, Groups, Managed
 from ._runtime import OPTIMIZERS, ForwardOrder, FSDPForward, FSDPModuleState, FSDPRoot, checks_order
-from ._traversal_utils import _get_fsdp_states
 from ._unit import FlatUnit, FSDPPrecision, misplaced_offload
 from .api import (
     CPUOffload,
@@ -45,8 +44,10 @@ from .api import (
 _RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-class FSDPInstance:
+class FSDPInstance(_torch_private.FSDPState):  # type: ignore[misc]
     """The state of one wrapper, which ``FullyShardedDataParallel`` adds to ``nn.Module``."""
+
+    _fsdp_extension: Any = None
 
     def _configure(
         self,
@@ -71,7 +72,6 @@ class FSDPInstance:
         self._device_mesh: DeviceMesh | None = given["device_mesh"]
         self._groups = groups
         self._managed = managed
-        self._ignored_modules, self._ignored_params = set(managed.ignored_modules), set(managed.ignored_parameters)
         self._forget()
         self._summoned = False
         self._comm_hook: Callable[..., Any] | None = None
@@ -218,14 +218,20 @@ class FSDPInstance:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.FORWARD_BACKWARD if self._module_state.busy else TrainingState.IDLE
 
+    @property
+    def _is_root(self) -> bool:
+        """Whether it is the outermost instance. Torch's functions ask, and would make one their way where None is."""
+        self._become_root()
+        return self._instances[0] is self
+
     def _become_root(self) -> None:
         """Let this instance be the root of those inside it, unless it is or has one."""
-        if self._is_root is not None:
+        if self._root is not None:
             return
         instances: tuple[FSDPInstance, ...] = tuple(_get_fsdp_states(self._module_state.module))
         root = _make_root(self, instances)
         for each in instances:
-            each._is_root, each._root, each._instances = each is self, root, instances
+            each._root, each._instances = root, instances
 
     def _forget_root(self) -> None:
         """Let the root be found anew: nothing has run yet."""
@@ -233,7 +239,6 @@ class FSDPInstance:
             instance._forget()
 
     def _forget(self) -> None:
-        self._is_root: bool | None = None
         self._root: FSDPRoot | None = None
         #: All under the same root; this one alone while that is not known.
         self._instances: tuple[FSDPInstance, ...] = (self,)
@@ -323,14 +328,15 @@ def _make_root(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> FSD
     names = {module: name for name, module in instance._module_state.module.named_modules()}
     for each in instances:
         each._module_state.join(clean_tensor_name(f"{names[each._module_state.module]}.").rstrip("."), None)
-    handles = [each._handle for each in instances if each._handle is not None]
-    order = ForwardOrder(handles, world) if checks_order() and world.world_size > 1 else None
+    group = instance.process_group
+    checks = checks_order() and isinstance(group, dist.ProcessGroup) and group.size() > 1
+    order = ForwardOrder(instance, world) if checks else None
     return FSDPRoot(world, [each._module_state for each in instances], 1 if instance.forward_prefetch else 0, order)
 
 
 def _refuse_roots_inside(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> None:
     for each in instances:
-        if each is not instance and each._is_root:
+        if each is not instance and each._root is not None and each._instances[0] is each:
             raise StepAssertionError(
                 "Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`: "
                 f"an instance inside {instance._where} ran by itself. Run the outermost instance first."

@@ -7,116 +7,32 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError, StepAssertionError
+from polyshard.errors import StateError, StepAssertionError
 from polyshard.extension import is_dtensor, local_of
 from torch import nn
 
 from . import _torch_private
 from ._common_utils import FLAT_PARAM, FSDP_PREFIX, clean_tensor_name, warn
 from ._flat_param import FlatParamHandle
-from ._shard_utils import PartPlacement, gather_rows, is_cut_along_rows, own_rows, refuse_other_cut, shape_of
+from ._shard_utils import PartPlacement, gathered, is_cut_along_rows, own_rows, refuse_other_cut, shape_of
 from ._state import FSDPInstance
-from ._traversal_utils import _get_fsdp_states
 from ._unit import FlatUnit
 from ._unshard_param_utils import _refuse_busy, _Summoned
 from .api import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
-    StateDictSettings,
     StateDictType,
 )
 
 _LOGGER = logging.getLogger(__name__)
-#: The settings of each type: for the model, and for the optimizer.
-_CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
-def _set_state_dict_type(
-    module: nn.Module,
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
-    """Set the type for every instance in ``module``; returns the settings before.
-
-    Raises:
-        StateError: (a ``RuntimeError``) a config of another type.
-        ConfigAssertionError: (an ``AssertionError``) the instances differ in the settings that they have.
-    """
-    warn(
-        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() "
-        "and set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP. Of those, polyshard_fsdp "
-        "supports the ones for models alone; optimizers need this one.",
-        FutureWarning,
-    )
-    if not isinstance(state_dict_type, StateDictType):
-        raise ConfigTypeError(
-            f"`state_dict_type` should be a StateDictType but got {state_dict_type}. Pass one of its members."
-        )
-    model_class, optim_class = _CONFIGS[state_dict_type]
-    where = f"in {type(module).__name__}, for {state_dict_type}"
-    given = (("", state_dict_config, model_class), ("optim_", optim_state_dict_config, optim_class))
-    for prefix, config, wanted in given:
-        if config is not None and type(config) is not wanted:
-            raise StateError(
-                f"Expected {prefix}state_dict_config of type {wanted} but got {type(config)} {where}. Pass a "
-                f"{wanted.__name__}, or none."
-            )
-    instances: list[FSDPInstance] = _get_fsdp_states(module)
-    before = _settings_of(instances)
-    for each in instances:
-        if each._state_dict_type is not before.state_dict_type:
-            raise ConfigAssertionError(
-                f"All FSDP modules should have the same state_dict_type. {each._where} is the first that differs. Set "
-                "it on the outermost module."
-            )
-    _assign(
-        instances,
-        StateDictSettings(
-            state_dict_type,
-            model_class() if state_dict_config is None else state_dict_config,
-            optim_class() if optim_state_dict_config is None else optim_state_dict_config,
-        ),
-    )
-    return before
-
-
-def _get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The settings that all instances in ``module`` share; the default ones where there is no instance.
-
-    They say that values are ``DTensor`` where the instances were given a device mesh.
-
-    Raises:
-        ConfigAssertionError: (an ``AssertionError``) they differ.
-    """
-    instances: list[FSDPInstance] = _get_fsdp_states(module)
-    for each in instances:
-        _choose_kind_of_tensor(each)
-    settings = _settings_of(instances)
-    for each in instances:
-        theirs = _settings_of([each])
-        if theirs != settings:
-            raise ConfigAssertionError(
-                f"All FSDP modules must have the same state dict settings.Got {theirs} and {settings}. {each._where} "
-                "is the first that differs. Set them on the outermost module."
-            )
-    return settings
 
 
 def _choose_kind_of_tensor(instance: FSDPInstance) -> None:
@@ -135,20 +51,6 @@ def refuse_local(instance: FSDPInstance, kind: StateDictType) -> None:
             "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set "
             f"state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict. {instance._where} has one."
         )
-
-
-def _settings_of(instances: Sequence[FSDPInstance]) -> StateDictSettings:
-    if not instances:
-        return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
-    first = instances[0]
-    return StateDictSettings(first._state_dict_type, first._state_dict_config, first._optim_state_dict_config)
-
-
-def _assign(instances: Sequence[FSDPInstance], settings: StateDictSettings) -> None:
-    for each in instances:
-        each._state_dict_type = settings.state_dict_type
-        each._state_dict_config = settings.state_dict_config
-        each._optim_state_dict_config = settings.optim_state_dict_config
 
 
 def _register_all_state_dict_hooks(instance: FSDPInstance) -> None:
@@ -402,7 +304,7 @@ class ShardedForm(FullForm):
         super().before_load(values, prefix)
 
     def _assemble(self, values: dict[str, Any], prefix: str, unit: FlatUnit) -> None:
-        """Replace this unit's pieces by whole tensors, gathered all at once."""
+        """Replace this unit's pieces by whole tensors."""
         found: list[tuple[int, list[str], Any]] = []
         for index, names in enumerate(self.names):
             keys = [prefix + name for name in names if prefix + name in values]
@@ -414,25 +316,18 @@ class ShardedForm(FullForm):
                     "be.",
                     clean_tensor_name(prefix + names[0]),
                 )
-        fitting: list[tuple[list[str], Any]] = []
+        for index, keys, value in found:
+            self._refuse_other(value, unit, keys[0], self._placements.get(index))
         for index, keys, value in found:
             placement = self._placements.get(index)
-            self._refuse_other(value, unit, keys[0], placement)
             shape = shape_of(value)
             if placement is not None and shape == placement.part.shape:
                 values.update(dict.fromkeys(keys, placement.own_part(value, unit.master.dtype)))
-            elif shape == unit.layout.slots[index].shape:
-                fitting.append((keys, value))
-            else:
+            elif shape != unit.layout.slots[index].shape:
                 # Torch's walk compares shapes first, and reports this one among all that do not fit.
                 values.update(dict.fromkeys(keys, torch.empty(shape, device="meta")))
-        shard = unit.ranks.owner
-        if shard is None or not fitting:
-            return
-        pieces = [value for _, value in fitting]
-        wholes = gather_rows(pieces, shard, unit.master.dtype, self.instance.compute_device)
-        for (keys, _), whole in zip(fitting, wholes, strict=True):
-            values.update(dict.fromkeys(keys, whole))
+            elif unit.ranks.owner is not None:
+                values.update(dict.fromkeys(keys, gathered(value, self.instance)))
 
     def _refuse_other(self, value: Any, unit: FlatUnit, key: str, placement: PartPlacement | None) -> None:
         """Refuse a value of another type, or that other ranks cut."""
@@ -493,7 +388,7 @@ class LocalForm(_Form):
         unit.master.detach()[: own.numel()].copy_(own)
         # It is done, and torch's walk shall find nothing to do: it would look for the flat parameter below whatever
         # prefix a checkpoint wrapper adds.
-        if unit.handle.use_orig_params:
+        if unit.handle._use_orig_params:
             for names, parameter in zip(self.names, unit.handle.parameters, strict=True):
                 for name in names:
                     values[prefix + name] = parameter.original.detach()

@@ -2,44 +2,92 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._state_dict_utils import _gather_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import _runtime_utils
+from torch.distributed.fsdp import (
+    _common_utils,
+    _exec_order_utils,
+    _init_utils,
+    _optim_utils,
+    _traversal_utils,
+    sharded_grad_scaler,
+)
+from torch.distributed.fsdp._flat_param import _FSDP_SKIP_WRITEBACK_CHECK as _FSDP_SKIP_WRITEBACK_CHECK
+from torch.distributed.fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL as _FSDP_USE_FULL_PREC_IN_EVAL
+from torch.distributed.fsdp._flat_param import _FSDP_USE_UNSAFE_SETATTR as _FSDP_USE_UNSAFE_SETATTR
+from torch.distributed.fsdp._flat_param import FlatParamShardMetadata as FlatParamShardMetadata
+from torch.distributed.fsdp._flat_param import _ShardParamInfo
+from torch.distributed.fsdp._wrap_utils import _auto_wrap as _auto_wrap
+from torch.distributed.fsdp._wrap_utils import _validate_frozen_params as _validate_frozen_params
 
-# Policy objects derive from the first, and tell themselves apart from functions by it alone; the other two are what
-# FSDP's own programs combine function policies with.
+# What FSDP's own programs combine policies with.
 from torch.distributed.fsdp.wrap import _or_policy as _or_policy
 from torch.distributed.fsdp.wrap import _Policy as _Policy
 from torch.distributed.fsdp.wrap import _wrap_module_cls_individually as _wrap_module_cls_individually
 
-#: Programs import ``_lazy_init`` from this module, and call it where they need a model's root before its first forward.
-runtime_utils, lazy_init = _runtime_utils, _runtime_utils._lazy_init
+#: What torch's functions know an instance by, and what they tell of one.
+FSDPState: Any = _common_utils._FSDPState
+FSDP_PREFIX: str = _common_utils.FSDP_PREFIX
+FSDP_FLATTENED: str = _common_utils.FSDP_FLATTENED
+HandleTrainingState = _common_utils.HandleTrainingState
+TrainingState = _common_utils.TrainingState
+clean_tensor_name: Callable[[str], str] = _common_utils.clean_tensor_name
+_get_module_fsdp_state: Callable[[nn.Module], Any] = _common_utils._get_module_fsdp_state
+_is_fsdp_flattened: Callable[[torch.Tensor], bool] = _common_utils._is_fsdp_flattened
+_get_fsdp_states: Callable[[nn.Module], list[Any]] = _traversal_utils._get_fsdp_states
+_get_fsdp_handles: Callable[[nn.Module], list[Any]] = _traversal_utils._get_fsdp_handles
 
-# The functions of this module call ``_fqn_modifiers`` of every module: the first thing of a foreign module that they
-# run, in torch 2.11 and 2.13. No public name makes a module known to them.
-_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+#: Whole tensors for the distributed ones in a dict.
+gather: Callable[..., dict[str, torch.Tensor]] = _gather_state_dict
+#: Its ``_check_inf_per_device`` is what optimizers come through that look at the scale themselves.
+TorchScaler: Any = sharded_grad_scaler.ShardedGradScaler
+#: The order in which forwards gather flat parameters, compared between ranks, and with the first iteration's.
+ExecutionOrder: Any = _exec_order_utils._ExecOrderData
+
+#: The steps of torch's constructor that hold for any device and group.
+init_ignored: Callable[..., Any] = _init_utils._init_ignored_module_states
+modules_to_materialize: Callable[..., list[nn.Module]] = _init_utils._get_modules_to_materialize
+check_single_device: Callable[..., None] = _init_utils._check_single_device_module
+move_to_device: Callable[..., None] = _init_utils._move_module_to_device
+device_from_id: Callable[..., torch.device | None] = _init_utils._get_device_from_device_id
+compute_device: Callable[..., torch.device] = _init_utils._get_compute_device
+_init_intra_and_inter_node_groups: Callable[..., Any] = _init_utils._init_intra_and_inter_node_groups
+
+#: The name under which the wrapped module registers its unit's one parameter, with ``use_orig_params=False``.
+FLAT_PARAM = "_flat_param"
+
+#: By name, the handle and index of each parameter in a flat one.
+param_infos: Callable[[nn.Module], dict[str, Any]] = _optim_utils._get_fqn_to_fsdp_param_info
 
 
-def checkpoint_call() -> tuple[str, Mapping[str, Any]] | None:
-    """Name and arguments of the public function of ``torch.distributed.checkpoint.state_dict`` that is running.
+class _CheckedInfo(_ShardParamInfo):
+    """One that torch's function for loading an optimizer's state dict may not use before ``check`` has passed."""
 
-    None outside of one. From the stack: what it calls of a module is told neither which function it is, nor whether it
-    was given optimizers.
+    check: Callable[[], None]
+
+    @property
+    def in_shard(self) -> bool:
+        self.check()
+        return bool(self[0])
+
+
+def shard_param_info(offset: int, start: int, numel: int, check: Callable[[], None] | None) -> Any:
+    """What torch knows of the elements of a parameter that a shard has: ``numel`` from its element ``start`` on, at
+    ``offset`` in the shard; or none.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _CHECKPOINT and frame.f_code.co_name.startswith(("get_", "set_")):
-            return frame.f_code.co_name, frame.f_locals
-        frame = frame.f_back
-    return None
+    known = (True, offset, numel, start, start + numel - 1) if numel > 0 else (False, None, None, None, None)
+    if check is None:
+        return _ShardParamInfo(*known)
+    info = _CheckedInfo(*known)
+    info.check = check
+    return info
 
 
 def is_replicated_in_place(module: nn.Module) -> bool:

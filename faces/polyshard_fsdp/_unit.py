@@ -90,7 +90,7 @@ class FlatUnit(Unit):
                 slot.numel if each.part is None else each.part.largest_numel
                 for each, slot in zip(self.parameters, self.layout.slots, strict=True)
             )
-        if not handle.use_orig_params:
+        if not handle._use_orig_params:
             # Takes the whole views, which flattening left in the modules, out of them.
             self.prepare()
 
@@ -107,7 +107,7 @@ class FlatUnit(Unit):
             self.flat_param.grad_dtype = self.dtypes.grad
 
     def _make_originals(self) -> MasterViews:
-        if not self.handle.use_orig_params:
+        if not self.handle._use_orig_params:
             return FlatOriginal(self.flat_param, self.layout, self.master)
         return Originals(
             self.parameters,
@@ -119,7 +119,7 @@ class FlatUnit(Unit):
         )
 
     def _make_bindings(self) -> Bindings:
-        if self.handle.use_orig_params:
+        if self.handle._use_orig_params:
             elsewhere = Shown.VIEWS if self.permanent else Shown.GUARDS
             return GuardedBindings(self.parameters, self.leaves, elsewhere=elsewhere)
         return FlatBindings(self.parameters, self.leaves, guarded=not self.permanent)
@@ -177,7 +177,7 @@ class FlatUnit(Unit):
     def _stays_shown(self) -> bool:
         return (
             self.prepared
-            and self.handle.use_orig_params
+            and self.handle._use_orig_params
             and self.bindings.shown is Shown.VIEWS
             and self.state is UnitState.UNSHARDED
             and not self.permanent
@@ -235,7 +235,7 @@ class FlatUnit(Unit):
             self.bindings.show(Shown.ORIGINALS)
         self.flat_gradients.drop_unreduced_if_cleared()
         self.take_up_home()
-        if self._checks_writeback or not self.handle.use_orig_params:
+        if self._checks_writeback or not self.handle._use_orig_params:
             super().adopt_changes()
         elif self.originals.retrained() and self.prepared:
             self.follow_requires_grad()
@@ -294,7 +294,7 @@ class FlatUnit(Unit):
         for parameter, _ in held:
             parameter.grad = None
         self._use_master(_parked(self.offload, self.spec, master.detach()))
-        if not self.handle.use_orig_params:
+        if not self.handle._use_orig_params:
             self.prepare()
         for parameter, gradient in held:
             if gradient is not None:
@@ -356,7 +356,7 @@ class FlatUnit(Unit):
 
         ``whole``: ``[padded_numel]``.
         """
-        if self.handle.use_orig_params:
+        if self.handle._use_orig_params:
             pairs = zip(self.originals.tensors, self.layout.slots, strict=True)
             return [
                 (each, whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset))
@@ -373,7 +373,7 @@ class FlatUnit(Unit):
         whole = self.whole_for_user
         assert whole is not None
         self.flat_param.data = whole.narrow(0, 0, self.handle.unsharded_numel)
-        keeps = self.handle.use_orig_params
+        keeps = self.handle._use_orig_params
         for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
             view, part = view_of(whole, slot.shape, slot.stride, slot.offset), parameter.part
             if keeps:
@@ -401,7 +401,7 @@ class FlatUnit(Unit):
         """Undo ``expose_whole``."""
         self.whole_for_user = None
         self.flat_param.data = self.master
-        keeps = self.handle.use_orig_params
+        keeps = self.handle._use_orig_params
         for parameter in self.parameters:
             for module, key in parameter.sites:
                 if keeps:

@@ -12,9 +12,8 @@ from polyshard.interfaces import ReduceOp
 from torch import nn
 
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
-from ._common_utils import warn
+from ._common_utils import _get_fsdp_states, warn
 from ._state import FSDPInstance
-from ._traversal_utils import _get_fsdp_states
 from ._unit import FlatUnit
 from .api import ShardingStrategy
 

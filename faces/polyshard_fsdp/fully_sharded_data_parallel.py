@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError, TrainingStateError
@@ -14,32 +14,29 @@ from polyshard.extension import clip_grad_norm, uncompiled_alone
 from polyshard.interfaces import COMPLETED, Work
 from torch import nn
 
-from . import _init_utils, _optim_load, _optim_utils, _state_dict_utils, _unshard_param_utils, api
+from . import _init_utils, _optim_utils, _state_dict_utils, _unshard_param_utils, api
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
-from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, warn
+from ._common_utils import TrainingState, _get_fsdp_states, warn
 from ._gradients import HookedRanks
-from ._optim_utils import Form, OptimInput
 from ._runtime import FSDPRoot
+from ._shard_utils import PartExtension
 from ._state import FSDPInstance, refuse_parts_elsewhere
-from ._traversal_utils import _get_fsdp_states
+from ._torch_private import check_single_device
 from ._wrap_utils import _auto_wrap
 from .api import *  # noqa: F403
 from .api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
     StateDictType,
 )
 
 __all__ = ["FullyShardedDataParallel"]
 __all__ += api.__all__
 
-T = TypeVar("T")
+#: What is not here is as there, and so are isinstance checks of torch's functions and of trainers.
+TorchFSDP: Any = torch.distributed.fsdp.FullyShardedDataParallel
 
 
 def _require(value: object, kind: type, argument: str) -> None:
@@ -53,7 +50,7 @@ def _noted(error: ConfigAssertionError, note: str) -> ConfigAssertionError:
     return error
 
 
-class FullyShardedDataParallel(nn.Module, FSDPInstance):
+class FullyShardedDataParallel(FSDPInstance, TorchFSDP):  # type: ignore[misc]
     """Shards the parameters of ``module`` over ranks, and gathers them for its forward and backward.
 
     Instances may stand inside one another; each holds the parameters that no inner one has. The outermost is found
@@ -91,6 +88,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             ConfigError, ParameterError, DeviceError, AlreadyShardedError: before anything is changed or sent.
         """
         nn.Module.__init__(self)
+        self._fsdp_wrapped_module = module
         _require(sharding_strategy, ShardingStrategy, "sharding_strategy")
         _require(cpu_offload, CPUOffload, "cpu_offload")
         _require(backward_prefetch, BackwardPrefetch, "backward_prefetch")
@@ -113,7 +111,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             # It has no forward in which its parameters could be gathered.
             warn(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
-        managed = init.find_managed(module, ignored_modules, ignored_states)
+        managed = init.find_managed(self, module, ignored_modules, ignored_states)
         device_type = init.device_type_of(managed, device_id)
         groups = init.resolve_groups(sharding_strategy, process_group, device_mesh, auto_wrap_policy, device_type)
         device = init.explicit_device(device_id, groups.rank)
@@ -127,7 +125,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
                 inside["process_group"] = pair if groups.replicate_group is not None else groups.process_group
             _auto_wrap(module, auto_wrap_policy, *ignored, inside, FullyShardedDataParallel)
         strategy = init.effective_strategy(sharding_strategy, groups.world_size)
-        init.check_devices(managed, device, groups.rank)
+        check_single_device(module, self._ignored_params, device)
         init.materialize(managed, param_init_fn, device or init.current_device(device_type))
         init.move_to(managed, device, device_type)
         computes_on = init.compute_device(managed, device, device_type, groups.rank)
@@ -135,13 +133,8 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             init.sync_module_states(managed, groups, computes_on)
         self._configure(given, strategy, groups, managed, computes_on)
         self._flatten()
+        self._fsdp_extension = PartExtension(self) if device_mesh is not None else None
         _state_dict_utils._register_all_state_dict_hooks(self)
-        self._fsdp_wrapped_module = module
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module
 
     @uncompiled_alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,23 +147,12 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             raise
         return self._forward.post_forward(self, args, kwargs, output)
 
-    def check_is_root(self) -> bool:
-        """Whether this is the outermost instance."""
-        self._become_root()
-        return bool(self._is_root)
-
-    @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Every instance in ``module``, itself included; ``root_only``: those that are outermost."""
-        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        return [each for each in found if each.check_is_root()] if root_only else found
-
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """``nn.Module.apply``, with this instance's parameters whole while ``fn`` runs; what it writes is kept."""
-        uninitialized = self._is_root is None
+        uninitialized = self._root is None
         self._assert_state(TrainingState.IDLE)
         with _unshard_param_utils._unshard_params(self, False, True, False, False, False):
-            applied = super().apply(fn)
+            applied = nn.Module.apply(self, fn)
         if uninitialized and self._is_root:
             self._forget_root()
         return applied
@@ -271,51 +253,18 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
                 unit.ranks = HookedRanks.over(ranks.world, ranks.owner, ranks.replicate, hook=hook, state=state)
 
     @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set what ``state_dict`` of every instance in ``module`` makes; returns the settings before."""
-        return _state_dict_utils._set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings that all instances in ``module`` share."""
-        return _state_dict_utils._get_state_dict_type(module)
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[Any]:
-        """``set_state_dict_type`` for the time of a context."""
-        before = _state_dict_utils._set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        # Not by a generator: the warning of deprecation points at this call.
-        leaving = ExitStack()
-        leaving.callback(lambda: _state_dict_utils._assign(_get_fsdp_states(module), before))
-        return leaving
-
-    @staticmethod
     def optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
         optim_state_dict: dict[str, Any] | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The state of ``optim``, by parameter names, in the form that the state dict type says."""
-        settings = _optim_utils.settings_of(model)
-        config = settings.optim_state_dict_config
-        distributed = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
-        form = Form(distributed, config.offload_to_cpu, getattr(config, "rank0_only", False))
-        return _optim_utils.gather(model, optim, optim_state_dict, group, form)
+        """The state of ``optim`` by parameter names, in the form that the state dict type says, as copies."""
+        _optim_utils.refuse_groups(model)
+        found = TorchFSDP.optim_state_dict(model, optim, optim_state_dict, group)
+        whole = TorchFSDP.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
+        given = list(optim.state.values()) if optim_state_dict is None else optim_state_dict["state"]
+        return _optim_utils.apart(found, given, whole=whole)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -326,100 +275,16 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The result of ``optim_state_dict``, as ``optim.load_state_dict`` takes it on this rank.
-
-        With ``rank0_only`` in the settings, rank 0's is used and sent to the others.
-        """
-        config = _optim_utils.settings_of(model).optim_state_dict_config
+        """The result of ``optim_state_dict``, as ``optim.load_state_dict`` takes it on this rank."""
+        _optim_utils.refuse_groups(model)
+        config = TorchFSDP.get_state_dict_type(model).optim_state_dict_config
         first = getattr(config, "rank0_only", False)
-        loaded = _optim_load.load(model, optim_state_dict, optim, group, rank0_only=first, named=is_named_optimizer)
+        with _optim_utils.laid_out(model, optim_state_dict, rank0_only=first) as given:
+            loaded = TorchFSDP.optim_state_dict_to_load(model, optim, given, is_named_optimizer, False, group)
+        loaded = _optim_utils.apart(loaded, optim_state_dict)
         if load_directly:
             optim.load_state_dict(loaded)
         return loaded
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: OptimInput = None,
-        rank0_only: bool = True,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """The whole state of ``optim`` by parameter names; deprecated for ``optim_state_dict``."""
-        _warn_replaced("full_optim_state_dict", "optim_state_dict", optim_input)
-        return _optim_utils.gather(model, optim, None, group, Form(False, True, rank0_only), optim_input)
-
-    @staticmethod
-    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-        """The state of ``optim`` as distributed tensors; deprecated for ``optim_state_dict``."""
-        _warn_replaced("sharded_optim_state_dict", "optim_state_dict", None)
-        return _optim_utils.gather(model, optim, None, group, Form(True, True, False))
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """This rank's part of a whole state dict; deprecated for ``optim_state_dict_to_load``."""
-        _warn_replaced("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        return _optim_load.load(model, full_optim_state_dict, optim, None, optim_input)
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """This rank's part of a distributed state dict; deprecated for ``optim_state_dict_to_load``."""
-        _warn_replaced("flatten_sharded_optim_state_dict", "optim_state_dict_to_load", None)
-        return _optim_load.load(model, sharded_optim_state_dict, optim)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """This rank's part of rank 0's whole state dict; deprecated for ``optim_state_dict_to_load``."""
-        _warn_replaced("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        return _optim_load.load(model, full_optim_state_dict, optim, group, optim_input, rank0_only=True)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """``optim_state_dict`` keyed by parameter names, or by positions in the optimizer of ``model``.
-
-        Raises:
-            ValueError: some of its keys are names and others positions.
-            KeyError: one of them stands for no parameter of the optimizer.
-            AssertionError: no ``OptimStateKeyType``.
-        """
-        if not isinstance(optim_state_key_type, OptimStateKeyType):
-            raise ConfigAssertionError(
-                f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {optim_state_key_type}."
-            )
-        _warn_about_input(optim_input)
-        to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
-        return _optim_load.rekey(optim_state_dict, to_names, model, optim_input, optim)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; inside ``summon_full_params`` the names are the module's own."""
-        yield from self._under_own_names(super().named_parameters(*args, **kwargs))
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of any module; inside ``summon_full_params`` the names are the module's own."""
-        yield from self._under_own_names(super().named_buffers(*args, **kwargs))
-
-    def _under_own_names(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        clean = self.training_state is TrainingState.SUMMON_FULL_PARAMS
-        return ((name.replace(FSDP_PREFIX, "") if clean else name, each) for name, each in named)
 
     def _unshard(self, async_op: bool = False) -> Work | None:
         """Gather the parameters ahead of the forward; returns what waits for them, unless it has waited already."""
@@ -470,39 +335,4 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             unit.refuse_unreduced(fn(torch.empty(0, dtype=unit.master.dtype, device=unit.master.device)))
         # `to`, `half`, `cuda` act on the flat parameter: applied to shards that view it, they would tear it apart.
         with self._as_flat_parameters():
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        # Called by the functions of `torch.distributed.checkpoint.state_dict`, before they send anything.
-        _optim_utils.refuse_checkpoint_call(self)
-        return {}
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == FSDP_WRAPPED_MODULE:
-                raise
-            return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._fsdp_wrapped_module[key]  # type: ignore[index]
-
-
-def _warn_replaced(current: str, replacement: str, optim_input: OptimInput) -> None:
-    warn(
-        f"``FullyShardedDataParallel.{current}``is being deprecated and is replaced by "
-        f"``FullyShardedDataParallel.{replacement}``. ``FullyShardedDataParallel.{current}`` may be removed after "
-        "PyTorch 2.2.",
-        FutureWarning,
-    )
-    _warn_about_input(optim_input)
-
-
-def _warn_about_input(optim_input: OptimInput) -> None:
-    if optim_input is not None:
-        warn(
-            "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You may remove it from "
-            "your code without changing its functionality.",
-            FutureWarning,
-        )
+            return nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]

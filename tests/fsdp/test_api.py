@@ -6,7 +6,6 @@ import importlib
 import inspect
 from datetime import timedelta
 from enum import Enum
-from threading import Thread
 from typing import Any
 
 import polyshard
@@ -14,19 +13,17 @@ import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from parity import Block, Net, draw, on_ranks, seeded, square_step
-from polyshard.errors import ConfigTypeError, ParameterChangedError, StateError, UnsupportedError
+from polyshard.errors import ConfigTypeError, ParameterChangedError, UnsupportedError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import wrap
 from polyshard_fsdp._common_utils import TrainingState
-from polyshard_fsdp.wrap import enable_wrap
 from torch import nn
-from torch.distributed.fsdp import wrap as torch_wrap
 
 CONTEXT = PluginContext("test", torch.device("cpu"), timeout=timedelta(seconds=10))
-OWN = {"FullyShardedDataParallel", "FlatParameter", "ShardedGradScaler", "enable_wrap", "wrap"}
+OWN = {"FullyShardedDataParallel", "FlatParameter", "ShardedGradScaler"}
 SUBMODULES = ["api", "wrap", "sharded_grad_scaler", "fully_sharded_data_parallel"]
 
 
@@ -81,17 +78,6 @@ class TestBesideTorch:
         assert [type(each) for each in model.blocks] == [Block] * 3
         assert FSDP(model, group()).rank == 0
 
-    @pytest.mark.filterwarnings("ignore:FSDP.state_dict_type:FutureWarning")
-    def test_other_types_of_state_dict_are_refused(self) -> None:
-        model = FSDP(seeded(Net), group())
-        for kind in ("FULL_STATE_DICT", None, theirs.ShardingStrategy.FULL_SHARD):
-            with pytest.raises(ConfigTypeError, match="`state_dict_type` should be a StateDictType but got"):
-                FSDP.set_state_dict_type(model, kind)  # type: ignore[arg-type]
-        for config in ({}, theirs.ShardedStateDictConfig()):
-            with pytest.raises(RuntimeError, match="Expected state_dict_config of type"):
-                FSDP.set_state_dict_type(model, theirs.StateDictType.FULL_STATE_DICT, config)  # type: ignore[arg-type]
-        assert FSDP.get_state_dict_type(model).state_dict_type is theirs.StateDictType.FULL_STATE_DICT
-
     @pytest.mark.parametrize("device_id", [torch.device("cpu", 0), "cpu:0", torch.device("cpu"), "cpu"])
     def test_a_cpu_with_an_index_is_the_cpu(self, device_id: Any) -> None:
         model = FSDP(seeded(Net), group(), device_id=device_id, auto_wrap_policy=wrap.ModuleWrapPolicy({Block}))
@@ -107,39 +93,6 @@ class TestStates:
                 model._assert_state([TrainingState.FORWARD_BACKWARD])
             assert ("ERROR: expected to be in states" in capsys.readouterr().out) == (rank == 0)
             model._assert_state(TrainingState.IDLE)
-
-
-class TestPolicies:
-    """Policies of torch, and wrapping by hand."""
-
-    @pytest.mark.parametrize("wrapping", [torch_wrap, wrap])
-    def test_enable_wrap_gives_its_arguments_and_those_of_wrap_win(self, wrapping: Any) -> None:
-        settings = {"process_group": group(), "sharding_strategy": theirs.ShardingStrategy.SHARD_GRAD_OP}
-        with wrapping.enable_wrap(wrapper_cls=FSDP, **settings):
-            wrapped = wrapping.wrap(nn.Linear(2, 2), forward_prefetch=True)
-        assert isinstance(wrapped, FSDP)
-        assert wrapped.sharding_strategy is theirs.ShardingStrategy.SHARD_GRAD_OP
-        assert wrapped.forward_prefetch
-
-    def test_contexts_do_not_nest_and_close_when_their_body_raises(self) -> None:
-        linear = nn.Linear(1, 1)
-        match = "You are already within an autowrap context and we currently do not supported nested autowrap"
-        with (
-            pytest.raises(NotImplementedError, match=match),
-            enable_wrap(wrapper_cls=FSDP),
-            enable_wrap(wrapper_cls=FSDP),
-        ):
-            pass
-        assert wrap.wrap(linear) is linear
-
-    def test_another_thread_is_outside_the_context(self) -> None:
-        linear = nn.Linear(1, 1)
-        found: list[nn.Module] = []
-        with enable_wrap(wrapper_cls=FSDP):
-            thread = Thread(target=lambda: found.append(wrap.wrap(linear)))
-            thread.start()
-            thread.join()
-        assert found == [linear]
 
 
 class TestWhatTrainersRead:
@@ -196,12 +149,6 @@ class TestWhatTrainersRead:
             model._handle._orig_param_dtype = torch.float32
         square_step(model, 0, 0)
         assert all(p.dtype == torch.float64 for p in model.parameters())
-
-    def test_functions_of_polyshard_say_that_a_root_comes_with_the_first_forward(self) -> None:
-        model = FSDP(seeded(Net), group())
-        with pytest.raises(StateError, match="no root before its first forward"):
-            polyshard.unsharded(model).__enter__()
-        square_step(model, 0, 0)
 
     def test_modules_that_ranks_leave_out_are_refused(self) -> None:
         model = FSDP(seeded(Net), group())

@@ -93,12 +93,8 @@ def messages(ranks: Ranks, model: FSDP, step: int) -> list[str]:
 @pytest.mark.parametrize(
     ("right", "words"),
     [
-        (
-            wide,
-            r"rank 0 is all-gathering parameters for \['left.weight'\] while rank 1 is all-gathering parameters for "
-            r"\['right.weight'\]",
-        ),
-        (narrow, "rank 0 is all-gathering 1 parameters while rank 1 is all-gathering 2 parameters"),
+        (wide, r"rank 0 is all-gathering parameters for \['left.weight'\] while rank 1 .* for \['right.weight'\]"),
+        (narrow, r"rank 0 .* for \['left.weight'\] while rank 1 .* for \['right.0.weight', 'right.1.weight'\]"),
     ],
 )
 @across(2)
@@ -136,8 +132,8 @@ def test_invalid_later_iter_order(ranks: Ranks, strategy: ShardingStrategy, iter
         else:
             assert len(seen) == 1
             assert seen[0].startswith(f"{DIFFERS} {ranks.rank}. Collectives are unchecked and may give incorrect")
-            assert "Expected to all-gather for ['left.weight'] but trying to all-gather" in seen[0]
-            assert seen[0].endswith("['right.weight']")
+            assert "Expected to all-gather for [['left.weight']] but trying to all-gather" in seen[0]
+            assert seen[0].endswith("[['right.weight']]")
         assert messages(ranks, model, iterations + 1) == []
 
 
@@ -172,28 +168,6 @@ def test_train_eval(ranks: Ranks, strategy: ShardingStrategy) -> None:
                     model.train()(torch.ones(8, 5, device=ranks.device))
                 model.module.goes_right = False
             assert not [each for each in caught if str(each.message).startswith("Forward order")]
-
-
-def gathers(ranks: Ranks) -> tuple[list[int], list[int]]:
-    """All-gathers in the forwards of three iterations: without checks, and with them."""
-
-    def count() -> list[int]:
-        model = fork(ranks, ShardingStrategy.SHARD_GRAD_OP, wide())
-        counts = []
-        for step in range(3):
-            with _counted("all_gather_into_tensor") as gathers:
-                train(ranks, model, step)
-            counts += gathers
-        return counts
-
-    unchecked = count()
-    with detailed():
-        return unchecked, count()
-
-
-def test_checks_cost_two_gathers_a_unit_in_the_first_iteration_alone(ranks: Pools) -> None:
-    # Two units run in a forward: the root and one of the two paths.
-    assert ranks.run(2, gathers) == [([2, 2, 2], [6, 2, 2])] * 2
 
 
 LAYERS = 6

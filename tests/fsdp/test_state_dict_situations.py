@@ -24,18 +24,11 @@ from fsdp_parity.state_models import (
 )
 from fsdp_parity.subtests import subtests
 from fsdp_parity.training import full_parameters
+from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictSettings,
     StateDictType,
 )
-from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import TrainingState
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -313,53 +306,6 @@ def test_saved_by_another_number_of_ranks(ranks: Ranks) -> None:
             model.load_state_dict({name: value for name, value in saved.items() if name != "scale"})
     dist.barrier()
     assert_same(model.state_dict(), plain_model(ranks, 0).state_dict())
-
-
-@across(2)
-def test_kinds(ranks: Ranks) -> None:
-    """Settings reach every instance, are given back, are put back, and must agree."""
-    model = wrapped_model(ranks, 0, "nested")
-    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-    assert FSDP.get_state_dict_type(model) == default
-    text = r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\) are being deprecated. Please use"
-    with pytest.warns(FutureWarning, match=text) as caught:
-        before = FSDP.set_state_dict_type(
-            model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig()
-        )
-    assert before == default
-    assert [each.filename for each in caught] == [__file__]
-    sharded = StateDictSettings(SHARDED, ShardedStateDictConfig(True), ShardedOptimStateDictConfig())
-    assert FSDP.get_state_dict_type(model) == sharded
-    assert [each._state_dict_type for each in FSDP.fsdp_modules(model)] == [SHARDED] * 2
-    with pytest.warns(FutureWarning) as caught:
-        context = FSDP.state_dict_type(model, LOCAL)
-    with context:
-        local = StateDictSettings(LOCAL, LocalStateDictConfig(), LocalOptimStateDictConfig())
-        assert FSDP.get_state_dict_type(model) == local
-    assert [each.filename for each in caught] == [__file__]
-    assert FSDP.get_state_dict_type(model) == sharded
-    with pytest.raises(LookupError), kind(model, FULL):
-        raise LookupError
-    assert FSDP.get_state_dict_type(model) == sharded
-
-    expected = "Expected state_dict_config of type .*LocalStateDictConfig.* but got .*FullStateDictConfig"
-    with pytest.raises(RuntimeError, match=expected), kind(model, LOCAL, FullStateDictConfig()):
-        pass
-    expected = "Expected optim_state_dict_config of type .*LocalOptim.* but got .*FullOptim"
-    with pytest.raises(RuntimeError, match=expected), kind(model, LOCAL, None, FullOptimStateDictConfig()):
-        pass
-    assert FSDP.get_state_dict_type(model) == sharded
-
-    inner = FSDP.fsdp_modules(model)[1]
-    expected = r"All FSDP modules must have the same state dict settings\.Got"
-    other = kind(inner, SHARDED, ShardedStateDictConfig(offload_to_cpu=False))
-    with other, pytest.raises(AssertionError, match=expected):
-        FSDP.get_state_dict_type(model)
-    with kind(inner, FULL):
-        expected = r"All FSDP modules should have the same state_dict_type\."
-        with pytest.raises(AssertionError, match=expected), kind(model, FULL):
-            pass
-        assert inner._state_dict_type is FULL
 
 
 @orig

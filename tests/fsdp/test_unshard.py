@@ -284,18 +284,17 @@ def _grads_of(model: nn.Module) -> Any:
 
 @across(2)
 def test_the_root_is_found(ranks: Ranks) -> None:
-    """Afterwards it is known which instances are outermost; ``apply`` leaves that open."""
+    """The outermost instances are found when they are used; ``apply`` leaves that open."""
     model = nn.Sequential(
         _wrapped(ranks), wrap_fsdp(nn.Linear(3, 3, device=ranks.device)), nn.Linear(3, 3).to(ranks.device)
     )
     instances = FSDP.fsdp_modules(model)
-    assert [each._is_root for each in instances] == [None, None, None]
     with FSDP.summon_full_params(model):
         assert all(not name.endswith(FLAT_PARAM) for name, _ in model.named_parameters())
     assert [each._is_root for each in instances] == [True, False, True]
     fresh = _wrapped(ranks)
     fresh.apply(lambda _: None)
-    assert fresh._is_root is None
+    assert fresh._root is None
     fresh(_input(ranks)).sum().backward()
     assert [each._is_root for each in FSDP.fsdp_modules(fresh)] == [True, False]
     alone = _wrapped(ranks)

@@ -206,33 +206,6 @@ def test_main_wrap_api(
 
 @pytest.mark.parametrize("as_function", [True, False])
 @across(2)
-def test_module_in_two_places(ranks: Ranks, as_function: bool) -> None:
-    """A module that a policy chooses is wrapped once and is so in all its places: training is the plain model's."""
-    torch.manual_seed(0)
-    twice = nn.Linear(6, 6)
-    reference = nn.Sequential(twice, nn.ReLU(), twice, nn.Sequential(twice, nn.Linear(6, 2))).to(ranks.device)
-    policy = partial(size_based_auto_wrap_policy, min_num_params=40) if as_function else ModuleWrapPolicy({nn.Linear})
-    model = wrap_fsdp(copy.deepcopy(reference), auto_wrap_policy=policy)
-    assert isinstance(model[0], FSDP)
-    assert model[0] is model[2]
-    assert model[3][0] is model[0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(3):
-        torch.manual_seed(step)
-        x = torch.rand(4, 6).to(ranks.device)
-        losses = []
-        for trained, its_optimizer in ((model, optimizer), (reference, plain_optimizer)):
-            its_optimizer.zero_grad()
-            loss = trained(x).square().sum()
-            loss.backward()
-            its_optimizer.step()
-            losses.append(loss.detach())
-        torch.testing.assert_close(*losses)
-
-
-@pytest.mark.parametrize("as_function", [True, False])
-@across(2)
 def test_batchnorm_apart_under_mixed_precision(ranks: Ranks, as_function: bool) -> None:
     """Batch norm is a unit of its own that computes in float32, between layers in bfloat16; a warning says so."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to(ranks.device)
