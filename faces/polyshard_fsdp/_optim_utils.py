@@ -29,10 +29,11 @@ def refuse_groups(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def apart(result: dict[str, Any], given: Any, *, whole: bool = False) -> dict[str, Any]:
+def apart(result: dict[str, Any], given: Any, *, whole: bool = False, on_host: bool = False) -> dict[str, Any]:
     """``result`` of torch's function with tensors that are none of those in ``given``, nor views of them.
 
-    ``whole``: parts by tensor parallelism become whole values, too, which all ranks do together.
+    ``whole``: parts by tensor parallelism become whole values, too, which all ranks do together. ``on_host``: copies
+    are in host memory; torch leaves state of what is not sharded on the device.
     """
     live: set[int] = set()
 
@@ -47,7 +48,7 @@ def apart(result: dict[str, Any], given: Any, *, whole: bool = False) -> dict[st
             return made.to(tensor.device)
         # A scalar may be that of all parameters in a flat one, and an optimizer counts in it.
         shared = type(tensor) is torch.Tensor and (not tensor.dim() or tensor.untyped_storage().data_ptr() in live)
-        return tensor.detach().clone() if shared else tensor
+        return tensor.detach().to("cpu" if on_host else tensor.device, copy=True) if shared else tensor
 
     map_tensors(note, given)
     state = {key: map_tensors(own, entries) for key, entries in result.get("state", {}).items()}

@@ -262,9 +262,11 @@ class FullyShardedDataParallel(FSDPInstance, TorchFSDP):  # type: ignore[misc]
         """The state of ``optim`` by parameter names, in the form that the state dict type says, as copies."""
         _optim_utils.refuse_groups(model)
         found = TorchFSDP.optim_state_dict(model, optim, optim_state_dict, group)
-        whole = TorchFSDP.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
+        settings = TorchFSDP.get_state_dict_type(model)
+        whole = settings.state_dict_type is StateDictType.FULL_STATE_DICT
         given = list(optim.state.values()) if optim_state_dict is None else optim_state_dict["state"]
-        return _optim_utils.apart(found, given, whole=whole)
+        on_host = settings.optim_state_dict_config.offload_to_cpu
+        return _optim_utils.apart(found, given, whole=whole, on_host=on_host)
 
     @staticmethod
     def optim_state_dict_to_load(

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_parity.ranks import Pools, Ranks
 from polyshard_fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -76,6 +77,20 @@ def fused_optimizer_skips(ranks: Ranks) -> list[float]:
     return seen
 
 
+def count_exchanges(ranks: Ranks) -> int:
+    """All-reduces of one step of two optimizers."""
+    scaler = _scaler(ranks)
+    pair = [torch.nn.Parameter(torch.zeros(2, device=ranks.device)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in pair]
+    scaler.scale(torch.ones((), device=ranks.device))
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        for parameter, optimizer in zip(pair, optimizers, strict=True):
+            parameter.grad = torch.ones_like(parameter)
+            scaler.step(optimizer)
+        scaler.update()
+    return all_reduce.call_count
+
+
 def skips_with_offloaded_gradients(ranks: Ranks) -> list[tuple[float, float]]:
     """(offloaded, resident) parameters after each of two steps, where rank 1's offloaded gradient is first infinite."""
     scaler = _scaler(ranks)
@@ -115,3 +130,7 @@ def test_an_optimizer_that_checks_for_itself_skips_on_all_ranks(ranks: Pools) ->
 
 def test_offloaded_gradients_skip_the_step_of_all(ranks: Pools) -> None:
     assert ranks.run(2, skips_with_offloaded_gradients) == [[(0.0, 0.0), (-1.0, -1.0)]] * 2
+
+
+def test_each_optimizer_takes_one_exchange(ranks: Pools) -> None:
+    assert ranks.run(2, count_exchanges) == [2, 2]
