@@ -190,7 +190,7 @@ class FlatUnit(Unit):
 
     def gather(self) -> None:
         # Nobody counts the steps of an optimizer here. Its changes of parameters are as good.
-        self.roots = sum(each._version for each in self.originals.tensors) % FlatBuffer.RELEASED
+        self.steps = sum(each._version for each in self.originals.tensors) % FlatBuffer.RELEASED
         super().issue_gather()
 
     def reshard(self) -> None:

@@ -441,3 +441,18 @@ def test_order_of_prefetches_in_backward(
     order = [(current, follows[current]) for current in expected]
     one = [*order, ("0", None)] if order else []
     assert ranks.run(2, prefetched, prefetch, state) == [[one, one]] * 2
+
+
+@across(2)
+@subtests(strategy=[FS, SGO], use_orig_params=BOTH)
+def test_a_graph_from_before_a_step_is_refused(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """Its backward would compute with parameters of after the step, which later gathers put in their place."""
+    plain = build(ranks, Stack)
+    model = wrap(build(ranks, Stack), strategy, use_orig_params)
+    comparison = Comparison(ranks, plain, model)
+    stale = _mean(model(batch(ranks, ranks.rank, 9)))
+    comparison.step(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+    comparison.step(1)
+    comparison.check()
