@@ -216,11 +216,11 @@ class FlatUnit(Unit):
     def _stays_whole_without_sync(self) -> bool:
         # Under ``no_sync`` nothing updates parameters before the next forward. What this depends on is alike on all
         # ranks, as it must be: the next forward issues no gather.
-        step = self.root
+        root = self.root
         return (
-            step is not None
-            and step.phase is Phase.BACKWARD
-            and not step.synchronises
+            root is not None
+            and root.phase is Phase.BACKWARD
+            and not root.synchronises
             and self.state is UnitState.UNSHARDED
             and self.handle.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
         )
@@ -425,10 +425,9 @@ class FlatUnit(Unit):
 
     def gather_ahead(self) -> None:
         """Issue the gather for the forward that comes next, or for the one that runs."""
-        step = self.root
         if self.permanent or self.state is not UnitState.SHARDED:
             return
-        if step.phase is Phase.IDLE:
+        if self.root.phase is Phase.IDLE:
             self.adopt_changes()
             if not self.prepared:
                 self.prepare()

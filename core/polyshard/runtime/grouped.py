@@ -29,7 +29,7 @@ from .states import Phase
 
 
 class GroupedState(ModuleState):
-    """The place of several modules in a root."""
+    """Several modules that one module state stands for, in a step."""
 
     #: Whether it was left in this round with gradients on.
     left = False
