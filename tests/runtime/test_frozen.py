@@ -29,7 +29,10 @@ from parity import (
     units_of,
 )
 from polyshard.errors import ParameterError
-from polyshard_backends.threaded import ThreadedWorld
+from polyshard.interfaces import PluginContext
+from polyshard.planning.device_mesh import mesh_over
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_fsdp2 import fully_shard
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -89,6 +92,46 @@ def test_frozen_parts_anywhere(frozen: tuple[str, ...], step: Callable[..., Any]
         return net
 
     assert_parity(seeded(make), step, world_size=2, turns=2, settings={"policy": units_of(Block), "strategy": strategy})
+
+
+@pytest.mark.parametrize("front", ["shard", "fully_shard"])
+def test_what_is_frozen_while_it_is_whole_stays_frozen(front: str) -> None:
+    start = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        with world.lock:
+            mine: Any = copy.deepcopy(start)
+        if front == "shard":
+            polyshard.shard(mine, threaded(world, rank, policy=units_of(Block)))
+            with polyshard.unsharded(mine):
+                mine.blocks[1].requires_grad_(False)
+        else:
+            mesh = mesh_over(ThreadedCollectives(PluginContext("threaded", torch.device("cpu")), world, rank), "cpu")
+            fully_shard(mine.blocks[1], mesh=mesh)
+            fully_shard(mine, mesh=mesh)
+            mine.blocks[1].unshard()
+            mine.blocks[1].requires_grad_(False)
+            mine.blocks[1].reshard()
+        optimizer = torch.optim.SGD([each for each in mine.parameters() if each.requires_grad], lr=0.1)
+        values = []
+        for turn in range(2):
+            values += square_step(mine, turn, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [each.requires_grad for each in mine.blocks[1].parameters()] == [False] * 3
+        assert all(each.requires_grad for each in mine.blocks[0].parameters())
+        return values
+
+    plain: Any = copy.deepcopy(start)
+    plain.blocks[1].requires_grad_(False)
+    optimizer = torch.optim.SGD([each for each in plain.parameters() if each.requires_grad], lr=0.1)
+    expected = []
+    for turn in range(2):
+        expected += square_step(plain, turn, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for values in on_ranks(2, on_rank):
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_wholly_frozen_model_computes_and_passes_gradients_to_its_input() -> None:

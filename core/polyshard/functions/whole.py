@@ -379,6 +379,9 @@ def _show_originals(units: Iterable[Unit]) -> None:
             for module, key in parameter.sites:
                 # A removed parameter stays removed: the next forward raises for it.
                 if key in module._parameters:
+                    shown = module._parameters[key]
+                    if shown is not None:
+                        parameter.original.requires_grad_(shown.requires_grad)
                     module._parameters[key] = parameter.original
         unit.originals.expose()
 
