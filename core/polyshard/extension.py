@@ -37,7 +37,7 @@ from .planning.plan import (
 from .planning.values import send_from_first
 from .runtime.bindings import Bindings, Shown, Swap
 from .runtime.boundary import watch_output
-from .runtime.gather import FlatBuffer, piece_in, view_of
+from .runtime.buffers import FlatBuffer, piece_in, view_of
 from .runtime.gradients import Gradients
 from .runtime.guards import refuse_escape
 from .runtime.hooks import ForwardHooks, output_hook

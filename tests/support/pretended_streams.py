@@ -20,7 +20,7 @@ import pytest
 import torch
 from polyshard import _torch_private
 from polyshard.interfaces import ReduceOp, Work
-from polyshard.runtime.gather import FlatBuffer
+from polyshard.runtime.buffers import FlatBuffer
 from polyshard.runtime.streams import CudaStreams
 from polyshard_backends.fake import FakeCollectives
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from ..runtime.gather import FlatBuffer, Gatherable, PostForwardShard
+from ..runtime.buffers import FlatBuffer, PostForwardShard
+from ..runtime.gather import Gatherable
 from ..runtime.streams import HostStreams, Reduction
 
 

@@ -21,8 +21,9 @@ from ..planning.extensions import InnerTensor, own_rows, rows_of
 from ..planning.groups import UnitRanks
 from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter
+from ..runtime.buffers import FlatBuffer, piece_in, shard_in, slices_of, view_of
 from ..runtime.extended import ExtendedUnit
-from ..runtime.gather import FlatBuffer, Source, Then, piece_in, shard_in, slices_of, start_gathers, view_of
+from ..runtime.gather import Source, Then, start_gathers
 from ..runtime.parameters import become
 from ..runtime.placed import PlacedUnit, keep_attributes
 from ..runtime.root import Root

@@ -14,8 +14,8 @@ from ..io.boxes import Box
 from ..planning.extensions import InnerTensor, Insides, inner_tensors
 from ..planning.layout import FlatLayout, Piece, Slot, contiguous_stride, product
 from ..planning.parts import TensorPart, is_dtensor, plain_parameter
+from ..runtime.buffers import view_of
 from ..runtime.extended import ExtendedUnit
-from ..runtime.gather import view_of
 
 if TYPE_CHECKING:
     from ..interfaces import Collectives, OffloadManager, PrecisionCaster

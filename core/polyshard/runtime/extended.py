@@ -34,7 +34,7 @@ from ..planning.layout import contiguous_stride, product
 from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
 from .bindings import Shown
-from .gather import FlatBuffer
+from .buffers import FlatBuffer
 from .parameters import MasterViews
 from .placed import PlacedParameters, PlacedUnit
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import StateError
-from .gather import view_of
+from .buffers import view_of
 from .parameters import GradientTarget, MasterViews
 
 

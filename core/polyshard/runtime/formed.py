@@ -26,8 +26,8 @@ from ..planning.answers import plugin_name
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Shown, Swap
+from .buffers import FlatBuffer, slices_of
 from .direct import Direct
-from .gather import FlatBuffer, slices_of
 
 #: Attribute of a linear layer under which its ``FormedWeight`` stands while it computes, and None otherwise.
 _FORMED = "_polyshard_formed"

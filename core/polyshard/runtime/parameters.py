@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..planning.layout import Piece, Slot, product
-from .gather import view_of
+from .buffers import view_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ..planning import thresholds
 from ..planning.groups import ThenAllReduce, UnitRanks
 from ..planning.launches import Bucket, Buckets, ReduceMode, alike
 from ..planning.layout import FlatLayout, round_up
-from .gather import FlatBuffer, slices_of
+from .buffers import FlatBuffer, slices_of
 from .peers import Audit
 from .recorder import Recorder
 from .streams import REDUCTIONS_ALIVE, CommStreams, Reduction

@@ -49,15 +49,8 @@ from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
 from ..interfaces import Collectives, Work
 from ..planning.groups import ThenAllReduce
-from .gather import (
-    FlatBuffer,
-    Gatherable,
-    PostForwardShard,
-    allocation_of,
-    end_gather,
-    start_gathers,
-    wait_quietly,
-)
+from .buffers import FlatBuffer, PostForwardShard
+from .gather import Gatherable, allocation_of, end_gather, start_gathers, wait_quietly
 from .recorder import Issued, Recorder
 
 _HERE: AbstractContextManager[Any] = nullcontext()

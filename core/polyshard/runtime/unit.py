@@ -40,10 +40,11 @@ from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown, Swap, lazily
+from .buffers import FlatBuffer, PostForwardShard, shard_in, slices_of
 from .direct import write_directly
 from .flat import FlatParameter
 from .formed import FormBuffer, compute_with_forms
-from .gather import FlatBuffer, PostForwardShard, Source, shard_in, slices_of
+from .gather import Source
 from .gradients import Gradients
 from .parameters import MasterViews
 from .peers import Audit

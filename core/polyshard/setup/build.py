@@ -24,8 +24,8 @@ from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParam
 from ..planning.units import PlannedModule, PlannedUnit
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
+from ..runtime.buffers import piece_in, view_of
 from ..runtime.extended import ExtendedUnit
-from ..runtime.gather import piece_in, view_of
 from ..runtime.grouped import GroupedState, hooks_of
 from ..runtime.guards import RegistrationGuard
 from ..runtime.module_state import ModuleState, merge_on_use

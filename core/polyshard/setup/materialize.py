@@ -18,7 +18,7 @@ from ..planning.parts import is_dtensor, local_of
 from ..planning.plan import ManagedParameter, ModuleParameters
 from ..planning.units import PlannedModule, PlannedUnit
 from ..planning.values import send_from_first, send_over_copies
-from ..runtime.gather import shard_in, view_of
+from ..runtime.buffers import shard_in, view_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
