@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,13 @@ class MasterViews(ABC):
     @abstractmethod
     def retrained(self) -> bool:
         """Whether any ``requires_grad`` changed since the last call."""
+
+    def take_trained(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Take over ``requires_grad`` from those of ``leaves``, whole parameters, on which the user changed it.
+
+        Returns whether there are any. For parameters that modules hold outside of compute.
+        """
+        return False
 
     @abstractmethod
     def refuse_changes(self, *, held: bool) -> None:

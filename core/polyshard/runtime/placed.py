@@ -152,17 +152,6 @@ class PlacedUnit(Unit):
             if self.prepared:
                 self.follow_requires_grad()
 
-    def conceal(self) -> None:
-        # Users freeze and thaw what modules hold.
-        if (
-            self.keeps_whole
-            and self.prepared
-            and self.bindings.shown is Shown.VIEWS
-            and self.views.take_trained(self.leaves)
-        ):
-            self.follow_requires_grad()
-        super().conceal()
-
     def _conceal_replaced(self) -> None:
         """Conceal, and raise where modules held others than the whole parameters that the unit put there.
 
@@ -496,10 +485,6 @@ class PlacedParameters(MasterViews):
         return changed
 
     def take_trained(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Take over ``requires_grad`` from those of ``leaves``, whole parameters, on which the user changed it.
-
-        Returns whether there are any.
-        """
         found = list(map(_is_trained, leaves))
         if found == self._trained:
             return False

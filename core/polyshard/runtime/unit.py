@@ -544,6 +544,9 @@ class Unit(ABC):
             bindings, root = self.bindings, self.root
             shown = bindings.elsewhere if root is not None and root.phase is Phase.FORWARD else Shown.ORIGINALS
             if bindings.shown is not shown:
+                kept = self.keeps_whole and bindings.shown is Shown.VIEWS
+                if kept and self.originals.take_trained(self.leaves):
+                    self.follow_requires_grad()
                 bindings.show(shown)
 
     def reshard(self) -> None:
