@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
 import pytest
-import torch
-from polyshard.interfaces import Collectives, CollectivesCapabilities, Group, ReduceOp
+from polyshard.interfaces import Collectives, Group
 
 from . import collectives_checks as checks
 from .plugin import PluginSuite, fingerprint_of
 from .ranks import KeptProcesses, Rank, run_ranks
 
 T = TypeVar("T")
+
+
+def _rule(check: Callable[[Collectives], object]) -> Callable[[CollectivesSuite, int], None]:
+    """A test that is ``check`` on every rank."""
+
+    def test(self: CollectivesSuite, world_size: int) -> None:
+        self.run_ranks(world_size, check)
+
+    return test
 
 
 class CollectivesSuite(PluginSuite):
@@ -94,21 +102,15 @@ class CollectivesSuite(PluginSuite):
         assert len(set(texts)) == 1, f"fingerprint() differs between ranks: {texts}"
 
     def test_ranks_know_their_place(self, world_size: int) -> None:
-        ranks = self.run_ranks(world_size, partial(checks.check_identity, world_size=world_size))
-        assert ranks == list(range(world_size))
-
-    def test_capabilities_are_of_the_contracts_types_and_do_not_change(self, world_size: int) -> None:
-        self.run_ranks(world_size, checks.check_capabilities)
+        places = self.run_ranks(world_size, checks.check_identity)
+        assert places == [(rank, world_size) for rank in range(world_size)]
 
     def test_capabilities_are_alike_on_every_rank(self, world_size: int) -> None:
-        assert len(set(self.run_ranks(world_size, _capabilities))) == 1
+        assert len(set(self.run_ranks(world_size, checks.capabilities_of))) == 1
 
     def test_reason_is_one_line_that_every_rank_has(self) -> None:
         reasons = self.run_ranks(max(self.world_sizes), checks.check_reason)
         assert len(set(reasons)) == 1, f"reason differs between ranks: {reasons}"
-
-    def test_process_group_is_one_of_torch_with_the_same_ranks(self, world_size: int) -> None:
-        self.run_ranks(world_size, checks.check_process_group)
 
     def test_construction_does_not_communicate(self, world_size: int) -> None:
         self._only_with_make()
@@ -122,104 +124,28 @@ class CollectivesSuite(PluginSuite):
             timeout = timedelta(seconds=self.impatience_s)
             self.start_ranks(world_size, partial(_wait_in_vain, self.make_impatient, timeout=timeout))
 
-    @pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "apart"])
-    def test_all_gather_carries_every_dtype(self, world_size: int, in_place: bool) -> None:
-        each = [partial(checks.check_all_gather, dtype=dtype, in_place=in_place) for dtype in checks.GATHER_DTYPES]
-        self._run_each(world_size, each)
-
-    def test_many_gathers_at_once(self, world_size: int) -> None:
-        for dtypes in (checks.GATHER_DTYPES, (torch.bfloat16,)):
-            self.run_ranks(world_size, partial(checks.check_all_gather_many, dtypes=dtypes))
-
-    @pytest.mark.parametrize("op", list(ReduceOp))
-    def test_reduce_scatter_follows_the_formula(self, world_size: int, op: ReduceOp) -> None:
-        dtypes = self._floats(world_size, op)
-        self._run_each(world_size, [partial(checks.check_reduce_scatter, dtype=dtype, op=op) for dtype in dtypes])
-
-    @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
-    def test_many_reductions_at_once(self, world_size: int, op: ReduceOp) -> None:
-        widening = self._capabilities(world_size).widening
-        self._run_each(
-            world_size,
-            [
-                partial(checks.check_reduce_scatter_many, wire=wire, wide=wide, op=op)
-                for wire in self._floats(world_size, op)
-                if wire in (torch.float32, torch.bfloat16)
-                for wide in ({wire, torch.float32} if widening else {wire})
-            ],
-        )
-
-    @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
-    def test_widening_accumulates_in_the_output_dtype(self, world_size: int, op: ReduceOp) -> None:
-        if self._capabilities(world_size).widening:
-            narrow = [dtype for dtype in self._floats(world_size, op) if dtype.itemsize == 2]
-            each = [partial(checks.check_widening, wire=wire, wide=torch.float32, op=op) for wire in narrow]
-            self._run_each(world_size, each)
-
-    @pytest.mark.parametrize("op", list(ReduceOp))
-    def test_all_reduce_follows_the_formula(self, world_size: int, op: ReduceOp) -> None:
-        dtypes = self._floats(world_size, op)
-        self._run_each(world_size, [partial(checks.check_all_reduce, dtype=dtype, op=op) for dtype in dtypes])
-
-    def test_integers_are_summed_exactly(self, world_size: int) -> None:
-        dtypes = sorted(self._capabilities(world_size).dtypes & {torch.int64, torch.int32}, key=str)
-        self._run_each(world_size, [partial(checks.check_integers, dtype=dtype) for dtype in dtypes])
-
-    def test_broadcast_reaches_every_rank(self, world_size: int) -> None:
-        self._run_each(world_size, [partial(checks.check_broadcast, dtype=dtype) for dtype in checks.GATHER_DTYPES])
-
-    def test_all_to_all_carries_every_dtype(self, world_size: int) -> None:
-        if self._capabilities(world_size).exchanges:
-            self._run_each(
-                world_size, [partial(checks.check_all_to_all, dtype=dtype) for dtype in checks.GATHER_DTYPES]
-            )
-
-    def test_all_to_all_refuses_blocks_that_do_not_fit(self, world_size: int) -> None:
-        if self._capabilities(world_size).exchanges:
-            self.run_ranks(world_size, checks.check_bad_blocks)
-
-    def test_objects_arrive_in_rank_order(self, world_size: int) -> None:
-        self.run_ranks(world_size, checks.check_objects)
-
-    def test_announcements_that_differ_reach_every_rank(self, world_size: int) -> None:
-        self.run_ranks(world_size, checks.check_announcements)
-
-    def test_barrier_waits_for_every_rank_and_keeps_order(self, world_size: int) -> None:
-        self.run_ranks(world_size, checks.check_barrier)
-
-    def test_partition_into_interleaved_parts(self, world_size: int) -> None:
-        self.run_ranks(world_size, partial(checks.check_partition, rank_lists=checks.interleaved(world_size)))
-
-    def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
-        self.run_ranks(world_size, partial(checks.check_partition, rank_lists=[list(reversed(range(world_size)))]))
-
-    def test_partition_refuses_lists_that_do_not_cover(self, world_size: int) -> None:
-        self.run_ranks(world_size, checks.check_bad_partition)
-
-    @pytest.mark.parametrize("wait_order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
-    def test_operations_overlap(self, world_size: int, wait_order: tuple[int, ...]) -> None:
-        self.run_ranks(world_size, partial(checks.check_overlap, wait_order=wait_order))
-
-    def test_waiting_orders_streams(self, world_size: int) -> None:
-        self.run_ranks(world_size, checks.check_streams)
-
-    def test_closing_a_part_leaves_the_others(self, world_size: int) -> None:
-        self.run_ranks(world_size, checks.check_close_of_parts)
-
-    def test_close_twice(self, world_size: int) -> None:
-        self.run_ranks(world_size, checks.check_close)
-
-    def _capabilities(self, world_size: int) -> CollectivesCapabilities:
-        return self.run_ranks(world_size, _capabilities)[0]
-
-    def _floats(self, world_size: int, op: ReduceOp) -> list[torch.dtype]:
-        capabilities = self._capabilities(world_size)
-        dtypes = capabilities.dtypes if op in capabilities.reduce_ops else frozenset()
-        return sorted((dtype for dtype in dtypes if dtype.is_floating_point), key=str)
-
-    def _run_each(self, world_size: int, each: Sequence[Callable[[Collectives], None]]) -> None:
-        if each:
-            self.run_ranks(world_size, partial(checks.check_each, checks=each))
+    test_capabilities_are_of_the_contracts_types_and_do_not_change = _rule(checks.check_capabilities)
+    test_process_group_is_one_of_torch_with_the_same_ranks = _rule(checks.check_process_group)
+    test_all_gather_carries_every_dtype = _rule(checks.check_all_gather)
+    test_many_gathers_at_once = _rule(checks.check_all_gather_many)
+    test_reduce_scatter_follows_the_formula = _rule(checks.check_reduce_scatter)
+    test_many_reductions_at_once = _rule(checks.check_reduce_scatter_many)
+    test_widening_accumulates_in_the_output_dtype = _rule(checks.check_widening)
+    test_all_reduce_follows_the_formula = _rule(checks.check_all_reduce)
+    test_integers_are_summed_exactly = _rule(checks.check_integers)
+    test_broadcast_reaches_every_rank = _rule(checks.check_broadcast)
+    test_all_to_all_carries_every_dtype = _rule(checks.check_all_to_all)
+    test_all_to_all_refuses_blocks_that_do_not_fit = _rule(checks.check_bad_blocks)
+    test_objects_arrive_in_rank_order = _rule(checks.check_objects)
+    test_announcements_that_differ_reach_every_rank = _rule(checks.check_announcements)
+    test_barrier_waits_for_every_rank_and_keeps_order = _rule(checks.check_barrier)
+    test_partition_into_interleaved_parts = _rule(checks.check_interleaved)
+    test_partition_numbers_ranks_by_their_list = _rule(checks.check_reversed)
+    test_partition_refuses_lists_that_do_not_cover = _rule(checks.check_bad_partition)
+    test_operations_overlap = _rule(checks.check_overlap)
+    test_waiting_orders_streams = _rule(checks.check_streams)
+    test_closing_a_part_leaves_the_others = _rule(checks.check_close_of_parts)
+    test_close_twice = _rule(checks.check_close)
 
     def _only_with_make(self) -> None:
         if type(self).make is CollectivesSuite.make:
@@ -235,10 +161,6 @@ def _wait_in_vain(make: Callable[[Rank, timedelta], Collectives | None], rank: R
     collectives = make(rank, timeout)
     if collectives is not None:
         checks.check_in_time(collectives)
-
-
-def _capabilities(collectives: Collectives) -> CollectivesCapabilities:
-    return collectives.capabilities
 
 
 def _on_rank(make: Callable[[Rank], Collectives], fn: Callable[[Collectives], T], rank: Rank) -> T:

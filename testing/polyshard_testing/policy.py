@@ -181,19 +181,6 @@ class PolicySuite(LocalPluginSuite):
             reason: object = policy.reason(module, names[module])
             assert isinstance(reason, str), f"reason for {names[module]!r} is {reason!r}"
 
-    def test_units_with_parameters_are_called(self) -> None:
-        # Only a call gathers: of a list of modules, nobody calls the forward.
-        root = self._root().eval()
-        called: set[torch.nn.Module] = set()
-        chosen = set(self.make().plan(root, PolicyContext(device=self.device)))
-        for module in root.modules():
-            module.register_forward_pre_hook(lambda module, inputs: called.add(module))
-        with torch.no_grad():
-            root(self._called().to(self.device))
-        names = {module: name for name, module in root.named_modules()}
-        uncalled = [names[module] for module in chosen - called if _own_parameters(module, chosen)]
-        assert not uncalled, f"nobody calls {uncalled}, whose parameters would stay sharded"
-
     def test_training_is_that_of_the_unsharded_model(self) -> None:
         training = Training(self.model, self._called, self.device, learning_rate=0.1, eval_mode=True)
         self._called()
@@ -207,10 +194,3 @@ def _may_find_nothing() -> Iterator[None]:
     with warnings.catch_warnings(), suppress(ConfigError):
         warnings.simplefilter("ignore")
         yield
-
-
-def _own_parameters(module: torch.nn.Module, chosen: set[torch.nn.Module]) -> bool:
-    """Whether ``module`` holds a parameter that is in no other unit."""
-    if next(module.parameters(recurse=False), None) is not None:
-        return True
-    return any(_own_parameters(child, chosen) for child in module.children() if child not in chosen)

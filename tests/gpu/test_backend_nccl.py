@@ -247,7 +247,7 @@ def with_one_communicator(collectives: Collectives, wait_order: tuple[int, ...])
     """Overlapping operations on one communicator; how many groups it made for itself."""
     before = len(dist.distributed_c10d._world.pg_map)
     one = NcclCollectives(context(collectives.device.index), communicators=1)
-    check_overlap(one, wait_order)
+    check_overlap(one, [wait_order])
     made = len(dist.distributed_c10d._world.pg_map) - before
     one.close()
     return made

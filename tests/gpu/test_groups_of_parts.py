@@ -62,7 +62,7 @@ def overlap(rank: int) -> tuple[list[str], bool, float]:
             extra.barrier()
             extra.all_reduce(torch.ones(4, device=extra.device), op=ReduceOp.SUM).wait()
         collectives = over(rank, group)
-        check_overlap(collectives, wait_order=(3, 2, 1, 0))
+        check_overlap(collectives, [(3, 2, 1, 0)])
         full = torch.full((2,), float(rank + 1), device=collectives.device)
         mine = torch.empty(1, device=collectives.device)
         collectives.reduce_scatter(mine, full, op=ReduceOp.SUM).wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from typing import ClassVar
@@ -11,7 +10,7 @@ import pytest
 import torch
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
 from polyshard_testing import OffloadSuite, plugin_context
-from suite_faults import WITH_OTHERS, Fault, failing, fault, local_faults, names_of
+from suite_faults import EVERY_PLUGINS, WITH_OTHERS, Fault, failing, fault, names_of
 
 
 class Sound(OffloadManager):
@@ -62,16 +61,6 @@ class TestSoundManager(OffloadSuite):
 class TestPartialManager(OffloadSuite):
     def make(self) -> OffloadManager:
         return Partial(plugin_context())
-
-
-class EverySecond(Sound):
-    """Parks, or not, by how many were made before."""
-
-    made = itertools.count()
-
-    def __init__(self, context: PluginContext) -> None:
-        super().__init__(context)
-        self.capabilities = OffloadCapabilities(parks=next(self.made) % 2 == 0)
 
 
 class ParksByRank(Sound):
@@ -157,16 +146,6 @@ class Forgetful(Sound):
         return grad.clone() if into is None or grad.itemsize == 2 else into.add_(grad)
 
 
-class NeverCleared(Sound):
-    """Adds to what it has of the unit, from whichever step."""
-
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        if into is not None:
-            return into.add_(grad)
-        self.kept[unit.name] = self.kept[unit.name] + grad if unit.name in self.kept else grad.clone()
-        return self.kept[unit.name]
-
-
 class ByModule(Sound):
     """Has one gradient of a module."""
 
@@ -225,19 +204,15 @@ def _spread(tensor: torch.Tensor) -> torch.Tensor:
     return wide[::2]
 
 
-CAPABILITIES = "capabilities_are_real_bools_that_do_not_change"
 PARKED = "parked_units_are_some_of_those_given"
 PLACED = "placed_master_keeps_values_shape_and_dtype"
 CASTS = "fetch_casts_what_the_optimizer_wrote"
 STORED = "stored_gradient_lies_beside_the_master_in_its_own_dtype"
 ADD_UP = "gradients_of_microbatches_add_up"
-AFRESH = "a_second_step_starts_afresh"
 APART = "units_do_not_share_memory"
 TRAINING = "training_is_that_of_the_unsharded_model"
 
 FAULTS = [
-    *local_faults(Sound, lambda plugin: plugin(plugin_context()), within=None),
-    fault(EverySecond, CAPABILITIES, TRAINING, why="ranks compare what they park"),
     fault(ParksByRank, PARKED),
     fault(FetchedAlready, "a_unit_is_fetched_again_in_the_backward"),
     fault(WidensMasters, PLACED),
@@ -248,7 +223,6 @@ FAULTS = [
     fault(SeesNothingToFetch, "an_empty_shard_is_fetched_and_its_gradient_stored"),
     fault(SpreadGradients, STORED),
     fault(Forgetful, ADD_UP),
-    fault(NeverCleared, AFRESH, TRAINING, why="what a step leaves to the next, every training of two steps shows"),
     fault(ByModule, APART),
     fault(OnePool, "managers_of_two_models_do_not_share_memory"),
     fault(FirstPlace, "a_unit_is_placed_again_after_an_attempt_that_failed"),
@@ -265,8 +239,7 @@ def test_only_these_fail(planted: Fault, others: bool) -> None:
 
 def test_every_test_is_the_one_that_catches_something() -> None:
     alone = {planted.values[0].fails[0] for planted in FAULTS if not planted.values[0].why_several}
-    # Polyshard itself refuses what says nothing true of itself, and a second step is a part of every training.
-    assert names_of(OffloadSuite) - alone == {CAPABILITIES, AFRESH}
+    assert alone == names_of(OffloadSuite) - EVERY_PLUGINS
 
 
 def test_a_failure_shows_the_values_that_were_compared() -> None:

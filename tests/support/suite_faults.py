@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from polyshard_testing import plugin_context
-from polyshard_testing.plugin import LocalPluginSuite, PluginSuite
+from polyshard_testing.plugin import LocalPluginSuite
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,6 @@ class Fault:
     """Names of the tests, without ``test_``, that fail over it: all of them, and no other."""
     why_several: str = ""
     """Why more than one must."""
-    within: type[Any] | None = None
-    """Of which class the tests are run; None for the whole suite."""
 
     def __post_init__(self) -> None:
         assert (len(self.fails) > 1) == bool(self.why_several), self
@@ -39,17 +37,20 @@ def fault(plugin: type[Any], *fails: str, why: str = "") -> Any:
     return pytest.param(Fault(lambda: plugin(plugin_context()), fails, why), id=plugin.__name__)
 
 
-def common_faults(
-    sound: type[Any], make: Callable[[type[Any]], Any], within: type[Any] | None = PluginSuite
-) -> Iterator[Any]:
-    """Faults that a plugin of every group can have; ``make`` constructs subclasses of ``sound``."""
+def plugin_faults(sound: type[Any]) -> Iterator[Any]:
+    """Faults that a plugin of every group can have, in subclasses of ``sound``: their tests are the suites' bases'."""
 
     def swallowing(self: Any, context: Any, **options: Any) -> None:
         sound.__init__(self, context)
 
+    def asking(self: Any, context: Any) -> None:
+        sound.__init__(self, context)
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))
+
     def subclass(name: str, fails: str, **body: Any) -> Any:
         plugin = type(name, (sound,), body)
-        return pytest.param(Fault(lambda: make(plugin), (fails,), within=within), id=name)
+        return pytest.param(Fault(lambda: plugin(plugin_context()), (fails,)), id=name)
 
     # Says no version itself.
     yield subclass("Inherits", "api_version_stands_in_the_class_itself_and_is_served")
@@ -61,28 +62,17 @@ def common_faults(
     # Says something else on each rank.
     told = {"fingerprint": lambda self: f"of rank {os.environ.get('RANK')}"}
     yield subclass("TellsItsRank", "fingerprint_is_text_that_every_rank_has", api_version=1, **told)
-
-
-def local_faults(
-    sound: type[Any], make: Callable[[type[Any]], Any], within: type[Any] | None = LocalPluginSuite
-) -> Iterator[Any]:
-    """``common_faults``, and those of plugins that may not speak to other ranks."""
-
-    def asking(self: Any, context: Any) -> None:
-        sound.__init__(self, context)
-        if dist.is_initialized():
-            dist.all_reduce(torch.zeros(1))
-
-    yield from common_faults(sound, make, within)
     # Asks the others while it is constructed.
-    plugin = type("Asks", (sound,), {"api_version": 1, "__init__": asking})
-    yield pytest.param(Fault(lambda: make(plugin), ("construction_does_not_communicate",), within=within), id="Asks")
+    yield subclass("Asks", "construction_does_not_communicate", api_version=1, __init__=asking)
 
 
 def names_of(suite: type[Any]) -> set[str]:
     """Names of the suite's tests, without ``test_``."""
     return {name.removeprefix("test_") for name in dir(suite) if name.startswith("test_")}
 
+
+#: Tests of the base of all suites, which ``plugin_faults`` are for.
+EVERY_PLUGINS = names_of(LocalPluginSuite)
 
 #: Whether all tests are run, or those that are to fail: `make test-nightly` shows that the others pass.
 WITH_OTHERS = pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -95,7 +85,7 @@ def failing(suite: type[Any], fault: Fault, others: bool) -> set[str]:
         def make(self) -> Any:
             return fault.make()
 
-    names = names_of(fault.within or suite) if others else fault.fails
+    names = names_of(suite) if others else fault.fails
     return {name for name in names if not passes(Suite(), f"test_{name}")}
 
 
