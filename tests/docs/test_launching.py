@@ -1,4 +1,4 @@
-"""The scripts and manifests of docs/launching.md, by torchrun's parser, a shell, and the operator's schema."""
+"""The scripts and manifests of docs/launching.md, by torchrun's parser and a shell."""
 
 from __future__ import annotations
 
@@ -16,44 +16,6 @@ from torch.distributed.run import get_args_parser
 PAGE = Path(__file__).parents[2] / "docs" / "launching.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`([\w.]+)`\n\n```\w+\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
-
-#: Of kubeflow.org/v1 PyTorchJob and core/v1, what the manifest uses: a type, a set of values, a list, or members.
-_CONTAINER = {
-    "name": {"pytorch"},  # the operator looks for this one
-    "image": str,
-    "command": [str],
-    "resources": {"limits": {"nvidia.com/gpu": int}},
-    "volumeMounts": [{"name": str, "mountPath": str}],
-}
-_VOLUME = {"name": str, "emptyDir": {"medium": {"", "Memory"}}, "persistentVolumeClaim": {"claimName": str}}
-_REPLICAS = {
-    "replicas": int,
-    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
-    "template": {"spec": {"containers": [_CONTAINER], "volumes": [_VOLUME]}},
-}
-_JOB = {
-    "apiVersion": {"kubeflow.org/v1"},
-    "kind": {"PyTorchJob"},
-    "metadata": {"name": str},
-    "spec": {
-        "nprocPerNode": str,
-        "runPolicy": {"cleanPodPolicy": {"All", "Running", "None"}},
-        "pytorchReplicaSpecs": {"Master": _REPLICAS, "Worker": _REPLICAS},
-    },
-}
-
-
-def misfits(value: Any, schema: Any, at: str = "") -> list[str]:
-    """The places of ``value`` that ``schema`` does not allow."""
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            return [at]
-        return [found for name, each in value.items() for found in misfits(each, schema.get(name), f"{at}.{name}")]
-    if isinstance(schema, list):
-        wrong = not isinstance(value, list)
-        return [at] if wrong else [found for each in value for found in misfits(each, schema[0], f"{at}[]")]
-    allowed = schema is not None and (value in schema if isinstance(schema, set) else type(value) is schema)
-    return [] if allowed else [at]
 
 
 def launched(script: str, folder: Path, **variables: str) -> list[Any]:
@@ -92,8 +54,6 @@ def test_slurm_starts_one_torchrun_a_node(tmp_path: Path) -> None:
 
 def test_skypilot_numbers_the_nodes(tmp_path: Path) -> None:
     task = yaml.safe_load(FILES["sky.yaml"])
-    assert set(task) <= {"resources", "num_nodes", "workdir", "setup", "run"}
-    assert re.fullmatch(r"\w+:\d", task["resources"]["accelerators"])
     (found,) = launched(
         task["run"],
         tmp_path,
@@ -107,17 +67,10 @@ def test_skypilot_numbers_the_nodes(tmp_path: Path) -> None:
 
 def test_the_manifest_is_a_job_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     job = yaml.safe_load(FILES["pytorchjob.yaml"])
-    assert misfits(job, _JOB) == []
-    assert misfits({**job, "spec": {**job["spec"], "nprocPerNode": 8, "replicas": 2}}, _JOB) == [
-        ".spec.nprocPerNode",
-        ".spec.replicas",
-    ]
     for replicas in job["spec"]["pytorchReplicaSpecs"].values():
-        pod = replicas["template"]["spec"]
-        (container,) = pod["containers"]
+        (container,) = replicas["template"]["spec"]["containers"]
         # A process a GPU.
         assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
-        assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
     # What the operator sets is what torchrun reads.
     for name, value in {
         "NNODES": "2",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import shlex
@@ -51,22 +50,12 @@ def made(*words: str, dry: bool = True) -> list[str]:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_run_make_targets_and_nothing_else(path: Path) -> None:
-    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
-    # YAML takes `on` for true.
-    assert set(workflow) - {"concurrency"} == {"name", True, "permissions", "jobs"}
-    assert workflow["permissions"] == {"contents": "read"}
-    for job in workflow["jobs"].values():
+    for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
         assert commands(job)
-        for step in job["steps"]:
-            assert ("uses" in step) != ("run" in step)
-            assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/none@v0"))
         for make, target, *settings in commands(job):
             assert make == "make"
             assert target in TARGETS
             assert {setting.partition("=")[0] for setting in settings} <= VARIABLES
-        named = set(re.findall(r"\$\{\{ ([\w.]+)", json.dumps(job)))
-        given = {f"matrix.{name}" for cell in cells(job) for name in cell}
-        assert named <= given | {"github.workflow", "github.ref"}
 
 
 def test_the_matrix_has_every_python_and_the_torches_that_the_page_says_are_run() -> None:
@@ -118,51 +107,3 @@ def test_everything_that_help_lists_is_run_somewhere() -> None:
     }
     # `check` and `quick` are parts of others; `release` needs a version that is to be released, the rest GPUs.
     assert TARGETS - run == {"help", "check", "quick", "test-gpu", "bench", "clean", "release"}
-
-
-@pytest.mark.parametrize("name", ["bug", "wish"])
-def test_issue_forms_have_what_a_forge_asks_for(name: str) -> None:
-    form = read(f".github/ISSUE_TEMPLATE/{name}.yml")
-    assert set(form) == {"name", "description", "labels", "body"}
-    assert len({part["id"] for part in form["body"]}) == len(form["body"])
-    for part in form["body"]:
-        assert part["type"] in ("textarea", "input", "dropdown")
-        assert part["attributes"]["label"]
-        assert ("options" in part["attributes"]) == (part["type"] == "dropdown")
-        assert set(part) <= {"type", "id", "attributes", "validations"}
-        # Pages that it sends a reader to.
-        for page in re.findall(r"docs/[\w.-]+\.md", str(part)):
-            assert (ROOT / page).is_file()
-
-
-def test_pre_commit_runs_what_make_static_runs() -> None:
-    ((hooks),) = [repo["hooks"] for repo in read(".pre-commit-config.yaml")["repos"] if repo["repo"] == "local"]
-    for hook in hooks:
-        assert {"id", "name", "entry", "language"} <= set(hook)
-        if hook["language"] == "system":
-            tool = re.sub(r"^\.venv/bin/python (-m ruff \w+).*", r"\1", hook["entry"])
-            assert f"$(PY) {tool}" in MAKEFILE
-
-
-def test_the_container_has_what_its_command_needs() -> None:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    steps = dict(re.findall(r"^(FROM|RUN|COPY|CMD) (.+)$", text, re.MULTILINE))
-    _, target = json.loads(steps["CMD"])
-    assert target in TARGETS
-    assert steps["RUN"] == "make .venv/.installed"
-    assert f"FROM python:{PROJECT['requires-python'].removeprefix('>=')}" in text
-    # What hadolint would say, where it is not: a tag that stays, caches that are removed, no command lost to a pipe.
-    instructions = re.findall(r"^([A-Z]+) ", text, re.MULTILINE)
-    assert instructions[0] == "FROM"
-    assert set(instructions) <= {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "CMD"}
-    assert re.fullmatch(r"python:3\.\d+-slim-\w+", steps["FROM"])
-    (apt,) = re.findall(r"^RUN (apt-get update (?:.*\\\n)*.*)$", text, re.MULTILINE)
-    assert "--no-install-recommends" in apt
-    assert "rm -rf /var/lib/apt/lists/*" in apt
-    assert re.findall(r"^WORKDIR (.)", text, re.MULTILINE) == ["/"]
-    # Nothing that building needs is left out.
-    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
-    assert not {"README.md", "LICENSE", "constraints.txt", "docs", "examples", "core"} & set(ignored)
-    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
-    assert (ROOT / ".devcontainer" / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
-    assert container["postCreateCommand"].split()[1] in TARGETS
