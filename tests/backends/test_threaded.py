@@ -52,13 +52,6 @@ class TestConformance(CollectivesSuite):
             return ThreadedWorld(world_size, timeout=10.0).run(on_rank, timeout=20.0)
 
 
-def test_results_come_in_rank_order_with_the_given_arguments() -> None:
-    def shifted(rank: int, world: ThreadedWorld, offset: int) -> tuple[int, int]:
-        return rank + offset, world.world_size
-
-    assert ThreadedWorld(3).run(shifted, 10) == [(10, 3), (11, 3), (12, 3)]
-
-
 def test_issuing_does_not_wait_for_the_others() -> None:
     issued = threading.Event()
 
@@ -119,29 +112,6 @@ def test_results_written_by_another_thread_do_not_bump_versions() -> None:
         return out._version - before, out.sum().item()
 
     assert ThreadedWorld(2).run(on_rank) == [(0, 2.0), (0, 2.0)]
-
-
-def test_two_instances_of_one_rank_share_the_order_of_operations() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
-        first, second = join(world, rank), join(world, rank)
-        a, b = torch.tensor(1.0 + rank), torch.tensor(10.0 + rank)
-        works = [first.all_reduce(a, op=ReduceOp.SUM), second.all_reduce(b, op=ReduceOp.MAX)]
-        for work in works:
-            work.wait()
-        return [a.item(), b.item()]
-
-    assert ThreadedWorld(2).run(on_rank) == [[3.0, 11.0], [3.0, 11.0]]
-
-
-def test_objects_are_copied_between_ranks() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> list[list[int]]:
-        collectives = join(world, rank)
-        received: list[list[int]] = collectives.all_gather_object([rank])
-        received[0].append(99)
-        collectives.barrier()
-        return received
-
-    assert ThreadedWorld(2).run(on_rank) == [[[0, 99], [1]], [[0, 99], [1]]]
 
 
 @pytest.mark.parametrize(

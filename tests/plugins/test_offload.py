@@ -24,23 +24,6 @@ def managers() -> list[OffloadManager]:
     return [NoOffload(context()), CpuOffload(context())]
 
 
-def test_only_cpu_offload_parks() -> None:
-    assert [manager.capabilities.parks for manager in managers()] == [False, True]
-
-
-def test_none_leaves_the_shard_where_it_is() -> None:
-    shard = torch.arange(4.0)
-    assert NoOffload(context()).place(unit(), shard) is shard
-
-
-def test_cpu_gives_masters_memory_of_their_own() -> None:
-    shard = torch.arange(4.0)
-    master = CpuOffload(context()).place(unit(), shard)
-    shard.zero_()
-    assert master.device == CPU
-    assert master.tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
 def test_a_stored_gradient_outlives_the_reduction_buffer_and_the_next_step() -> None:
     manager = CpuOffload(context())
     reduced = torch.ones(4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
 from torch import nn
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-Pair = namedtuple("Pair", ["first", "second"])
 
 
 def context(name: str = "mixed") -> PluginContext:
@@ -194,33 +192,6 @@ def test_inputs_are_cast_where_the_settings_say_so() -> None:
 
 
 # Casts
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.ones(2, dtype=BF16),
-        torch.arange(2),
-        torch.ones(2).to(torch.float8_e4m3fn),
-        nn.Parameter(torch.ones(2, dtype=BF16)),
-        [torch.arange(2), {"x": torch.ones(2, dtype=BF16)}],
-        Pair(1, None),
-        None,
-        3.5,
-        "text",
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_needs_no_cast_is_handed_on_itself(value: Any) -> None:
-    cast = Bf16(context()).input_cast(unit())
-    assert cast is not None
-    args, kwargs = (value,), {"named": value}
-    new_args, new_kwargs = cast(args, kwargs)
-    assert new_args is args
-    assert new_kwargs is kwargs
-    cast_output = Mixed(context(), output="bf16").output_cast(unit())
-    assert cast_output is not None
-    assert cast_output(value) is value
 
 
 # Settings that are refused

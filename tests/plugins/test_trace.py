@@ -21,7 +21,6 @@ from parity import Block, Net, adam, draw, on_ranks, seeded, sharded_copy, squar
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Observer, PluginContext, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_plugins import trace_step
 from polyshard_plugins.trace import (
     HostClock,
     Kind,
@@ -98,21 +97,6 @@ def test_exposure_equals_a_count_over_a_grid(spans: list[Span]) -> None:
         computes = Lane.COMPUTE in there and Lane.WAIT not in there
         count += bool(there & {Lane.GATHER, Lane.REDUCE}) and not computes
     assert step_of(*spans, duration=40.0).exposed_us == count
-
-
-@given(SPANS)
-def test_innermost_are_those_that_hold_no_other_unit(spans: list[Span]) -> None:
-    def holds(outer: int, inner: int) -> bool:
-        (a, b), (c, d) = spans[outer].interval, spans[inner].interval
-        # Of two that are equal, the one that was issued first is the outer one.
-        return a <= c < b and d <= b and ((a, b) != (c, d) or outer < inner)
-
-    expected = [
-        each
-        for position, each in enumerate(spans)
-        if not any(holds(position, other) and spans[other].unit != each.unit for other in range(len(spans)))
-    ]
-    assert sorted(map(id, trace_step.innermost(spans))) == sorted(map(id, expected))
 
 
 def crowded() -> StepTrace:
@@ -237,13 +221,6 @@ def test_pictures_are_drawn_in_the_format_of_their_name(tmp_path: Path) -> None:
         assert f"<!-- {word} -->" in svg
     draw_trace(crowded(), tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_a_step_in_which_nothing_happened_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw_trace(step_of(duration=0.0, memory=(MemorySample(0.0, 0), MemorySample(0.0, 0))), tmp_path / "step.png")
-    assert (tmp_path / "step.png").stat().st_size > 0
 
 
 def train(
@@ -621,17 +598,3 @@ def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     listener(tmp_path, picture="none")
     # Ranks that draw nothing need none.
     listener(tmp_path, rank=1)
-
-
-@pytest.mark.slow
-def test_one_object_serves_units_made_one_by_one(tmp_path: Path) -> None:
-    trace = listener(tmp_path, steps=[2], picture="none")
-    settings = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 4}, listeners=[trace])
-    model = seeded(Net)
-    assert isinstance(model, Net)
-    for block in model.blocks:
-        polyshard.fully_shard(block, settings)
-    polyshard.fully_shard(model, settings)
-    for turn in range(2):
-        square_step(model, turn, 0)
-    assert counts(read_trace(tmp_path / "step-2-rank-0.json")) == expected_counts(2, 1)
