@@ -12,7 +12,7 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PrecisionCapabilities, UnitSpec, WireSpec
 
 from .block_codec import BlockCode, Number
-from .precision import Configured, DtypeSetting, PrecisionSettings, changed_settings, resolve_dtype
+from .precision import Configured, DtypeSetting, PrecisionSettings, changed_settings, resolve_dtype, whole_number
 
 #: Sizes of a block: the kernels take powers of two, and a tile of them holds four blocks.
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1024
@@ -74,7 +74,7 @@ class BlockScaled(Configured):
         super().__init__(context, settings, leave_alone)
         self.capabilities = PrecisionCapabilities(loss_scaling=settings.in_half_range(), encodes=True)
         self._code = BlockCode(self.number, _block(block, f"block of {where}"))
-        self._min_numel = _numel(min_numel, f"min_numel of {where}")
+        self._min_numel = whole_number(min_numel, 0, f"min_numel of {where}")
 
     def wire(self, unit: UnitSpec) -> WireSpec | None:
         """None for a unit that is small, left alone, not floating-point, or would not travel in fewer bytes."""
@@ -148,23 +148,10 @@ def _kernels(tensor: torch.Tensor) -> ModuleType | None:
 
 
 def _block(value: object, where: str) -> int:
-    number = _whole(value, where)
-    if not SMALLEST_BLOCK <= number <= LARGEST_BLOCK or number & (number - 1):
+    number = whole_number(value, SMALLEST_BLOCK, where)
+    if number > LARGEST_BLOCK or number & (number - 1):
         raise ConfigError(
             f"{value!r} is no size of a block, in {where}. Give a power of two from {SMALLEST_BLOCK} to "
             f"{LARGEST_BLOCK}: smaller ones err less and send more."
         )
     return number
-
-
-def _numel(value: object, where: str) -> int:
-    number = _whole(value, where)
-    if number < 0:
-        raise ConfigError(f"{value!r} is no number of elements, in {where}. Give 0 for every unit, or more.")
-    return number
-
-
-def _whole(value: object, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{value!r} is no whole number, in {where}. Write it without quotes.")
-    return value

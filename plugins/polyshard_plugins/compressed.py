@@ -21,6 +21,7 @@ from polyshard.interfaces import (
 )
 
 from .block_codec import BlockCode, Number
+from .precision import switch, whole_number
 
 #: Where averages are accumulated, whatever dtype travels otherwise.
 _ACCUMULATION = torch.float32
@@ -68,14 +69,11 @@ class Compressed(CollectivesDecorator):
         names = [each.value for each in Number]
         if number not in names:
             raise ConfigError(f"number {where} must be {' or '.join(map(repr, names))}, not {number!r}.")
-        if not _is_count(block) or not block or block % 16:
+        if whole_number(block, 16, f"block {where}") % 16:
             raise ConfigError(f"block {where} must be a multiple of 16 elements, not {block!r}.")
-        if not _is_count(min_numel):
-            raise ConfigError(f"min_numel {where} must be a number of elements, 0 or more, not {min_numel!r}.")
-        for name, value in (("slices", slices), ("replicas", replicas)):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name} {where} must be True or False, not {value!r}.")
-        if not slices and not replicas:
+        self._min_numel = whole_number(min_numel, 0, f"min_numel {where}")
+        self._slices, self._replicas = switch(slices, f"slices {where}"), switch(replicas, f"replicas {where}")
+        if not (slices or replicas):
             raise ConfigError(f"collectives {context.name!r} encode neither slices nor replicas. Set one to True.")
         super().__init__(context.construct(Group.COLLECTIVES, inner))
         if not self.inner.capabilities.exchanges:
@@ -89,7 +87,6 @@ class Compressed(CollectivesDecorator):
                 "encoded gradients are elsewhere. Name others, nccl for example."
             )
         self._code = BlockCode(Number(number), block)
-        self._min_numel, self._slices, self._replicas = min_numel, slices, replicas
         self._capabilities = _capabilities_over(self.inner)
 
     @property
@@ -191,7 +188,3 @@ class _Then:
 def _capabilities_over(inner: Collectives) -> CollectivesCapabilities:
     # What is encoded is accumulated in fp32. What is not may be refused by the inner ones.
     return replace(inner.capabilities, capturable=False, blends=True)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

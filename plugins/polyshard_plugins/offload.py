@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from polyshard.errors import ConfigError, DeviceError
+from polyshard.errors import ConfigError, DeviceError, did_you_mean
 from polyshard.interfaces import Group, OffloadCapabilities, OffloadManager, PluginContext, UnitSpec, bytes_of
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from .precision import switch
 
 _CPU = torch.device("cpu")
 #: Tensors of a master's size that AdamW keeps.
@@ -72,12 +73,7 @@ class CpuOffload(OffloadManager):
         Without it, masters may be swapped out, and copies hold up the host. Raises ``ConfigError`` for a value that is
         not a bool.
         """
-        if not isinstance(pin_memory, bool):
-            raise ConfigError(
-                f"{pin_memory!r} is neither true nor false, in pin_memory of offload {context.name!r}. "
-                "Write true or false, without quotes."
-            )
-        self._pin_memory = pin_memory
+        self._pin_memory = switch(pin_memory, f"pin_memory of offload {context.name!r}")
         # By master, and for as long as that lives: a unit has another name once its model is part of a larger one.
         self._staging: MutableMapping[torch.Tensor, _Staging] = WeakTensorKeyDictionary()
         self._master_read: MutableMapping[torch.Tensor, torch.Event] = WeakTensorKeyDictionary()
@@ -250,8 +246,7 @@ class ByPattern:
         return tuple(unit for unit, name in names.items() if any(fnmatchcase(name, each) for each in self.patterns))
 
     def _unmatched(self, pattern: str, names: list[str]) -> str:
-        near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(pattern, names)
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         return (
             f"{self.where} has the pattern {pattern!r}, which matches no unit.{hint} Patterns are those of file names, "

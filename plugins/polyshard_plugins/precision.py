@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
-from polyshard.errors import ConfigError
+from polyshard.errors import ConfigError, did_you_mean
 from polyshard.interfaces import (
     InputCast,
     OutputCast,
@@ -303,9 +302,8 @@ def changed_settings(settings: PrecisionSettings, changes: Mapping[str, Any], wh
     resolved: dict[str, Any] = {}
     for name, value in changes.items():
         if name not in kinds:
-            near = difflib.get_close_matches(str(name), kinds, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"no setting has the name {name!r}, in {where}. {hint}Settings: {', '.join(kinds)}.")
+            near = did_you_mean(str(name), kinds)
+            raise ConfigError(f"no setting has the name {name!r}, in {where}.{near} Settings: {', '.join(kinds)}.")
         read = switch if kinds[name] else resolve_dtype
         resolved[name] = read(value, f"{name} of {where}")
     return replace(settings, **resolved)
@@ -376,9 +374,8 @@ def resolve_dtype(value: DtypeSetting, where: str) -> torch.dtype | None:
         return None
     if name in _BY_NAME:
         return _BY_NAME[name]
-    near = difflib.get_close_matches(name, _BY_NAME, n=1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(f"no dtype has the name {value!r}, in {where}. {hint}Names: {', '.join(_BY_NAME)}.")
+    near = did_you_mean(name, _BY_NAME)
+    raise ConfigError(f"no dtype has the name {value!r}, in {where}.{near} Names: {', '.join(_BY_NAME)}.")
 
 
 def switch(value: Any, where: str) -> bool:
@@ -386,6 +383,13 @@ def switch(value: Any, where: str) -> bool:
     if isinstance(value, bool):
         return value
     raise ConfigError(f"{value!r} is neither true nor false, in {where}. Write true or false, without quotes.")
+
+
+def whole_number(value: object, least: int, where: str) -> int:
+    """``value``, which must be an int of at least ``least``; ``where`` is as for ``switch``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{value!r} is no whole number of at least {least}, in {where}. Give one, without quotes.")
+    return value
 
 
 def _narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:

@@ -19,6 +19,7 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
 
 from .finite import rank_of
+from .precision import whole_number
 from .trace_step import Lane, MemorySample, Span, StepTrace, draw_trace, read_trace, write_trace
 
 __all__ = ["Lane", "MemorySample", "Span", "StepTrace", "Trace", "draw_trace", "read_trace", "write_trace"]
@@ -67,7 +68,7 @@ class Trace(Listener):
         where = f"listener {context.name!r}"
         self._folder = _folder(folder, where)
         self._steps = _steps(steps, where)
-        self._rank = rank_of(context) if rank is None else _number(rank, 0, "rank", where)
+        self._rank = rank_of(context) if rank is None else whole_number(rank, 0, f"rank of {where}")
         self._traces = self._rank in _ranks(ranks, where)
         self._picture = _picture(picture, where) if self._traces else "none"
         self._device = context.device
@@ -380,13 +381,7 @@ def _numbers(value: int | str | Iterable[int], least: int, option: str, where: s
     listed = [value] if isinstance(value, int) else list(value)
     if not listed:
         raise ConfigError(f"{option} of {where} is empty. {remedy} To trace nothing, leave the listener out.")
-    return frozenset(_number(each, least, option, where) for each in listed)
-
-
-def _number(value: object, least: int, option: str, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{value!r} is no whole number of at least {least}, in {option} of {where}. Give one.")
-    return value
+    return frozenset(whole_number(each, least, f"{option} of {where}") for each in listed)
 
 
 def _folder(value: str | os.PathLike[str], where: str) -> Path:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from polyshard.errors import ConfigError
+from polyshard.errors import ConfigError, did_you_mean
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, bytes_of, resolve_classes
 from torch import nn
 
@@ -293,9 +292,8 @@ def link_of(value: object, where: str) -> Link:
         raise ConfigError(f"{where} is {value!r}. Give a table: {{latency_s = 12e-6, bandwidth_bytes_per_s = 450e9}}.")
     for key in value:
         if key not in _KEYS:
-            near = difflib.get_close_matches(str(key), _KEYS, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(_KEYS)}."
-            raise ConfigError(f"{where} has no {key!r}. {hint}")
+            hint = did_you_mean(str(key), _KEYS) or f" It has: {', '.join(_KEYS)}."
+            raise ConfigError(f"{where} has no {key!r}.{hint}")
     for key in _KEYS:
         number = value.get(key)
         least = 0.0 if key == "latency_s" else math.nextafter(0.0, 1.0)

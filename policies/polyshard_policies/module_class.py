@@ -5,13 +5,13 @@ Other policies walk over a model by ``candidates`` and ``counted_parameters``, t
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from polyshard.errors import ConfigError
+from polyshard.errors import ConfigError, did_you_mean
 from polyshard.interfaces import UNIT_OVERRIDES, PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_classes
 from torch import nn
 
@@ -84,7 +84,7 @@ class Overrides:
                 if setting not in UNIT_OVERRIDES:
                     raise ConfigError(
                         f"{self._where} sets {setting!r} for {key!r}, which no unit has."
-                        f"{_hint(str(setting), UNIT_OVERRIDES)} A unit has: {', '.join(UNIT_OVERRIDES)}."
+                        f"{did_you_mean(str(setting), UNIT_OVERRIDES)} A unit has: {', '.join(UNIT_OVERRIDES)}."
                     )
 
     def applied(self, plan: UnitPlan, root: nn.Module, context: PolicyContext) -> UnitPlan:
@@ -110,7 +110,7 @@ class Overrides:
             known = {name for name, _ in below} | {type(module).__name__ for _, module in below}
             raise ConfigError(
                 f"{self._where} has {key!r}, which no module inside this {type(root).__name__} has as class or name."
-                f"{_hint(key, known) or ' Name some of its modules: polyshard explain lists them.'}"
+                f"{did_you_mean(key, known) or ' Name some of its modules: polyshard explain lists them.'}"
             )
         ours = {module for _, module in candidates(root, context)} & found.keys()
         chosen = {module: {**plan.get(module, {}), **found.get(module, {})} for module in {*plan, *ours}}
@@ -261,10 +261,9 @@ class NoSplitModules(WrapPolicy):
                 f"{self._where} looks for. {_INSTEAD}"
             )
         for unknown in sorted(self._left_out - named):
-            near = difflib.get_close_matches(unknown, named, n=1)
             raise ConfigError(
                 f"leave_out of {self._where} names {unknown!r}, which {type(root).__name__} has not in its "
-                f"{_ATTRIBUTE}. " + (f"Did you mean {near[0]!r}?" if near else f"It has: {listed}.")
+                f"{_ATTRIBUTE}.{did_you_mean(unknown, named) or f' It has: {listed}.'}"
             )
         wanted = present - self._left_out
         plan: UnitPlan = {module: {} for _, module in candidates(root, context) if type(module).__name__ in wanted}
@@ -300,7 +299,7 @@ def counted_parameters(module: nn.Module, context: PolicyContext) -> dict[nn.Par
 def _absent(wanted: type, present: Iterable[type], root: nn.Module, where: str) -> str:
     own = {each.__name__: each for each in present if not each.__module__.startswith("torch.")}
     known = own or {each.__name__: each for each in present}
-    near = difflib.get_close_matches(wanted.__name__, known, n=1)
+    near = get_close_matches(wanted.__name__, known, n=1)
     if near and near[0] == wanted.__name__:
         hint = f"Its {near[0]} is another class, {_reference(known[near[0]])}: name that."
     elif near:
@@ -322,8 +321,3 @@ def _matches(key: str, name: str, module: nn.Module) -> bool:
 
 def _with_settings(settings: Mapping[str, Any]) -> str:
     return f" with {', '.join(f'{key}={value!r}' for key, value in settings.items())}" if settings else ""
-
-
-def _hint(word: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

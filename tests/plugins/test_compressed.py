@@ -205,10 +205,10 @@ def test_training_follows_the_whole_model_closely(
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "number": ({"number": "int4"}, "number of collectives 'compressed' must be 'int8' or 'fp8', not 'int4'"),
     "block": ({"block": 100}, "multiple of 16 elements, not 100"),
-    "no block": ({"block": 0}, "multiple of 16 elements, not 0"),
-    "a fraction": ({"block": 64.0}, r"not 64\.0"),
-    "min_numel": ({"min_numel": -1}, "0 or more, not -1"),
-    "slices": ({"slices": "no"}, "slices .* must be True or False, not 'no'"),
+    "no block": ({"block": 0}, "0 is no whole number of at least 16, in block of collectives 'compressed'"),
+    "a fraction": ({"block": 64.0}, r"64\.0 is no whole number"),
+    "min_numel": ({"min_numel": -1}, "-1 is no whole number of at least 0, in min_numel"),
+    "slices": ({"slices": "no"}, "'no' is neither true nor false, in slices of"),
     "nothing": ({"slices": False, "replicas": False}, "neither slices nor replicas"),
     "inner": ({"inner": 3}, "instance of builtins:int"),
 }
