@@ -7,7 +7,7 @@ import functools
 import inspect
 import pkgutil
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -147,3 +147,28 @@ OF_GROUP: Mapping[Group, type] = {
     Group.POLICIES: PolicySuite,
     Group.PLUGINS: ListenerSuite,
 }
+
+
+def suites_of(
+    module: str, group: str, label: str, options: str, attributes: Mapping[str, Any], devices: Sequence[str]
+) -> dict[str, type]:
+    """The classes of tests of one plugin, as its author could have written them: one for each device.
+
+    Args:
+        module: name of the module that is to hold them.
+        group: the plugin's entry-point group.
+        label: its name: ``"distribution:name"``.
+        options: an inline table of TOML, which has values that JSON has not.
+        attributes: further ones of the classes.
+        devices: ``"cpu"``, ``"cuda"``.
+    """
+    of_group = Group(group)
+    bases: dict[Group, type] = {Group.COLLECTIVES: InstalledCollectives, Group.POLICIES: InstalledPolicy}
+    found = {}
+    for device in devices:
+        ranks = {"ranks": "processes", "device_type": device} if of_group is Group.COLLECTIVES else {}
+        own = {"group": of_group, "label": label, "options": f"table = {options}", "device": torch.device(device)}
+        name = f"Test{device.title()}"
+        base = bases.get(of_group, InstalledPlugin)
+        found[name] = type(name, (base, OF_GROUP[of_group]), {"__module__": module, **own, **ranks, **attributes})
+    return found

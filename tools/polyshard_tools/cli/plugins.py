@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyshard import registry
@@ -39,7 +31,7 @@ from polyshard.registry.find import normalised, offers_of
 from .shared import print_table
 
 if TYPE_CHECKING:
-    from polyshard_testing.check_process import Outcome
+    from polyshard_testing.check_process import Rule, SuiteRun
 
 
 #: The state of a plugin that cannot be resolved, by the error.
@@ -52,8 +44,6 @@ _STATES: Mapping[type[PluginError], registry.PluginState] = {
 }
 #: Options that the suite of collectives gives on each rank.
 _GIVEN_BY_RANK = ("rank", "world_size")
-#: The base that constructs a plugin of each group for its suite; ``InstalledPlugin`` for the others.
-_MIXED_IN = {Group.COLLECTIVES: "InstalledCollectives", Group.POLICIES: "InstalledPolicy"}
 
 
 def list_or_check(arguments: argparse.Namespace) -> int:
@@ -105,15 +95,18 @@ def _check(arguments: argparse.Namespace) -> int:
     _check_options(resolved)
     if arguments.model and group is not Group.POLICIES:
         raise ConfigError(f"--model is for policies; a plugin of {group.value} is tested without one of yours")
-    devices = _devices()
-    tests = _tests(
+    # Imported with pytest, so that all else of the command works without it.
+    from polyshard_testing.check_process import run_suite
+
+    model = {"model_factory": arguments.model} if arguments.model else {}
+    run = run_suite(
         group,
         f"{resolved.distribution}:{resolved.name}",
         arguments.options,
-        _attributes(group, arguments.suite) | ({"model_factory": arguments.model} if arguments.model else {}),
-        devices,
+        _attributes(group, arguments.suite) | model,
+        _devices(),
+        arguments.timeout,
     )
-    run = _run_suite(tests, arguments.timeout)
     plugin = {
         "group": group.value,
         "name": resolved.name,
@@ -191,7 +184,6 @@ def _parameters(resolved: registry.Resolved[Any]) -> dict[str, inspect.Parameter
 
 
 def _attributes(group: Group, text: str) -> dict[str, Any]:
-    # Imported with pytest, so that all else of the command works without it.
     from polyshard_testing.installed import OF_GROUP
 
     found = _table("--suite", text)
@@ -254,139 +246,3 @@ def _print_failed(rule: Rule) -> None:
 def _named(plugin: dict[str, str]) -> str:
     origin = f"{plugin['distribution']} {plugin['version']} " if "distribution" in plugin else ""
     return f"{origin}{plugin['name']} of {plugin['group']}"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One case in which a rule did not hold."""
-
-    device: str
-    case: str
-    """Parameters of the test, as pytest writes them."""
-    message: str
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One test of the suite, and how it went."""
-
-    name: str
-    """Of the method."""
-    asked: bool
-    """Whether the plugin was asked at all; False where its capabilities rule it out."""
-    failures: tuple[Failure, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether it was asked and held in every case."""
-        return self.asked and not self.failures
-
-
-@dataclass(frozen=True)
-class SuiteRun:
-    """The result of a run."""
-
-    devices: tuple[str, ...]
-    """On which the plugin could be made."""
-    unusable: str
-    """Why it could not be made on any; empty where it could."""
-    rules: tuple[Rule, ...]
-    ended_early: str = ""
-    """Why the run ended before all rules were tried; empty where it did not."""
-
-
-def _tests(group: Group, label: str, options: str, attributes: Mapping[str, Any], devices: Sequence[str]) -> str:
-    """A file of tests, as the plugin's author could have written it.
-
-    ``options`` is text, an inline table of TOML: TOML has values that JSON has not.
-    """
-    # Imported with pytest, so that all else of the command works without it.
-    from polyshard_testing import installed
-
-    base = _MIXED_IN.get(group, "InstalledPlugin")
-    lines = [
-        "import torch",
-        f"from {installed.__name__} import OF_GROUP, {base}",
-        "from polyshard.interfaces import Group",
-    ]
-    for device in devices:
-        ranks = {"ranks": "processes", "device_type": device} if group is Group.COLLECTIVES else {}
-        lines += [
-            f"class Test{device.title()}({base}, OF_GROUP[Group({group.value!r})]):",
-            f"    group = Group({group.value!r})",
-            f"    label = {label!r}",
-            f"    options = {f'table = {options}'!r}",
-            f"    device = torch.device({device!r})",
-            *(f"    {name} = {value!r}" for name, value in {**ranks, **attributes}.items()),
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _run_suite(tests: str, timeout_s: float) -> SuiteRun:
-    """Run a file of tests in a process of its own; pytest must be installed."""
-    from polyshard_testing import check_process
-
-    # The packages of this process, and neither pytest's plugins that happen to be there nor the current folder.
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environ.pop("PYTEST_ADDOPTS", None)
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, check_process.TESTS).write_text(tests, encoding="utf-8")
-        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-        written = Path(folder, "output.txt")
-        with written.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", check_process.__name__, folder],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            code = process.wait(timeout_s)
-            # 1: tests failed, as their outcomes say.
-            ended = "" if code in (0, 1) else f"the suite's process ended with {code}"
-        except subprocess.TimeoutExpired:
-            ended = f"the suite had not ended after {timeout_s:g} s"
-        finally:
-            # Ranks that hang outlive the process that started them.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return _found(
-            check_process.outcomes_in(Path(folder)), ended, written.read_text(encoding="utf-8", errors="replace")
-        )
-
-
-def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
-    from polyshard_testing.check_process import MADE, Stage
-
-    made = {each.device: each for each in outcomes if each.rule == MADE}
-    devices = tuple(device for device, each in made.items() if each.stage is Stage.PASSED)
-    if not devices:
-        reasons = [each.message for each in made.values() if each.message]
-        return SuiteRun((), "; ".join(reasons) or f"{ended or 'nothing was tried'}\n{output[-2000:]}".strip(), ())
-    broken = [f"on {device}: {each.message}" for device, each in made.items() if each.stage is Stage.FAILED]
-    by_rule: dict[str, list[Outcome]] = {}
-    for each in outcomes:
-        if each.rule != MADE:
-            by_rule.setdefault(each.rule, []).append(each)
-    rules = tuple(_rule(name, found, ended) for name, found in by_rule.items())
-    return SuiteRun(devices, "; ".join(broken), rules, ended)
-
-
-def _rule(name: str, outcomes: Iterable[Outcome], ended: str) -> Rule:
-    from polyshard_testing.check_process import Stage
-
-    cases: dict[tuple[str, str], Outcome] = {}
-    for each in outcomes:
-        earlier = cases.get((each.device, each.case))
-        # A failure while a test is torn down follows its passing; one may also fail twice.
-        if earlier is None or earlier.stage is not Stage.FAILED:
-            cases[each.device, each.case] = each
-    failures = tuple(
-        Failure(each.device, each.case, each.message if each.stage is Stage.FAILED else ended)
-        for each in cases.values()
-        if each.stage in (Stage.FAILED, Stage.BEGUN)
-    )
-    return Rule(name, any(each.stage is not Stage.SKIPPED for each in cases.values()), failures)
