@@ -123,40 +123,6 @@ def test_peers_are_named_by_what_they_are() -> None:
             contender(wrong)
 
 
-@pytest.mark.slow
-def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
-    from figures import BEGIN, END, OLD, main
-
-    results = tmp_path / "results"
-    results.mkdir()
-    (results / "peers.json").write_text(json.dumps(report()))
-    page, archive, chart = tmp_path / "page.md", tmp_path / "archive.md", tmp_path / "chart.svg"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    earlier = report()
-    earlier["environment"] |= {"commit": "f" * 40, "date": "2026-01-01"}
-    (results / "peers2.json").write_text(json.dumps(earlier))
-    archive.write_text("{}\n{}\n".format(*OLD))
-    arguments = ["--results", str(results), "--page", str(page), "--archive", str(archive), "--chart", str(chart)]
-    arguments += ["--readme-chart", str(tmp_path / "readme.svg")]
-    assert main(arguments) == 0
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert "| polyshard | 80.0 |" in text
-    assert "ddp: it does not fit." in text
-    assert "2 x Some GPU" in text
-    assert "commit 0123456789" in text
-    assert "commit ffffffffff" not in text
-    assert "commit ffffffffff" in archive.read_text()
-    picture = chart.read_bytes()
-    assert b"<svg" in picture
-    # Again: nothing changes.
-    assert main(arguments) == 0
-    assert page.read_text() == text
-    assert chart.read_bytes() == picture
-
-
 def output_on_ranks(ranks: int, script: str, *arguments: str) -> str:
     """What ``script`` of the benchmarks prints when so many CPU ranks run it."""
     done = run_script(ranks, BENCHMARKS / script, ["--device", "cpu", *arguments])
@@ -197,17 +163,6 @@ def test_peers_that_take_turns_at_each_step_train_alike(tmp_path: Path) -> None:
         assert summary[peer]["speed_to_polyshard"]["median"] > 0
         # Of another peer's losses, which ranks that disagree about the order would mix in, these are 3e-4 off.
         assert summary[peer]["loss_difference"] < 1e-4
-
-
-@pytest.mark.nightly
-def test_hybrid_peers_train_alike_on_two_by_two_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "peers.json"
-    measured = ["--work", "tiny", "--rounds", "1", "--steps", "2", "--peers", "fsdp2,fsdp2-hybrid,polyshard-hybrid"]
-    output_on_ranks(4, "peers.py", *measured, "--out", str(out))
-    peers = json.loads(out.read_text())["summary"]["tiny"]
-    for peer in ("fsdp2-hybrid", "polyshard-hybrid"):
-        assert peers[peer]["loss_difference"] < 1e-3
-        assert peers[peer]["loss"]["last"] < peers[peer]["loss"]["first"]
 
 
 @pytest.mark.nightly

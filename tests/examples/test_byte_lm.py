@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -200,31 +199,6 @@ def test_one_flag_begins_and_goes_on_and_a_restart_goes_on_without_it(tmp_path: 
     assert chosen("d", 1) == "run-002"
     # A job that was killed before it had a folder.
     assert chosen("e", 1) == "run-004"
-
-
-@pytest.mark.slow
-def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -> None:
-    checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
-    loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
-    run = loaded.run
-    text = torch.zeros(100, dtype=torch.uint8)
-    corpus = part("data").Corpus(text, text, "one")
-    training = part("training").Training(loaded, ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False), corpus)
-    training.step(0)
-    model, optimizer, history = training.model, training.optimizer, training.history
-    folder = checkpointing.run_folder(tmp_path, checkpointing.Launch("a", 0), resume=False)
-    checkpointing.save_checkpoint(folder, 1, model, optimizer, run=run, digest="one", history=history)
-
-    def resumed(run: Any, digest: str) -> int:
-        directory = checkpointing.latest_checkpoint(folder)
-        step: int = checkpointing.load_checkpoint(directory, model, optimizer, run=run, digest=digest).step
-        return step
-
-    assert resumed(replace(run, output="elsewhere"), "one") == 1
-    with pytest.raises(ConfigError, match=r"run\.lr was 0\.004 and is 0\.1"):
-        resumed(replace(run, lr=0.1), "one")
-    with pytest.raises(ConfigError, match="the standard library differs"):
-        resumed(run, "another")
 
 
 @pytest.mark.nightly

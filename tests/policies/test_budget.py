@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
 import warnings
@@ -10,12 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import polyshard
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import Block, Net, assert_parity, seeded, square_step
+from parity import Net, assert_parity, seeded, square_step
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
 from polyshard.planning.plan import plan_modules
@@ -404,22 +402,3 @@ def test_options_that_it_cannot_take(options: dict[str, Any], words: list[str]) 
         Budget(CONTEXT, **options)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_by_name_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(
-        """
-        [shard]
-        collectives = { name = "fake", world_size = 2 }
-
-        [shard.policy]
-        name = "budget"
-        unit_bytes = "400 B"
-        link = { latency_s = 1e-9, bandwidth_bytes_per_s = 1e9 }
-        """
-    )
-    model = polyshard.shard(copy.deepcopy(Net()), polyshard.ShardConfig.from_toml(tmp_path / "run.toml"))
-    # A block has 77 parameters: 308 bytes. What is before and after them has 80 and 48, more than the least, 2: nothing
-    # is left for the root.
-    assert polyshard.report(model).units == 5
-    assert isinstance(model.blocks[0], Block)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import polyshard
 import pytest
 import torch
 from polyshard import ShardConfig, errors
-from polyshard_tools.cli import main
 from refusal import Tower, refused, silent
 from torch import nn
 
@@ -130,40 +128,3 @@ def test_one_text_is_said_once_a_process_by_rank_0_unless_a_filter_wants_it_alwa
 
 
 # The command.
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('policy = { name = "transformer", layers = "acme_beside:Blok" }', "'acme_beside' has no 'Blok'"),
-        ('policy = { name = "transformer", layers = ["acme_beside:Block", "acme_beside:Decodr"] }', "'Decoder'"),
-        ('policy = "transformer"', "missing a required argument: 'layers'"),
-        ('precision = { name = "mixed", parm = "bf16" }', "'parm'. Did you mean 'param'?"),
-        ('offload = { name = "cpu", pin_memry = true }', "'pin_memry'. Did you mean 'pin_memory'?"),
-        ('collectives = { name = "nccl", comunicators = 1 }', "'comunicators'. Did you mean 'communicators'?"),
-        ('listeners = [{ name = "trace", fille = "x" }]', "'fille'"),
-    ],
-)
-def test_a_file_with_a_mistake_in_an_option_exits_with_two(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
-) -> None:
-    (tmp_path / "acme_beside.py").write_text(BLOCKS)
-    file = tmp_path / "run.toml"
-    file.write_text(f"[shard]\n{text}\n")
-    assert main(["config", str(file)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-
-
-def test_a_right_file_is_shown_with_classes_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "acme_beside_right.py").write_text(BLOCKS)
-    file = tmp_path / "run.toml"
-    lines = [
-        'policy = { name = "transformer", layers = ["acme_beside_right:Block"] }',
-        'collectives = { name = "nccl", communicators = 1 }',
-        'offload = "cpu"',
-    ]
-    file.write_text("\n".join(["[shard]", *lines]) + "\n")
-    assert main(["config", str(file)]) == 0
-    assert "acme_beside_right:Block" in capsys.readouterr().out

@@ -238,17 +238,3 @@ def test_a_shell_completes_words(line: str, words: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert out.read_text() == words
-
-
-def test_what_the_system_refuses_is_told_of_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text("[shard]\n")
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    # In the working directory it looks for modules.
-    assert main(["config", str(file)]) == 2
-    assert capsys.readouterr().err == "polyshard: [Errno 2] No such file or directory\n"

@@ -18,7 +18,7 @@ from polyshard.interfaces import Group
 from polyshard.registry import installed
 from polyshard_tools import doctor
 from polyshard_tools.cli import main
-from polyshard_tools.doctor import Device, Finding, Level, Machine, Outcome, Section, Trial, TrialState
+from polyshard_tools.doctor import Device, Finding, Level, Machine, Section, Trial, TrialState
 
 GIB = 2**30
 H200 = Device("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, frozenset({1}))
@@ -339,8 +339,3 @@ def test_a_time_limit_that_is_none(capsys: pytest.CaptureFixture[str], seconds: 
         main(["doctor", "--limit", seconds])
     assert ended.value.code == 2
     assert "--limit" in capsys.readouterr().err
-
-
-def test_an_outcome_without_output_says_so() -> None:
-    outcome = Outcome(PAIR_OF_RANKS, TrialState.FAILED, 0.3, ("starting", "starting"))
-    assert "wrote nothing" in only(doctor.trial_section([outcome])).why

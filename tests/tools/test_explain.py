@@ -515,26 +515,6 @@ def test_json_holds_every_unit(command: list[str], capsys: pytest.CaptureFixture
     ]
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({1: "walk.toml"}, "cannot read the configuration file walk.toml"),
-        ({3: "explained_nets:Nett"}, "has no Nett. Did you mean 'Net'?"),
-        ({5: "0"}, "there is no world of 0 ranks"),
-        ({5: "8", 6: "--device", 7: "gpu"}, "device 'gpu' is none that torch knows"),
-        ({5: "8", 6: "--table", 7: "sharp"}, "has no table [sharp]. Did you mean 'shard'?"),
-    ],
-)
-def test_the_command_exits_with_two_and_prints_nothing(
-    command: list[str], changed: dict[int, str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words_of_it = dict(enumerate(command)) | changed
-    assert main(list(words_of_it.values())) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-
-
 # Folding
 
 

@@ -180,48 +180,6 @@ def test_whole_gradients_wait_in_the_dtype_of_reductions() -> None:
     assert one.peak_nbytes <= few.peak_nbytes
 
 
-def idle_share(pipeline: Pipeline) -> float:
-    """Of a step in which each forward and each backward of a stage takes as long, by running it."""
-    ends: dict[tuple[bool, int, int], int] = {}
-    now = [0] * pipeline.ranks
-    left = [list(pipeline.steps(rank)) for rank in range(pipeline.ranks)]
-    done = Counter[tuple[bool, int]]()
-    while any(left):
-        before = sum(map(len, left))
-        for rank in range(pipeline.ranks):
-            while left[rank]:
-                forwards, local = left[rank][0]
-                stage = rank + local * pipeline.ranks
-                microbatch = done[forwards, stage]
-                waits = [(True, stage - 1, microbatch)] if forwards and stage else []
-                if not forwards:
-                    waits = [(True, stage, microbatch)]
-                    waits += [(False, stage + 1, microbatch)] if stage < pipeline.stages - 1 else []
-                if any(each not in ends for each in waits):
-                    break
-                now[rank] = max([now[rank], *(ends[each] for each in waits)]) + 1
-                ends[forwards, stage, microbatch] = now[rank]
-                done[forwards, stage] += 1
-                left[rank].pop(0)
-        assert sum(map(len, left)) < before, "ranks wait for each other"
-    return 1 - 2 * pipeline.each * pipeline.microbatches / max(now)
-
-
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        Pipeline(Order.GPIPE, 4, 8),
-        Pipeline(Order.ONE_F_ONE_B, 4, 4),
-        Pipeline(Order.ONE_F_ONE_B, 8, 24),
-        Pipeline(Order.INTERLEAVED_1F1B, 4, 8, 2),
-        Pipeline(Order.INTERLEAVED_1F1B, 2, 12, 4),
-    ],
-    ids=lambda each: f"{each.order.value}-{each.ranks}x{each.each}-{each.microbatches}",
-)
-def test_the_bubble_is_that_of_a_run_in_which_all_takes_as_long(pipeline: Pipeline) -> None:
-    assert pipeline.bubble == pytest.approx(idle_share(pipeline))
-
-
 def links_of(latency_s: float) -> LinkModel:
     """Links of which all but the latency of an arrival between stages takes next to no time."""
     quick = [Link(each, 2, 0.0, 1e18) for each in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)]
