@@ -119,7 +119,7 @@ class _EagerScope:
     def __init__(self, pool: torch.cuda.MemPool, index: int) -> None:
         from polyshard_backends import _torch_private
 
-        self._inner = _torch_private.pool_scope(pool, index)
+        self._inner = _torch_private.PoolScope(pool, index)
 
     def share(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
         """Nothing is shared."""

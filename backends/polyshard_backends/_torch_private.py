@@ -1,11 +1,11 @@
-"""Every private torch name that the backends use, with the reason, and the fallback for versions without it."""
+"""Every private torch name that the backends use, with the reason."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
@@ -70,55 +70,13 @@ def stream_of(key: StreamKey) -> torch.cuda.Stream:
 
 
 class Channel:
-    """One process group's operations on flat tensors, issued on the current stream, by ``torch.distributed``.
-
-    Arguments as there. Sizes and dtypes that do not fit raise before anything is sent, except in the ``_many``, which
-    may not check them.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        # Newer names first: where torch has these, older ones warn.
-        self._gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
-        """``out``: ``[world_size * n]``; ``shard``: ``[n]``, same dtype."""
-        self._gather(out, shard, group=self._group)
-
-    def all_gather_many(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
-        """``all_gather`` of each pair, in one launch where there is a way."""
-        for out, shard in zip(outs, shards, strict=True):
-            self.all_gather(out, shard)
-
-    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
-        """Both ``[world_size * n]``, same dtype."""
-        dist.all_to_all_single(out, full, group=self._group)
-
-    def exchange(self, out: torch.Tensor, out_splits: list[int], source: torch.Tensor, in_splits: list[int]) -> None:
-        """``all_to_all`` of blocks of these sizes, one for each rank; both flat, of one dtype."""
-        dist.all_to_all_single(out, source, out_splits, in_splits, group=self._group)
-
-    def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
-        """``all_to_all`` of each pair, in one launch where there is a way."""
-        for out, full in zip(outs, fulls, strict=True):
-            self.all_to_all(out, full)
-
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
-        """``out``: ``[n]``; ``full``: ``[world_size * n]``, same dtype."""
-        self._scatter(out, full, op=torch_op(op), group=self._group)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Any shape."""
-        dist.all_reduce(tensor, op=torch_op(op), group=self._group)
-
-
-class _TransportChannel(Channel):
-    """The methods of the transport itself.
+    """One process group's operations on flat tensors, issued on the current stream: methods of the transport itself.
 
     The functions of ``torch.distributed`` add a logger, checks, new options and a dispatcher to each call: about as
     much host time as the transport's own part. With ``asyncOp`` off, NCCL runs an operation on the current stream and
-    returns None; other transports return work, which is waited for here.
+    returns None; other transports return work, which is waited for here. (torch 2.11 to 2.15)
+
+    Sizes and dtypes that do not fit raise before anything is sent, except in the ``_many``, which may not check them.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -146,28 +104,34 @@ class _TransportChannel(Channel):
             self._reduce_options[op].reduceOp = torch_op(op)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """``out``: ``[world_size * n]``; ``shard``: ``[n]``, same dtype."""
         work = self._gather(out, shard, self._gather_options)
         if work is not None:
             work.wait()
 
     def all_gather_many(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        """``all_gather`` of each pair, in one launch."""
         work = self._gather_many(outs, shards, self._gather_options)
         if work is not None:
             work.wait()
 
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
+        """Both ``[world_size * n]``, same dtype."""
         work = self._exchange(out, full, [], [], self._exchange_options)
         if work is not None:
             work.wait()
 
     def exchange(self, out: torch.Tensor, out_splits: list[int], source: torch.Tensor, in_splits: list[int]) -> None:
+        """``all_to_all`` of blocks of these sizes, one for each rank; both flat, of one dtype."""
         work = self._exchange(out, source, out_splits, in_splits, self._exchange_options)
         if work is not None:
             work.wait()
 
     def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
+        """``all_to_all`` of each pair, in one launch where the transport has those."""
         if self._begin_launch is None:
-            super().all_to_all_many(outs, fulls)
+            for out, full in zip(outs, fulls, strict=True):
+                self.all_to_all(out, full)
             return
         self._begin_launch(self._device)
         try:
@@ -180,33 +144,28 @@ class _TransportChannel(Channel):
             work.wait()
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
+        """``out``: ``[n]``; ``full``: ``[world_size * n]``, same dtype."""
         work = self._scatter(out, full, self._scatter_options[op])
         if work is not None:
             work.wait()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Any shape."""
         work = self._reduce([tensor], self._reduce_options[op])
         if work is not None:
             work.wait()
 
 
-def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
-    """The quickest way to ``group``'s operations on tensors of ``device`` that this version of torch has."""
-    try:
-        return _TransportChannel(group, device)
-    except (AttributeError, TypeError):
-        return Channel(group)
-
-
 def _on_current_stream(options: Any) -> Any:
-    if not hasattr(options, "asyncOp"):
-        raise AttributeError("asyncOp")
     options.asyncOp = False
     return options
 
 
-class _PoolScope:
-    """``torch.cuda.use_mem_pool`` without a generator for each use. May be entered again and again, not nested."""
+class PoolScope:
+    """This thread allocates from ``pool`` inside: ``torch.cuda.use_mem_pool`` without a generator for each use.
+
+    May be entered again and again, not nested. (torch 2.11 to 2.15)
+    """
 
     __slots__ = ("_begin", "_end", "_id", "_index", "_pool", "_release")
 
@@ -224,31 +183,6 @@ class _PoolScope:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end(self._index, self._id)
         self._release(self._index, self._id)
-
-
-class _PublicPoolScope:
-    """``torch.cuda.use_mem_pool``, to be entered again and again."""
-
-    def __init__(self, pool: torch.cuda.MemPool) -> None:
-        self._pool = pool
-        self._entered: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> None:
-        self._entered = torch.cuda.use_mem_pool(self._pool)
-        self._entered.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._entered is not None:
-            self._entered.__exit__(kind, error, at)
-            self._entered = None
-
-
-def pool_scope(pool: torch.cuda.MemPool, device_index: int) -> AbstractContextManager[None]:
-    """A context in which this thread allocates from ``pool``, to be entered once a gather."""
-    try:
-        return _PoolScope(pool, device_index)
-    except AttributeError:
-        return _PublicPoolScope(pool)
 
 
 def registered_pool(group: dist.ProcessGroup, device: torch.device) -> torch.cuda.MemPool:

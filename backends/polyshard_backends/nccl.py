@@ -325,12 +325,12 @@ class NcclCollectives(ProcessGroupCollectives):
             raise self._translated(error, "barrier") from error
 
     def _open_gathers(self) -> _torch_private.Channel:
-        self._gather_channel = _torch_private.channel(self.gather_group(), self.device)
+        self._gather_channel = _torch_private.Channel(self.gather_group(), self.device)
         return self._gather_channel
 
     def _open_reductions(self) -> _torch_private.Channel:
         self._mean_of_rows = _find_mean_of_rows()
-        self._reduction_channel = _torch_private.channel(self.reduction_group(), self.device)
+        self._reduction_channel = _torch_private.Channel(self.reduction_group(), self.device)
         return self._reduction_channel
 
     def _device_number(self) -> int:
@@ -363,7 +363,7 @@ class SharedScope:
 
     def __init__(self, pool: torch.cuda.MemPool, index: int) -> None:
         self._pool = pool
-        self._inner = _torch_private.pool_scope(pool, index)
+        self._inner = _torch_private.PoolScope(pool, index)
         self._index = index
         self._streams: dict[_torch_private.StreamKey, _torch_private.StreamKey] = {}
         self._outer: _torch_private.StreamKey = (0, index, 0)

@@ -83,7 +83,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     def idle_blocks(pool: None, stream: Stream) -> list[int]:
         return [nbytes for (owner, nbytes), count in DEVICE.idle.items() if owner == stream.stream_id and count]
 
-    monkeypatch.setattr(_torch_private, "pool_scope", lambda pool, index: Pool())
+    monkeypatch.setattr(_torch_private, "PoolScope", lambda pool, index: Pool())
     monkeypatch.setattr(_torch_private, "current_stream", lambda index: tuple(DEVICE.current))
     monkeypatch.setattr(_torch_private, "stream_of", lambda key: Stream(*key))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: DEVICE.current)
