@@ -13,9 +13,9 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from polyshard.pipelining import Gathers, PipelineStage
 from torch import nn
 
 from .plan import Plan, groups_of, largest_fitting, links_for, of_step
-from .recording import Issued, Kind, Operation, Span, Transfer
+from .recording import Kind, Operation, Span
 from .timing import Device, LinkModel, StepTime, timed
 from .trace import TracedModel, TracedStep
 from .workload import Batch, BatchMaker, FusedAdamW, OptimizerModel
@@ -120,7 +120,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """The time of a step, in which ranks wait for each other."""
+    """The time of a step, in which ranks wait for each other: that of the slowest rank and the bubble around it."""
 
     step_s: float
     """Until the last rank has taken its optimizer's step; the host's time where that is longer."""
@@ -136,14 +136,24 @@ class PipelinePlan:
 
     pipeline: Pipeline
     ranks: tuple[RankPlan, ...]
-    """The time of each is its own, without waits for other ranks."""
-    time: PipelineTime | None = None
-    """None without a device."""
+    """The time of each is its own: what it receives from other ranks counts, and waits until that is sent do not."""
 
     @property
     def worst(self) -> Plan:
         """That of the rank which needs most memory."""
         return max((each.plan for each in self.ranks), key=lambda plan: plan.peak_nbytes)
+
+    @property
+    def time(self) -> PipelineTime | None:
+        """None without a device."""
+        own = {rank: each.plan.time for each in self.ranks for rank in each.ranks}
+        found = [own[rank] for rank in range(self.pipeline.ranks)]
+        times = [each for each in found if each is not None]
+        if len(times) < len(found):
+            return None
+        device_s = max(each.device_s for each in times) / (1 - self.pipeline.bubble)
+        step_s = max(device_s, *(each.host_s for each in times))
+        return PipelineTime(step_s, device_s, tuple(1 - each.device_s / device_s for each in times))
 
     def to_dict(self) -> dict[str, Any]:
         pipeline = self.pipeline
@@ -224,7 +234,7 @@ def plan_pipeline(
     times: list[StepTime] | None = None
     if device is not None:
         links = links or links_for(device, world_size)
-        times = [timed([each for each in step.issued if not _is_receive(each)], device, links) for step in steps]
+        times = [timed(step.issued, device, links) for step in steps]
     most = None
     if memory_nbytes is not None and largest:
 
@@ -249,82 +259,7 @@ def plan_pipeline(
         )
         for index, (ranks, each, step) in enumerate(zip(alike.values(), traced, steps, strict=True))
     )
-    if times is None or links is None:
-        return PipelinePlan(pipeline, plans)
-    receives = [each for step in steps for each in step.issued if _is_receive(each)]
-    arrival = max((links.seconds(Operation.RECEIVE, each.nbytes, each.span) for each in receives), default=0.0)
-    return PipelinePlan(pipeline, plans, _time_of(pipeline, list(alike.values()), times, arrival))
-
-
-def _is_receive(issued: Issued) -> TypeGuard[Transfer]:
-    """Whether it arrives from another stage."""
-    return isinstance(issued, Transfer) and issued.operation is Operation.RECEIVE
-
-
-def _time_of(
-    pipeline: Pipeline, alike: Sequence[Sequence[int]], times: Sequence[StepTime], arrival_s: float
-) -> PipelineTime:
-    """Run the forwards and backwards of all ranks, as long as each takes, when what they need has arrived.
-
-    Args:
-        pipeline: The schedule.
-        alike: Ranks whose stages are alike.
-        times: Of the first of each.
-        arrival_s: From the end of a forward or backward until the next stage has its result.
-    """
-    # By rank: how long each forward and backward of a stage takes, and what is behind them.
-    taken: list[dict[_Action, float]] = [{} for _ in range(pipeline.ranks)]
-    behind = [0.0] * pipeline.ranks
-    for ranks, time in zip(alike, times, strict=True):
-        begins = [begin for _, begin in time.begins]
-        actions = list(_actions(pipeline, ranks[0]))
-        lasting = [until - begin for begin, until in zip(begins, [*begins[1:], time.device_s], strict=True)]
-        for rank in ranks:
-            taken[rank] = {
-                replace(action, stage=action.stage - ranks[0] + rank): seconds
-                for action, seconds in zip(actions, lasting, strict=False)
-            }
-            behind[rank] = sum(lasting[len(actions) :])
-    ends: dict[_Action, float] = {}
-    now = [0.0] * pipeline.ranks
-    left = [deque(_actions(pipeline, rank)) for rank in range(pipeline.ranks)]
-    while any(left):
-        for rank in range(pipeline.ranks):
-            while left[rank]:
-                action = left[rank][0]
-                source = action.source(pipeline.stages)
-                if source is not None and source not in ends:
-                    break
-                arrived = 0.0 if source is None else ends[source] + arrival_s
-                now[rank] = max(now[rank], arrived) + taken[rank][action]
-                ends[action] = now[rank]
-                left[rank].popleft()
-    device_s = max(end + last for end, last in zip(now, behind, strict=True))
-    own = [sum(each.values()) + last for each, last in zip(taken, behind, strict=True)]
-    host_s = max(time.host_s for time in times)
-    return PipelineTime(max(device_s, host_s), device_s, tuple(1 - each / device_s for each in own))
-
-
-@dataclass(frozen=True)
-class _Action:
-    """A forward or a backward of a stage."""
-
-    forwards: bool
-    stage: int
-    microbatch: int
-
-    def source(self, stages: int) -> _Action | None:
-        """What another stage must have done before; None at the ends of the pipeline."""
-        stage = self.stage - 1 if self.forwards else self.stage + 1
-        return replace(self, stage=stage) if 0 <= stage < stages else None
-
-
-def _actions(pipeline: Pipeline, rank: int) -> Iterator[_Action]:
-    done: dict[tuple[bool, int], int] = {}
-    for forwards, local in pipeline.steps(rank):
-        microbatch = done.setdefault((forwards, local), 0)
-        done[forwards, local] += 1
-        yield _Action(forwards, rank + local * pipeline.ranks, microbatch)
+    return PipelinePlan(pipeline, plans)
 
 
 class _Chain:

@@ -362,8 +362,6 @@ class StepTime:
     """Of matrix products and attention."""
     issued_at: tuple[tuple[int, Interval], ...]
     """The interval of each operation, with its index among all that were issued."""
-    begins: tuple[tuple[Part, float], ...]
-    """Each part of the step, in order, and when compute comes to it."""
 
     @property
     def total_s(self) -> float:
@@ -436,7 +434,6 @@ class _Clock:
             host_s=self._launches * self._device.launch_s + self._units * self._device.unit_s,
             flops=self._flops,
             issued_at=tuple(self._intervals),
-            begins=tuple(self._begins),
         )
 
     def _take(self, index: int, stream: Stream, seconds: float, interference: float, name: str) -> None:
