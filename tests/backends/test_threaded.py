@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -366,48 +364,6 @@ def test_a_garbage_collection_inside_torch_does_not_stop_all_ranks(body: str) ->
     code = COLLECTS_ON_RANKS % body
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-class Cycle:
-    """What only garbage collection frees."""
-
-    def __init__(self) -> None:
-        self.own = self
-
-
-def test_garbage_that_a_rank_makes_is_collected_before_it_returns() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> bool:
-        collectives = join(world, rank)
-        garbage = weakref.ref(Cycle())
-        # Enough new objects for several collections, of more than the youngest generation, by any version of Python.
-        for _ in range(30):
-            kept = [[number] for number in range(5000)]
-            collectives.barrier()
-            del kept
-        return garbage() is None
-
-    assert ThreadedWorld(2).run(on_rank) == [True, True]
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_automatic_collection_is_as_before_once_ranks_have_returned(fails: bool, enabled: bool) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        join(world, rank).barrier()
-        if fails:
-            raise ValueError("rank fails")
-
-    before = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        if fails:
-            with pytest.raises(ValueError, match="rank fails"):
-                ThreadedWorld(2).run(on_rank)
-        else:
-            ThreadedWorld(2).run(on_rank)
-        assert gc.isenabled() is enabled
-    finally:
-        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize(
