@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import ClassVar
 
 import pytest
 import torch
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
 from polyshard_testing import OffloadSuite, plugin_context
-from suite_faults import EVERY_PLUGINS, WITH_OTHERS, Fault, failing, fault, names_of
+from suite_faults import EVERY_PLUGINS, WITH_OTHERS, Fault, failing, fault, names_of, rules_of
 
 
 class Sound(OffloadManager):
@@ -63,139 +61,59 @@ class TestPartialManager(OffloadSuite):
         return Partial(plugin_context())
 
 
-class ParksByRank(Sound):
-    """Parks as many units as the launcher says."""
-
-    def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
-        return units[: int(os.environ.get("RANK", "1"))]
-
-
-class FetchedAlready(Sound):
-    """Leaves out a small unit that it fetched in this forward, whose memory may be another's since."""
-
-    def begin_forward(self) -> None:
-        self.kept.clear()
-
-    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
-        if unit.name not in self.kept or master.numel() > 8:
-            own_slice.copy_(master)
-        self.kept[unit.name] = master
+def _fetch(self: Sound, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+    """In the dtype of the unit's first fetch."""
+    stage = self.kept.setdefault(unit.name, torch.empty_like(own_slice))
+    own_slice.copy_(stage.copy_(master))
 
 
-class WidensMasters(Sound):
-    """Parks 16-bit masters in fp32."""
-
-    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        return shard.float() if shard.itemsize == 2 else shard.clone()
-
-
-class ScalesLate(Sound):
-    """Sends 16 bits as bf16, whichever they are."""
-
-    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
-        own_slice.copy_(master.bfloat16() if own_slice.itemsize == 2 else master)
-
-
-class OneStage(Sound):
-    """Keeps what masters are cast into, in the dtype of the first time."""
-
-    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
-        stage = self.kept.setdefault(unit.name, torch.empty_like(own_slice))
-        own_slice.copy_(stage.copy_(master))
-
-
-class RoundsUp(Sound):
-    """Clears what is behind the slice, where there is something."""
-
-    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+def _once(self: Sound, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+    if unit.name not in self.kept or master.numel() > 8:
         own_slice.copy_(master)
-        end = own_slice.storage_offset() + own_slice.numel()
-        if end < own_slice.untyped_storage().nbytes() // own_slice.itemsize:
-            own_slice.as_strided((1,), (1,), end).zero_()
+    self.kept[unit.name] = master
 
 
-class RoundsMasters(Sound):
-    """Keeps of a master what was sent."""
-
-    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
-        own_slice.copy_(master)
-        master.copy_(own_slice)
-
-
-class SeesNothingToFetch(Sound):
-    """Looks at the largest value, of no values too."""
-
-    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
-        assert master.abs().amax() < 1e30
-        own_slice.copy_(master)
+def _round_up(self: Sound, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+    own_slice.copy_(master)
+    end = own_slice.storage_offset() + own_slice.numel()
+    if end < own_slice.untyped_storage().nbytes() // own_slice.itemsize:
+        own_slice.as_strided((1,), (1,), end).zero_()
 
 
-class SpreadGradients(Sound):
-    """Interleaves 16-bit gradients with something else, until another is added."""
-
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        if into is not None:
-            return into + grad
-        return _spread(grad) if grad.itemsize == 2 else grad.clone()
+def _look(self: Sound, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+    assert master.abs().amax() < 1e30
+    own_slice.copy_(master)
 
 
-class Forgetful(Sound):
-    """Overwrites the gradient of the 16-bit microbatch before."""
-
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        return grad.clone() if into is None or grad.itemsize == 2 else into.add_(grad)
-
-
-class ByModule(Sound):
-    """Has one gradient of a module."""
-
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        if into is not None:
-            return into.add_(grad)
-        kept = self.kept.setdefault(unit.module_name, torch.empty_like(grad))
-        return kept.copy_(grad) if kept.dtype == grad.dtype else grad.clone()
+def _by_module(self: Sound, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    if into is not None:
+        return into.add_(grad)
+    kept = self.kept.setdefault(unit.module_name, torch.empty_like(grad))
+    return kept.copy_(grad) if kept.dtype == grad.dtype else grad.clone()
 
 
-class OnePool(Sound):
-    """Has one memory for small gradients, for all managers of the process."""
-
-    pool: ClassVar[dict[tuple[str, torch.dtype], torch.Tensor]] = {}
-
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        if into is not None or grad.numel() > 8:
-            return super().store_grad(unit, grad, into)
-        kept = self.pool.setdefault((unit.name, grad.dtype), torch.empty(8, dtype=grad.dtype))
-        return kept[: grad.numel()].copy_(grad)
+#: Of all managers of the process.
+POOL: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
 
-class FirstPlace(Sound):
-    """Does not take back a unit that it was given before."""
-
-    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        return self.kept.setdefault(unit.name, shard.clone())
-
-
-class WaitsForTheLast(Sound):
-    """Waits for what it stored last, which it takes for granted."""
-
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        self.kept["last"] = super().store_grad(unit, grad, into)
-        return self.kept["last"]
-
-    def sync_for_step(self) -> None:
-        assert not self.kept["last"].is_meta
+def _pooled(self: Sound, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    if into is not None or grad.numel() > 8:
+        return Sound.store_grad(self, unit, grad, into)
+    return POOL.setdefault((unit.name, grad.dtype), torch.empty(8, dtype=grad.dtype))[: grad.numel()].copy_(grad)
 
 
-class ThreeSlots(Sound):
-    """Has memory for the gradients of three units."""
+def _note_last(self: Sound, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    self.kept["last"] = Sound.store_grad(self, unit, grad, into)
+    return self.kept["last"]
 
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        stored = super().store_grad(unit, grad, into)
-        self.kept.pop(unit.name, None)
-        self.kept[unit.name] = stored
-        if len(self.kept) > 3:
-            self.kept.pop(next(iter(self.kept))).zero_()
-        return stored
+
+def _three(self: Sound, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    stored = Sound.store_grad(self, unit, grad, into)
+    self.kept.pop(unit.name, None)
+    self.kept[unit.name] = stored
+    if len(self.kept) > 3:
+        self.kept.pop(next(iter(self.kept))).zero_()
+    return stored
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,48 +122,68 @@ def _spread(tensor: torch.Tensor) -> torch.Tensor:
     return wide[::2]
 
 
-PARKED = "parked_units_are_some_of_those_given"
-PLACED = "placed_master_keeps_values_shape_and_dtype"
-CASTS = "fetch_casts_what_the_optimizer_wrote"
-STORED = "stored_gradient_lies_beside_the_master_in_its_own_dtype"
-ADD_UP = "gradients_of_microbatches_add_up"
-APART = "units_do_not_share_memory"
-TRAINING = "training_is_that_of_the_unsharded_model"
-
 FAULTS = [
-    fault(ParksByRank, PARKED),
-    fault(FetchedAlready, "a_unit_is_fetched_again_in_the_backward"),
-    fault(WidensMasters, PLACED),
-    fault(ScalesLate, CASTS),
-    fault(OneStage, "fetch_follows_the_dtype_that_is_asked_for"),
-    fault(RoundsUp, "fetch_writes_nothing_but_the_own_slice"),
-    fault(RoundsMasters, "fetch_leaves_the_master_as_it_was"),
-    fault(SeesNothingToFetch, "an_empty_shard_is_fetched_and_its_gradient_stored"),
-    fault(SpreadGradients, STORED),
-    fault(Forgetful, ADD_UP),
-    fault(ByModule, APART),
-    fault(OnePool, "managers_of_two_models_do_not_share_memory"),
-    fault(FirstPlace, "a_unit_is_placed_again_after_an_attempt_that_failed"),
-    fault(WaitsForTheLast, "nothing_stored_is_nothing_to_wait_for"),
-    fault(ThreeSlots, TRAINING),
-]
+    # As many units as the launcher says.
+    fault(Sound, "parked_units_are_some_of_those_given", "ParksByRank",
+          units_to_park=lambda self, units: units[: int(os.environ.get("RANK", "1"))]),
+    # Leaves out a small unit that it fetched in this forward, whose memory may be another's since.
+    fault(Sound, "a_unit_is_fetched_again_in_the_backward", "FetchedAlready",
+          begin_forward=lambda self: self.kept.clear(), fetch=_once),
+    # Parks 16-bit masters in fp32.
+    fault(Sound, "placed_master_keeps_values_shape_and_dtype", "WidensMasters",
+          place=lambda self, unit, shard: shard.float() if shard.itemsize == 2 else shard.clone()),
+    # Sends 16 bits as bf16, whichever they are.
+    fault(Sound, "fetch_casts_what_the_optimizer_wrote", "ScalesLate",
+          fetch=lambda self, unit, master, out: out.copy_(master.bfloat16() if out.itemsize == 2 else master)),
+    fault(Sound, "fetch_follows_the_dtype_that_is_asked_for", "OneStage", fetch=_fetch),
+    fault(Sound, "fetch_writes_nothing_but_the_own_slice", "RoundsUp", fetch=_round_up),
+    # Keeps of a master what was sent.
+    fault(Sound, "fetch_leaves_the_master_as_it_was", "RoundsMasters",
+          fetch=lambda self, unit, master, out: master.copy_(out.copy_(master))),
+    # Looks at the largest value, of no values too.
+    fault(Sound, "an_empty_shard_is_fetched_and_its_gradient_stored", "SeesNothingToFetch", fetch=_look),
+    # Interleaves 16-bit gradients with something else, until another is added.
+    fault(Sound, "stored_gradient_lies_beside_the_master_in_its_own_dtype", "SpreadGradients",
+          store_grad=lambda self, unit, grad, into: (
+              into + grad if into is not None else _spread(grad) if grad.itemsize == 2 else grad.clone())),
+    # Overwrites the gradient of the 16-bit microbatch before.
+    fault(Sound, "gradients_of_microbatches_add_up", "Forgetful",
+          store_grad=lambda self, unit, grad, into: (
+              grad.clone() if into is None or grad.itemsize == 2 else into.add_(grad))),
+    # Has one gradient of a module.
+    fault(Sound, "units_do_not_share_memory", "ByModule", store_grad=_by_module),
+    # Has one memory for small gradients.
+    fault(Sound, "managers_of_two_models_do_not_share_memory", "OnePool", store_grad=_pooled),
+    # Does not take back a unit that it was given before.
+    fault(Sound, "a_unit_is_placed_again_after_an_attempt_that_failed", "FirstPlace",
+          place=lambda self, unit, shard: self.kept.setdefault(unit.name, shard.clone())),
+    # Waits for what it stored last, which it takes for granted.
+    fault(Sound, "nothing_stored_is_nothing_to_wait_for", "WaitsForTheLast", store_grad=_note_last,
+          sync_for_step=lambda self: self.kept["last"].is_meta),
+    # Has memory for the gradients of three units.
+    fault(Sound, "training_is_that_of_the_unsharded_model", "ThreeSlots", store_grad=_three),
+]  # fmt: skip
 
 
 @WITH_OTHERS
 @pytest.mark.parametrize("planted", FAULTS)
 def test_only_these_fail(planted: Fault, others: bool) -> None:
-    assert failing(OffloadSuite, planted, others) == set(planted.fails)
+    assert failing(OffloadSuite, planted, others) == {planted.fails}
 
 
 def test_every_test_is_the_one_that_catches_something() -> None:
-    alone = {planted.values[0].fails[0] for planted in FAULTS if not planted.values[0].why_several}
-    assert alone == names_of(OffloadSuite) - EVERY_PLUGINS
+    assert rules_of(FAULTS) == names_of(OffloadSuite) - EVERY_PLUGINS
+
+
+class _Widens(Sound):
+    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
+        return shard.float()
 
 
 def test_a_failure_shows_the_values_that_were_compared() -> None:
     class Suite(OffloadSuite):
         def make(self) -> OffloadManager:
-            return WidensMasters(plugin_context())
+            return _Widens(plugin_context())
 
     with pytest.raises(AssertionError, match=r"assert torch\.float32 is torch\.bfloat16"):
         Suite().test_placed_master_keeps_values_shape_and_dtype(1, torch.bfloat16)

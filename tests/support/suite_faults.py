@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +21,14 @@ class Fault:
     """A plugin that breaks its contract in one way."""
 
     make: Callable[[], Any]
-    fails: tuple[str, ...]
-    """Names of the tests, without ``test_``, that fail over it: all of them, and no other."""
-    why_several: str = ""
-    """Why more than one must."""
-
-    def __post_init__(self) -> None:
-        assert (len(self.fails) > 1) == bool(self.why_several), self
+    fails: str
+    """Name of the test, without ``test_``, that fails over it, and no other does."""
 
 
-def fault(plugin: type[Any], *fails: str, why: str = "") -> Any:
-    """A case of a test: ``plugin``, which is constructed with a context alone, and over which tests it fails."""
-    if "api_version" not in vars(plugin):
-        plugin.api_version = 1
-    return pytest.param(Fault(lambda: plugin(plugin_context()), fails, why), id=plugin.__name__)
+def fault(sound: type[Any], fails: str, name: str, **body: Any) -> Any:
+    """A case of a test: ``sound``, changed by ``body``, which is constructed with a context alone."""
+    plugin = type(name, (sound,), {"api_version": 1, **body})
+    return pytest.param(Fault(lambda: plugin(plugin_context()), fails), id=name)
 
 
 def plugin_faults(sound: type[Any]) -> Iterator[Any]:
@@ -48,22 +42,20 @@ def plugin_faults(sound: type[Any]) -> Iterator[Any]:
         if dist.is_initialized():
             dist.all_reduce(torch.zeros(1))
 
-    def subclass(name: str, fails: str, **body: Any) -> Any:
-        plugin = type(name, (sound,), body)
-        return pytest.param(Fault(lambda: plugin(plugin_context()), (fails,)), id=name)
-
     # Says no version itself.
-    yield subclass("Inherits", "api_version_stands_in_the_class_itself_and_is_served")
+    inherits = type("Inherits", (sound,), {})
+    rule = "api_version_stands_in_the_class_itself_and_is_served"
+    yield pytest.param(Fault(lambda: inherits(plugin_context()), rule), id="Inherits")
     # Takes every option, the misspelled ones too.
-    yield subclass("Swallows", "factory_takes_a_context_and_options_by_name", api_version=1, __init__=swallowing)
+    yield fault(sound, "factory_takes_a_context_and_options_by_name", "Swallows", __init__=swallowing)
     # Excuses an option that it does not have.
     unknown = frozenset({"folder"})
-    yield subclass("NamesNone", "local_options_are_options_of_the_factory", api_version=1, local_options=unknown)
+    yield fault(sound, "local_options_are_options_of_the_factory", "NamesNone", local_options=unknown)
     # Says something else on each rank.
     told = {"fingerprint": lambda self: f"of rank {os.environ.get('RANK')}"}
-    yield subclass("TellsItsRank", "fingerprint_is_text_that_every_rank_has", api_version=1, **told)
+    yield fault(sound, "fingerprint_is_text_that_every_rank_has", "TellsItsRank", **told)
     # Asks the others while it is constructed.
-    yield subclass("Asks", "construction_does_not_communicate", api_version=1, __init__=asking)
+    yield fault(sound, "construction_does_not_communicate", "Asks", __init__=asking)
 
 
 def names_of(suite: type[Any]) -> set[str]:
@@ -85,8 +77,13 @@ def failing(suite: type[Any], fault: Fault, others: bool) -> set[str]:
         def make(self) -> Any:
             return fault.make()
 
-    names = names_of(suite) if others else fault.fails
+    names = names_of(suite) if others else {fault.fails}
     return {name for name in names if not passes(Suite(), f"test_{name}")}
+
+
+def rules_of(faults: Sequence[Any]) -> set[str]:
+    """Names of the tests that one of ``faults`` fails alone."""
+    return {each.values[0].fails for each in faults}
 
 
 def cases(test: Callable[..., None], world_size: int = 2) -> Iterator[dict[str, Any]]:
