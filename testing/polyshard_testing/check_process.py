@@ -167,7 +167,7 @@ def run_suite(
         file.write_text(tests, encoding="utf-8")
         # Without the user's own settings for pytest.
         settings.write_text("[pytest]\n", encoding="utf-8")
-        command = [
+        command: list[str | Path] = [
             *(sys.executable, "-P", "-m", "pytest", "-p", __name__, "-c", settings, "--rootdir", folder),
             *("--noconftest", "-p", "no:cacheprovider", "-q", "--tb=short", "--import-mode=importlib", file),
         ]
