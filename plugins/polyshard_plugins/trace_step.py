@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from polyshard.errors import ConfigError
 
@@ -113,23 +113,6 @@ class StepTrace:
 
     def _finished(self, *streams: Lane) -> list[Interval]:
         return [span.interval for span in self.spans if span.finished and span.lane in streams]
-
-
-def innermost(spans: Iterable[Span]) -> list[Span]:
-    """The spans that hold no span of another unit."""
-    # Of two that begin together, the one that ends later holds the other; of two equal ones, the first issued.
-    ordered = sorted(spans, key=lambda span: (span.start_us, -span.end_us))
-    found = []
-    for position, span in enumerate(ordered):
-        for inner in ordered[position + 1 :]:
-            if inner.start_us >= span.end_us:
-                found.append(span)
-                break
-            if inner.end_us <= span.end_us and inner.unit != span.unit:
-                break
-        else:
-            found.append(span)
-    return found
 
 
 def rows(spans: Iterable[Span]) -> list[list[Span]]:
@@ -344,10 +327,15 @@ def _samples(events: Iterable[dict[str, Any]]) -> Iterator[MemorySample]:
 
 
 _GATHER, _FORWARD, _BACKWARD, _REDUCE, _EXPOSED = "#1d4ed8", "#15803d", "#b45309", "#7e22ce", "#dc2626"
-#: Opacity of the compute of a module between that of the units inside it.
-_ENCLOSING = 0.4
+#: Of forward and of backward.
+_LANES = {Lane.REDUCE: (_REDUCE, _REDUCE), Lane.COMPUTE: (_FORWARD, _BACKWARD), Lane.GATHER: (_GATHER, _GATHER)}
+_LEGEND = {
+    "gather": _GATHER, "forward": _FORWARD, "backward": _BACKWARD, "reduce": _REDUCE, "exposed": _EXPOSED,
+}  # fmt: skip
+#: Of compute: units inside of a module lie over it, and come out darker.
+_OPACITY = 0.6
 #: From the bottom to the top.
-_ROWS = ("exposed", "reduce", "compute", "gather")
+_ROWS = ("exposed", *_LANES)
 #: Width of one letter, as a share of the step's.
 _LETTER = 0.0075
 _MIB = 1 << 20
@@ -377,25 +365,23 @@ def draw_trace(trace: StepTrace, path: str | Path) -> None:
 
 def _draw_lanes(axes: Axes, trace: StepTrace) -> None:
     finished = [span for span in trace.spans if span.finished]
-    compute = [span for span in finished if span.lane is Lane.COMPUTE]
-    leaves = innermost(compute)
-    inner = {id(span) for span in leaves}
-    waits = _intervals(span for span in finished if span.lane is Lane.WAIT)
-    whole = _Place("compute")
-    for backward, colour in ((False, _FORWARD), (True, _BACKWARD)):
-        same = [span for span in compute if span.backward is backward]
-        _bars(axes, whole, without(_intervals(same), waits), colour, _ENCLOSING)
-        label = "backward" if backward else "forward"
-        own = _intervals(each for each in same if id(each) in inner)
-        _bars(axes, whole, without(own, waits), colour, label=label)
-    _write_names(axes, whole, leaves, trace.duration_us)
-    for lane, colour in ((Lane.GATHER, _GATHER), (Lane.REDUCE, _REDUCE)):
+    waits = [span.interval for span in finished if span.lane is Lane.WAIT]
+    for lane, (forward, backward) in _LANES.items():
         stacked = rows(span for span in finished if span.lane is lane)
         for number, spans in enumerate(stacked):
-            place = _Place(lane.value, number, len(stacked))
-            _bars(axes, place, _intervals(spans), colour, label=lane.value if number == 0 else None)
-            _write_names(axes, place, spans, trace.duration_us)
-    _bars(axes, _Place("exposed"), trace.exposed, _EXPOSED, label="exposed")
+            # One of the equal parts of the lane's row, from the top.
+            height = 0.8 / len(stacked)
+            across = _ROWS.index(lane) + 0.4 - (number + 1) * height, height
+            hidden = waits if lane is Lane.COMPUTE else []
+            for turn, colour in ((False, forward), (True, backward)):
+                same = (span.interval for span in spans if span.backward is turn)
+                # One by one, each over those around it.
+                own = [piece for interval in same for piece in without([interval], hidden)]
+                _bars(axes, across, own, colour, _OPACITY if lane is Lane.COMPUTE else 1.0)
+            _write_names(axes, across, spans, trace.duration_us)
+    _bars(axes, (-0.4, 0.8), trace.exposed, _EXPOSED)
+    for label, colour in _LEGEND.items():
+        axes.broken_barh([], (0, 0), facecolor=colour, label=label)
     axes.set_yticks(range(len(_ROWS)), _ROWS)
     axes.set_ylim(-0.5, len(_ROWS) - 0.5)
     axes.tick_params(axis="y", length=0)
@@ -403,42 +389,23 @@ def _draw_lanes(axes: Axes, trace: StepTrace) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=8)
 
 
-class _Place(NamedTuple):
-    """Where bars lie: in one of the equal parts of a row, from the top."""
-
-    row: str
-    part: int = 0
-    parts: int = 1
-
-    @property
-    def height(self) -> float:
-        return 0.8 / self.parts
-
-    @property
-    def bottom(self) -> float:
-        return _ROWS.index(self.row) + 0.4 - (self.part + 1) * self.height
-
-
-def _intervals(spans: Iterable[Span]) -> list[Interval]:
-    return [span.interval for span in spans]
-
-
 def _bars(
-    axes: Axes, place: _Place, intervals: list[Interval], colour: str, opacity: float = 1.0, label: str | None = None
+    axes: Axes, across: tuple[float, float], intervals: list[Interval], colour: str, opacity: float = 1.0
 ) -> None:
     bars = [(start / 1000, (end - start) / 1000) for start, end in intervals]
-    across = (place.bottom, place.height)
     # Neighbours of one colour are told apart by a white edge, thin enough to leave something of short ones.
-    axes.broken_barh(bars, across, facecolor=colour, alpha=opacity, edgecolor="white", linewidth=0.3, label=label)
+    axes.broken_barh(bars, across, facecolor=colour, alpha=opacity, edgecolor="white", linewidth=0.3)
 
 
-def _write_names(axes: Axes, place: _Place, spans: Iterable[Span], duration_us: float) -> None:
-    """Each unit's name, or its last part, where that fits into the bar."""
+def _write_names(axes: Axes, across: tuple[float, float], spans: list[Span], duration_us: float) -> None:
+    """Each unit's name, or its last part, where that fits into the bar and no other bar lies in that."""
     for span in spans:
-        room = (span.end_us - span.start_us) / (duration_us or 1)
-        middle = ((span.start_us + span.end_us) / 2000, place.bottom + place.height / 2)
+        start, end = span.interval
+        if any(each is not span and start <= each.start_us and each.end_us <= end for each in spans):
+            continue
+        middle = ((start + end) / 2000, across[0] + across[1] / 2)
         for name in (span.unit, span.unit.rpartition(".")[2]):
-            if len(name) * _LETTER < room:
+            if len(name) * _LETTER < (end - start) / (duration_us or 1):
                 axes.annotate(name, middle, ha="center", va="center", fontsize=7, color="white", annotation_clip=True)
                 break
 
