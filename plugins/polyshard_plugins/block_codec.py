@@ -21,7 +21,9 @@ so that CPU, CUDA and ``block_kernels.py`` write and read the same bits.
 from __future__ import annotations
 
 import enum
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from polyshard.interfaces import SLICE_ALIGNMENT_BYTES
@@ -83,9 +85,10 @@ class BlockCode:
         numel, blocks = shard.numel(), self.blocks(shard.numel())
         payload, scales = self._parts(wire, numel)
         whole = numel // self.block * self.block
-        self._encode_blocks(payload[:whole].view(-1, self.block), scales[: blocks - (whole < numel)], shard[:whole])
+        rows = payload[:whole].view(-1, self.block)
+        encode_rows(self.number, rows, scales[: blocks - (whole < numel)], shard[:whole])
         if whole < numel:
-            self._encode_blocks(payload[whole:numel].view(1, -1), scales[blocks - 1 : blocks], shard[whole:])
+            encode_rows(self.number, payload[whole:numel].view(1, -1), scales[blocks - 1 : blocks], shard[whole:])
         payload[numel:].zero_()
         scales[blocks:].fill_(SMALLEST_SCALE)
         wire[self._end(numel) :].zero_()
@@ -110,20 +113,39 @@ class BlockCode:
         start = _padded(numel)
         return wire[..., :start], wire[..., start : self._end(numel)].view(_SCALE)
 
-    def _encode_blocks(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
-        """``codes``: ``[blocks, size]``, uint8; ``scales``: ``[blocks]``; ``values``: ``[blocks * size]``."""
-        if not values.numel():
-            return
-        values = values.view_as(codes).to(_SCALE)
-        largest = values.abs().amax(1)
-        scale = (largest * self.number.reciprocal).clamp_(min=SMALLEST_SCALE)
-        finite = largest < torch.inf
-        scales.copy_(torch.where(finite, scale, torch.nan))
-        quotients = values / scale.unsqueeze(1)
-        # A NaN as an integer is whatever the device makes of it.
-        quotients.masked_fill_(~finite.unsqueeze(1), 0.0)
-        codes = codes.view(self.number.dtype)
-        codes.copy_(quotients.round_() if self.number is Number.INT8 else quotients)
+
+def encode_rows(number: Number, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
+    """Write codes and a scale each of rows. ``codes``: ``[rows, size]``, uint8; ``scales``: ``[rows]``, fp32.
+
+    ``values``: ``[rows * size]``, floating-point.
+    """
+    if not values.numel():
+        return
+    values = values.view_as(codes).to(_SCALE)
+    largest = values.abs().amax(1)
+    scale = scale_of(number, largest)
+    finite = largest < torch.inf
+    scales.copy_(torch.where(finite, scale, torch.nan))
+    quotients = values / scale.unsqueeze(1)
+    # A NaN as an integer, or as a code of fp8, is whatever the device makes of it.
+    quotients.masked_fill_(~finite.unsqueeze(1), 0.0)
+    codes.view(number.dtype).copy_(quotients.round_() if number is Number.INT8 else quotients)
+
+
+def scale_of(number: Number, largest: torch.Tensor) -> torch.Tensor:
+    """Scales of rows whose largest magnitudes are ``largest``, fp32."""
+    # Rounding may take the largest quotient above the largest code, by far less than half a step.
+    return (largest * number.reciprocal).clamp_(min=SMALLEST_SCALE)
+
+
+def kernels_for(tensor: torch.Tensor, name: str) -> ModuleType | None:
+    """The module ``name`` of kernels, where ``tensor`` is on CUDA and this build of torch comes with Triton."""
+    if not tensor.is_cuda:
+        return None
+    try:
+        return importlib.import_module(f".{name}", __package__)
+    except ImportError:
+        return None
 
 
 def _scale(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:

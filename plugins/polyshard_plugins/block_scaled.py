@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import ClassVar
 
 import torch
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PrecisionCapabilities, UnitSpec, WireSpec
 
-from .block_codec import BlockCode, Number
+from .block_codec import BlockCode, Number, kernels_for
 from .precision import Configured, DtypeSetting, PrecisionSettings, changed_settings, resolve_dtype, whole_number
 
 #: Sizes of a block: the kernels take powers of two, and a tile of them holds four blocks.
@@ -93,7 +92,7 @@ class BlockScaled(Configured):
         self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
     ) -> None:
         """On CUDA one launch for up to 16 units of one master dtype."""
-        kernels = _kernels(wires[0])
+        kernels = kernels_for(wires[0], "block_kernels")
         if kernels is None:
             for wire, shard in zip(wires, shards, strict=True):
                 self._code.encode(wire, shard)
@@ -105,7 +104,7 @@ class BlockScaled(Configured):
         self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
         """On CUDA one launch for up to 16 units of one compute dtype."""
-        kernels = _kernels(wires[0])
+        kernels = kernels_for(wires[0], "block_kernels")
         if kernels is None:
             for wire, out in zip(wires, outs, strict=True):
                 self._code.decode(wire, out)
@@ -134,17 +133,6 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
     for position, tensor in enumerate(tensors):
         found[tensor.dtype].append(position)
     return found.values()
-
-
-def _kernels(tensor: torch.Tensor) -> ModuleType | None:
-    """The kernels, where ``tensor`` is on CUDA and this build of torch comes with Triton."""
-    if not tensor.is_cuda:
-        return None
-    try:
-        from . import block_kernels
-    except ImportError:
-        return None
-    return block_kernels
 
 
 def _block(value: object, where: str) -> int:

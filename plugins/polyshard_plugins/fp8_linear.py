@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -29,13 +28,10 @@ from polyshard.interfaces import FormedWeights, LinearForm, PluginContext, Preci
 from torch import nn
 
 from ._torch_private import scaled_mm
+from .block_codec import Number, encode_rows, kernels_for, scale_of
 from .precision import Configured, DtypeSetting, PrecisionSettings, changed_settings, resolve_dtype, switch
 
-_CODE = torch.float8_e4m3fn
-#: ``1 / 448``, the largest code, rounded to fp32.
-_RECIPROCAL = float.fromhex("0x1.24924ap-9")
-#: The smallest scale: the smallest normal number of fp32.
-_SMALLEST_SCALE = 2.0**-126
+_NUMBER = Number.FP8
 #: Kernels take matrices whose dimensions are multiples.
 _MULTIPLE = 16
 #: Compute capability from which on CUDA devices multiply fp8.
@@ -168,19 +164,19 @@ class RowwiseFp8(LinearForm):
 
     def encode(self, shard: torch.Tensor, lanes: Sequence[torch.Tensor], rank: int) -> None:
         codes, scales = lanes[0], lanes[1].view(torch.float32)
-        kernels, row = _kernels(shard), 0
+        kernels, row = kernels_for(shard, "rowwise_kernels"), 0
         for offset, rows, columns in self._spans[rank]:
             values = shard.narrow(0, offset, rows * columns).view(rows, columns)
             places = codes.narrow(0, offset, rows * columns).view(rows, columns), scales.narrow(0, row, rows)
             if kernels is None:
-                _encode(values.float(), *places)
+                encode_rows(_NUMBER, *places, values)
             else:
-                kernels.encode(values, *places, _RECIPROCAL)
+                kernels.encode(values, *places, _NUMBER.reciprocal)
             row += rows
 
     def bind(self, lanes: Sequence[torch.Tensor]) -> Sequence[Sequence[torch.Tensor]]:
         weights = self._weights
-        codes = lanes[0].view(-1).view(_CODE)
+        codes = lanes[0].view(-1).view(_NUMBER.dtype)
         self._gathered = lanes[1].view(-1).view(torch.float32)
         self._order = self._order_of_scales(self._gathered.numel() // weights.shards).to(weights.device)
         self._scales = torch.empty(self._order.numel(), dtype=torch.float32, device=weights.device)
@@ -242,34 +238,8 @@ class RowwiseFp8(LinearForm):
 
 def quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``values`` (``[n, m]``) as e4m3 codes, and the scale of each row (``[n, 1]``, fp32)."""
-    scale = _scale_of(values.abs().amax(1, keepdim=True).float())
-    return (values.float() / scale).to(_CODE).contiguous(), scale
-
-
-def _encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write the codes (``[n, m]``, uint8) and scales (``[n]``) of ``values`` (``[n, m]``, fp32)."""
-    largest = torch.linalg.vector_norm(values, torch.inf, 1)
-    finite, scale = largest < torch.inf, _scale_of(largest)
-    # A NaN as a code is whatever the device makes of it: the scale says it.
-    quotients = (values / scale.unsqueeze(1)).masked_fill_(~finite.unsqueeze(1), 0.0)
-    codes.view(_CODE).copy_(quotients)
-    scales.copy_(torch.where(finite, scale, torch.nan))
-
-
-def _kernels(tensor: torch.Tensor) -> ModuleType | None:
-    """The kernel, where ``tensor`` is on CUDA and this build of torch comes with Triton."""
-    if not tensor.is_cuda:
-        return None
-    try:
-        from . import rowwise_kernels
-    except ImportError:
-        return None
-    return rowwise_kernels
-
-
-def _scale_of(largest: torch.Tensor) -> torch.Tensor:
-    # Rounding may take the largest quotient above 448, by far less than half a step.
-    return (largest * _RECIPROCAL).clamp(min=_SMALLEST_SCALE)
+    scale = scale_of(_NUMBER, values.abs().amax(1, keepdim=True).float())
+    return (values.float() / scale).to(_NUMBER.dtype).contiguous(), scale
 
 
 def _spans(weights: FormedWeights, rank: int, where: str) -> list[_Span]:

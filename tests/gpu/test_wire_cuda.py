@@ -79,7 +79,7 @@ def test_bits_are_those_of_the_plain_codec(
 ) -> None:
     """On the CPU they follow the formula: ``tests/plugins/test_wire.py``."""
     if not triton:
-        monkeypatch.setattr("polyshard_plugins.block_scaled._kernels", lambda tensor: None)
+        monkeypatch.setattr("polyshard_plugins.block_scaled.kernels_for", lambda tensor, name: None)
     shard = CASES[case]()
     code = BlockCode(Number(name), block)
     wanted = on_host(shard, code)
