@@ -201,26 +201,6 @@ def test_training_follows_the_whole_model_closely(
             assert (nbytes > 0) is encoded
 
 
-#: Wrong options, and words of the error.
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "number": ({"number": "int4"}, "number of collectives 'compressed' must be 'int8' or 'fp8', not 'int4'"),
-    "block": ({"block": 100}, "multiple of 16 elements, not 100"),
-    "no block": ({"block": 0}, "0 is no whole number of at least 16, in block of collectives 'compressed'"),
-    "a fraction": ({"block": 64.0}, r"64\.0 is no whole number"),
-    "min_numel": ({"min_numel": -1}, "-1 is no whole number of at least 0, in min_numel"),
-    "slices": ({"slices": "no"}, "'no' is neither true nor false, in slices of"),
-    "nothing": ({"slices": False, "replicas": False}, "neither slices nor replicas"),
-    "inner": ({"inner": 3}, "instance of builtins:int"),
-}
-
-
-@pytest.mark.parametrize(("options", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_options_are_named(options: dict[str, Any], words: str) -> None:
-    world = ThreadedWorld(1)
-    with pytest.raises((errors.ConfigError, errors.PluginContractError), match=words):
-        compressed(**{"inner": Counting(world, 0), **options})
-
-
 class Silent(Counting):
     """Exchanges nothing."""
 

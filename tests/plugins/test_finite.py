@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, local, on_ranks, seeded, threaded, units_of
-from polyshard.errors import ConfigError, NonFiniteError
+from polyshard.errors import NonFiniteError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.finite import Finite
@@ -158,9 +158,3 @@ def test_units_made_one_by_one_are_watched_by_one_object() -> None:
             watch.check(model)
 
     on_ranks(2, on_rank)
-
-
-@pytest.mark.parametrize("action", ["stop", "", None, 3])
-def test_an_action_that_does_not_exist_is_refused(action: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is no action, in action of listener 'finite'\. Write 'raise' or 'warn'"):
-        listener(action=action)

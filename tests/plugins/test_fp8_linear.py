@@ -12,7 +12,7 @@ import polyshard
 import pytest
 import torch
 from parity import draw, local, on_ranks, root_of, sharded_copy, units_of, whole
-from polyshard.errors import ConfigError, StateError, UnsupportedError
+from polyshard.errors import StateError, UnsupportedError
 from polyshard.interfaces import PluginContext, PrecisionCaster
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
@@ -219,21 +219,6 @@ def test_other_layers_compute_in_the_compute_dtype() -> None:
     formed = [unit.spec.parameter_names for unit in root_of(model).units if unit.forms]
     assert formed == [("taken.weight",)]
     assert labels(model)[:2] == ["(root)", "(root)[float32, formed]"]
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"weight_gradient": "fp16"}, "weight_gradient of precision 'fp8_linear' must be 'compute' or 'fp8'"),
-        ({"leave_out": (3,)}, "leave_out of precision 'fp8_linear' must be patterns"),
-        ({"fast_gradients": "yes"}, "'yes' is neither true nor false, in fast_gradients"),
-        ({"compute": "fp9"}, "no dtype has the name 'fp9', in compute"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused_by_name(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        caster(**options)
 
 
 def test_part_of_it_cannot_be_kept_for_backward() -> None:

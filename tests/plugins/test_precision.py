@@ -197,28 +197,6 @@ def test_inputs_are_cast_where_the_settings_say_so() -> None:
 # Settings that are refused
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"param": "bfloat61"}, r"'bfloat61', in param of precision 'mixed'. Did you mean 'bfloat16'"),
-        ({"param": torch.int8}, r"torch.int8 is not a dtype to compute or reduce in, in param"),
-        ({"param": 16}, r"a int is not a dtype, in param"),
-        ({"reduce": "bf16", "wire": "fp32"}, r"torch.bfloat16 cannot hold gradients that travel in torch.float32"),
-        ({"cast_inputs": "false"}, r"'false' is neither true nor false, in cast_inputs"),
-        ({"leave_alone": "torch.nn:LayerNrom"}, r"no 'LayerNrom'.*Did you mean 'LayerNorm'"),
-        ({"leave_alone": 3}, r"3 is a int and not a class"),
-        ({"overrides": {"a": {"parm": "fp32"}}}, r"'parm', in overrides\['a'\].*Did you mean 'param'"),
-        ({"overrides": {"a": "fp32"}}, r"overrides\['a'\] of precision 'mixed' is a str"),
-        ({"overrides": {"a": {"reduce": "fp16", "wire": "fp32"}}}, r"in overrides\['a'\]"),
-        ({"overrides": {3: {}}}, r"3 is a int and not a class, in overrides\[3\]"),
-        ({"overrides": ["a"]}, r"Give a table of tables"),
-    ],
-)
-def test_bad_settings_are_refused_when_the_caster_is_made(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Mixed(context(), **options)
-
-
 def test_a_reduction_too_narrow_for_one_unit_names_it() -> None:
     caster = Mixed(context(), wire="fp32")
     assert caster.dtypes(unit(master=F64)).reduce == F64

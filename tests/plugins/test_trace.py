@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import polyshard
 import pytest
 import torch
 from hypothesis import given
@@ -561,34 +560,6 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one_step(trace, watches)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": "last"}, r"'last' says nothing, in steps of listener 'trace'\. Write 'first', 'every'"),
-        ({"steps": []}, r"steps of listener 'trace' is empty.*leave the listener out"),
-        ({"steps": [3, 0]}, r"0 is no whole number of at least 1, in steps of listener 'trace'"),
-        ({"steps": True}, r"True is no whole number of at least 1, in steps"),
-        ({"steps": [2.5]}, r"2\.5 is no whole number"),
-        ({"steps": None}, r"None says nothing, in steps"),
-        ({"ranks": "every"}, r"'every' says nothing, in ranks of listener 'trace'\. Write 'all'"),
-        ({"ranks": [-1]}, r"-1 is no whole number of at least 0, in ranks"),
-        ({"rank": "0"}, r"'0' is no whole number of at least 0, in rank of"),
-        ({"picture": "jpg"}, r"'jpg' is no kind of picture, in picture of listener 'trace'.*'png', 'svg', 'none'"),
-        ({"folder": 7}, r"7 is no folder, in folder of listener 'trace'"),
-        ({"folder": ""}, r"'' is no folder"),
-        ({"folder": __file__}, r"folder of listener 'trace' is .*test_trace\.py', which is a file"),
-        ({"step": 3}, r"does not take the option 'step'.*Did you mean 'steps'"),
-    ],
-)
-def test_a_bad_option_names_itself_and_the_remedy(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    config = polyshard.ShardConfig(
-        collectives={"name": "fake", "world_size": 2},
-        listeners=[{"name": "trace", "folder": str(tmp_path), **options}],
-    )
-    with pytest.raises(ConfigError, match=message):
-        polyshard.shard(nn.Linear(2, 2), config)
 
 
 def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, local, on_ranks, seeded, sharded_copy, units_of
-from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
@@ -123,35 +122,6 @@ def test_units_that_would_gain_nothing_travel_as_they_compute() -> None:
     assert every.wire(unit(4096, 2048, module_class=nn.LayerNorm)) is None
     assert every.wire(unit(4096, 2048, master_dtype=torch.int64)) is None
     assert every.wire(unit(4096, 2048)) is not None
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"block": 100}, r"100 is no size of a block, in block of precision 'int8'\. Give a power of two from 16"),
-        ({"block": 8}, "8 is no whole number of at least 16, in block"),
-        ({"block": 2048}, "2048 is no size of a block"),
-        ({"block": "128"}, r"'128' is no whole number of at least 16, in block of precision 'int8'"),
-        ({"block": True}, "True is no whole number"),
-        ({"min_numel": -1}, "-1 is no whole number of at least 0, in min_numel"),
-        ({"min_numel": 0.5}, "0.5 is no whole number of at least 0, in min_numel"),
-        ({"compute": "bf17"}, r"'bf17', in compute of precision 'int8'\. Did you mean 'bf16'"),
-        ({"compute": "int8"}, "no dtype has the name 'int8', in compute"),
-        ({"reduce": "bf16", "wire": "fp32"}, "cannot hold gradients that travel in torch.float32"),
-        ({"cast_inputs": "yes"}, "'yes' is neither true nor false, in cast_inputs"),
-        ({"leave_alone": "LayerNorm"}, "'LayerNorm' does not name an object, in leave_alone"),
-        ({"blok": 64}, "Did you mean 'block'"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused_by_name(options: dict[str, Any], told: str) -> None:
-    model = nn.Linear(8, 8)
-    collectives = {"name": "fake", "world_size": 2}
-    precision = {"name": "int8", **options}
-    with pytest.raises(ConfigError, match=told):
-        polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, precision=precision))
-    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, precision="int8"))
-    assert model(torch.ones(2, 8)).shape == (2, 8)
 
 
 @pytest.mark.parametrize(
