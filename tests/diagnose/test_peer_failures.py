@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,40 @@ def test_an_exception_between_steps_is_told_where_that_is_asked_for(tmp_path: Pa
     assert "fail_between_steps" in text
 
 
+class WordlessError(Exception):
+    """Of a program, whose words cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def fail_without_words(rank: int, folder: Path) -> str:
+    """Rank 1 raises what cannot be printed; what each rank caught."""
+    model = polyshard.shard(seeded(lambda: Net(5)), polyshard.ShardConfig(timeout_s=1, policy=units_of(Block)))
+    try:
+        with polyshard.tell_failures(model):
+            for step in range(2):
+                if (rank, step) == (1, 1):
+                    raise WordlessError
+                model(draw(4, 3, rank=rank)).sum().backward()
+    except WordlessError as error:
+        wait_for(folder / "told")
+        return type(error).__name__
+    except CollectiveError as error:
+        (folder / "told").touch()
+        remove_report(str(error))
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_exception_whose_words_cannot_be_had_is_told_and_stays_what_it_is(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        text, own = pool.run(fail_without_words, tmp_path)
+    assert own == "WordlessError"
+    assert text.startswith("PeerFailedError")
+    assert "Rank 1 raised WordlessError, whose words cannot be told: its __str__ raised RuntimeError" in text
+
+
 def fail_and_go_on(rank: int, folder: Path) -> str:
     """Rank 1 raises before anything is gathered and comes back; then rank 0 waits for it in vain."""
     model = polyshard.shard(seeded(lambda: Net(5)), polyshard.ShardConfig(timeout_s=1, policy=units_of(Block)))
@@ -208,6 +243,23 @@ def test_what_a_rank_came_through_is_told_no_more(tmp_path: Path) -> None:
     assert text.startswith("CollectiveTimeoutError")
     assert "KeyError" not in text
     assert "in wait_for" in text
+
+
+def lose_one_without_a_folder(rank: int, folder: Path) -> str:
+    tempfile.tempdir = str(folder / "missing")
+    try:
+        return lose_one(rank, folder)[2]
+    finally:
+        tempfile.tempdir = None
+
+
+def test_a_report_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
+    with RankPool(3) as pool:
+        text, _, _ = pool.run(lose_one_without_a_folder, tmp_path)
+    assert text.startswith("all_gather on rank 0 did not end within 1 s")
+    assert "Rank 0 waited for its communication number " in text
+    assert "stacks are in" not in text
+    assert {path.name for path in tmp_path.iterdir()} == {"told 0", "told 1"}
 
 
 def test_ranks_say_where_the_others_stood_and_in_what_one_is_stuck(tmp_path: Path) -> None:

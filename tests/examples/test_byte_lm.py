@@ -6,7 +6,9 @@ import importlib
 import json
 import math
 import os
+import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ import polyshard
 import polyshard.checkpoint
 import pytest
 import torch
+from polyshard import Strategy
 from polyshard.errors import ConfigError
 from processes import importing_from, run_script
 
@@ -133,6 +136,36 @@ def test_the_mean_of_the_ranks_losses_is_the_loss_of_the_whole_batch(world_size:
     assert sum(parts) / world_size == pytest.approx(expected, rel=1e-12)
 
 
+def test_the_model_of_run_toml_has_a_million_parameters_and_six_blocks_with_biases() -> None:
+    settings, model = part("settings"), part("model")
+    net = model.build_model(settings.load_settings(CONFIG, environ={}).run)
+    assert sum(parameter.numel() for parameter in net.parameters()) >= 1_000_000
+    assert len(net.blocks) >= 5
+    linears = [module for module in net.modules() if isinstance(module, torch.nn.Linear)]
+    assert all(linear.bias is not None for linear in linears)
+    assert net.head.weight is not net.bytes.weight
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> None:
+    settings = part("settings")
+    environ = {"POLYSHARD_STRATEGY": "shard_grad_op", "POLYSHARD_PRECISION": "bf16"}
+    loaded = settings.load_settings(CONFIG, ["shard.strategy=no_shard", "run.steps=7", "run.lr=1"], environ=environ)
+    assert loaded.shard.strategy is Strategy.NO_SHARD
+    assert loaded.shard.precision == "bf16"
+    assert loaded.shard.offload == "none"
+    assert (loaded.run.steps, loaded.run.lr, loaded.run.width) == (7, 1, 128)
+    assert not loaded.pretends
+
+
+def test_fake_pretends_1024_ranks_unless_told_otherwise() -> None:
+    load = part("settings").load_settings
+    pretended = load(CONFIG, environ={"POLYSHARD_COLLECTIVES": "fake"})
+    assert pretended.pretends
+    assert pretended.shard.collectives == {"name": "fake", "world_size": 1024}
+    fewer = {"POLYSHARD_COLLECTIVES": "fake", "POLYSHARD_COLLECTIVES__WORLD_SIZE": "8"}
+    assert load(CONFIG, environ=fewer).shard.collectives == {"name": "fake", "world_size": 8}
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -199,6 +232,66 @@ def test_one_flag_begins_and_goes_on_and_a_restart_goes_on_without_it(tmp_path: 
     assert chosen("d", 1) == "run-002"
     # A job that was killed before it had a folder.
     assert chosen("e", 1) == "run-004"
+
+
+@pytest.mark.parametrize(
+    ("variables", "job", "restarts"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, "x", 2),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"},
+            f"{socket.gethostname()}-{os.getppid()}",
+            1,
+        ),
+        ({}, f"{socket.gethostname()}-{os.getppid()}", 0),
+    ],
+    ids=["named", "restarted", "alone"],
+)
+def test_a_launch_is_what_torchrun_says(variables: dict[str, str], job: str, restarts: int) -> None:
+    launch = part("checkpointing").Launch
+    assert launch.from_environment(variables) == launch(job, restarts)
+
+
+@pytest.mark.parametrize("ranks_before", [0, 3], ids=["none were saved", "of three ranks"])
+def test_random_numbers_that_cannot_go_on_are_told(tmp_path: Path, ranks_before: int) -> None:
+    checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
+    loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
+    text = torch.zeros(100, dtype=torch.uint8)
+    alone = ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False)
+    training = part("training").Training(loaded, alone, part("data").Corpus(text, text, "one"))
+    states = polyshard.random_states(training.model) * ranks_before
+    extra = {"step": 1, "run": asdict(loaded.run), "digest": "one", "history": training.history.as_table()}
+    extra |= {"random": states} if ranks_before else {}
+    directory = polyshard.checkpoint.save(tmp_path, 1, training.model, training.optimizer, extra=extra)
+    drawn = torch.get_rng_state()
+    found = checkpointing.load_checkpoint(directory, training.model, training.optimizer, run=loaded.run, digest="one")
+    assert (found.step, found.draws_on) == (1, False)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.slow
+def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -> None:
+    checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
+    loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
+    run = loaded.run
+    text = torch.zeros(100, dtype=torch.uint8)
+    corpus = part("data").Corpus(text, text, "one")
+    training = part("training").Training(loaded, ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False), corpus)
+    training.step(0)
+    model, optimizer, history = training.model, training.optimizer, training.history
+    folder = checkpointing.run_folder(tmp_path, checkpointing.Launch("a", 0), resume=False)
+    checkpointing.save_checkpoint(folder, 1, model, optimizer, run=run, digest="one", history=history)
+
+    def resumed(run: Any, digest: str) -> int:
+        directory = checkpointing.latest_checkpoint(folder)
+        step: int = checkpointing.load_checkpoint(directory, model, optimizer, run=run, digest=digest).step
+        return step
+
+    assert resumed(replace(run, output="elsewhere"), "one") == 1
+    with pytest.raises(ConfigError, match=r"run\.lr was 0\.004 and is 0\.1"):
+        resumed(replace(run, lr=0.1), "one")
+    with pytest.raises(ConfigError, match="the standard library differs"):
+        resumed(run, "another")
 
 
 @pytest.mark.nightly

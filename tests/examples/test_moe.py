@@ -314,6 +314,23 @@ def test_topologies_train_as_one_process_does(count: int, names: Sequence[str], 
             assert_same(found, expected)
 
 
+@pytest.mark.usefixtures("example")
+def test_a_dry_run_tells_the_memory_of_a_rank_of_a_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from model import model_config
+    from train import dry_run
+    from transformers import MixtralForCausalLM
+
+    # Without the ranks along ep each rank has a 64th of all. With them experts are cut no further.
+    said = []
+    for ep in (1, 4):
+        settings = settings_of("mixtral", tmp_path / "run", **{"training.batch": 256, "parallel.ep": ep})
+        dry_run(settings, 64)
+        said.append(capsys.readouterr().out)
+    parameters = sum(each.numel() for each in MixtralForCausalLM(model_config(settings, 300, 0)).parameters())
+    assert all(f"{parameters:,} parameters in 5 units" in each for each in said)
+    assert "64 rank(s) (edp 16 x ep 4)" in said[1]
+
+
 def run_program(rank: int, name: str, folder: Path, changes: dict[str, Any], *words: str, count: int = 4) -> int:
     """``train.py``'s run on one rank."""
     warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)

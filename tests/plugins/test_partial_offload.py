@@ -7,14 +7,19 @@ import dataclasses
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import polyshard
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from parity import (
     Block,
     Net,
+    accumulating_step,
+    adam,
     assert_all_close,
     assert_parity,
     draw,
@@ -30,10 +35,9 @@ from parity import (
     whole,
 )
 from polyshard import ShardConfig
-from polyshard.errors import ConfigError, PluginContractError, RankMismatchError
 from polyshard.interfaces import OffloadManager, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_plugins.offload import CpuOffload, PartialOffload
+from polyshard_plugins.offload import ByBudget, CpuOffload, PartialOffload
 from polyshard_testing import OffloadSuite, plugin_context
 from torch import nn
 
@@ -125,6 +129,27 @@ def test_units_are_parked_by_pattern_or_budget(options: dict[str, Any], parked: 
         assert nbytes == sum(sizes[name] for name in parked)
 
 
+def spec(numel: int, trained: bool, index: int) -> UnitSpec:
+    return UnitSpec(f"layers.{index}", nn.Linear, (), numel, numel, torch.float32, CPU, False, trained=trained)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=8), st.integers(0, 2000), st.sampled_from([0, 1, 2])
+)
+def test_what_stays_fits_the_budget_and_what_is_parked_would_not(
+    sizes: list[tuple[int, bool]], nbytes: int, states: int
+) -> None:
+    units = [spec(numel, trained, index) for index, (numel, trained) in enumerate(sizes)]
+    parked = ByBudget(nbytes, states).parked(units)
+    taken = 0
+    for unit in units:
+        # fp32: master, gradient, states; a frozen unit has a master alone.
+        own = 4 * unit.shard_numel * (2 + states if unit.trained else 1)
+        assert (unit in parked) == (taken + own > nbytes)
+        taken += 0 if unit in parked else own
+    assert taken <= nbytes
+
+
 class Adapted(nn.Module):
     """A frozen matrix and what is trained beside it: two units of one module."""
 
@@ -186,6 +211,41 @@ def test_a_model_without_values_is_parked_in_part() -> None:
 
 
 # --- training ---
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "keep"),
+    [
+        (3, {"strategy": "full_shard"}, "compute"),
+        (2, {"strategy": "shard_grad_op"}, "compute"),
+        (4, {"strategy": "hybrid_shard", "shard_size": 2}, "compute"),
+    ],
+    ids=str,
+)
+def test_training_equals_the_unsharded_model(world_size: int, settings: dict[str, Any], keep: str) -> None:
+    assert_parity(
+        seeded(Net),
+        square_step,
+        world_size,
+        optimizer=adam,
+        settings={**BLOCKS, **settings},
+        wrap=each_with_its_own(units=["blocks.[02]"], keep=keep),
+    )
+
+
+@pytest.mark.parametrize("keep", ["nothing", "compute"])
+def test_accumulation_with_and_without_no_sync_equals_the_unsharded_model(keep: str) -> None:
+    def reducing_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        losses = []
+        for part in range(2):
+            loss = model(draw(4, 3, turn=2 * turn + part, rank=rank)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    for step in (accumulating_step, reducing_step):
+        wrap = each_with_its_own(units=["(root)", "blocks.1"], keep=keep)
+        assert_parity(seeded(Net), step, 2, optimizer=adam, settings=BLOCKS, wrap=wrap)
 
 
 def test_units_that_stay_are_never_asked_for_and_kept_slices_cross_once() -> None:
@@ -308,102 +368,48 @@ def test_two_models_that_share_a_manager_keep_slices_apart() -> None:
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_kept_slices_are_of_the_dtype_that_computes() -> None:
+    precision = {"name": "mixed", "param": "bf16", "full_precision_in_eval": True}
+
+    def outputs(offload: Any) -> list[torch.Tensor]:
+        def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+            whole = seeded(Net).float()
+            model = sharded_copy(whole, rank, world, offload=offload(), precision=precision, **BLOCKS)
+            x, seen = draw(4, 3).float(), []
+            for training in (True, False, True):
+                model.train(training)
+                seen.append(model(x).detach().float())
+                if training:
+                    model(x).float().sum().backward()
+            return torch.stack(seen)
+
+        return on_ranks(2, on_rank)
+
+    for got, wanted in zip(outputs(lambda: partial(units="*", keep="compute")), outputs(lambda: "none"), strict=True):
+        assert torch.equal(got, wanted)
+        # What is evaluated is not what was trained with.
+        assert not torch.equal(got[0], got[1])
+
+
 # --- state ---
 
 
-# --- what is refused ---
+def test_by_name_from_a_file_with_an_inner_manager(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        """
+        [shard]
+        collectives = { name = "fake", world_size = 2 }
+        policy = { name = "module_class", classes = "parity:Block" }
 
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, ["'partial'", "units = ['blocks.*']", "device_bytes"]),
-        ({"units": ["a"], "device_bytes": 4}, ["both units and device_bytes"]),
-        ({"units": []}, ["does not say what is parked"]),
-        ({"units": 3}, ["patterns of names", "3"]),
-        ({"units": ["a", ""]}, ["patterns of names"]),
-        ({"device_bytes": -1}, ["device_bytes", "-1", "0 or more"]),
-        ({"device_bytes": "4 GiBs"}, ["'4 GiBs'", "'4 GiB'"]),
-        ({"device_bytes": True}, ["device_bytes", "True"]),
-        ({"device_bytes": 1, "state_factor": -1}, ["state_factor", "2 for AdamW"]),
-        ({"device_bytes": 1, "state_factor": float("nan")}, ["state_factor", "nan"]),
-        ({"units": "a", "state_factor": 2}, ["state_factor", "changes nothing"]),
-        ({"units": "a", "keep": "all"}, ["'all'", "nothing, compute"]),
-        ({"units": "a", "inner": "none"}, ["'none'", "parks nothing"]),
-    ],
-    ids=str,
-)
-def test_options_that_say_nothing_or_two_things(options: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        partial(**options)
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_a_pattern_that_matches_no_unit_is_refused_by_name_and_the_model_stays_whole() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        with world.lock:
-            model = copy.deepcopy(seeded(Net))
-        config = threaded(world, rank, offload=partial(units=["blocks.1", "block.2"]), **BLOCKS)
-        with pytest.raises(ConfigError) as caught:
-            polyshard.shard(model, config)
-        assert model.first.weight.shape == (5, 3)
-        polyshard.shard(model, dataclasses.replace(config, offload=partial(units="blocks.2")))
-        assert polyshard.report(model).parked == ("blocks.2",)
-        square_step(model, 0, rank)
-        return str(caught.value)
-
-    for text in on_ranks(2, on_rank):
-        for word in ("'partial'", "'block.2'", "Did you mean 'blocks.2'?", "(root), blocks.0, blocks.1, blocks.2"):
-            assert word in text
-
-
-class Answering(CpuOffload):
-    """Says of its units what it was made with."""
-
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
-        super().__init__(CONTEXT)
-        self._answer = answer
-
-    def units_to_park(self, units: Any) -> Any:
-        return self._answer(units)
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (lambda units: True, ["returned True", "no collection"]),
-        (lambda units: None, ["returned None"]),
-        (lambda units: "blocks.0", ["'blocks.0'", "no collection"]),
-        (lambda units: ["blocks.0"], ["'blocks.0'", "none of the units"]),
-        (lambda units: [dataclasses.replace(units[0], name="elsewhere")], ["elsewhere", "none of the units"]),
-    ],
-    ids=["bool", "None", "text", "names", "another unit"],
-)
-def test_an_answer_that_is_no_choice_of_units(answer: Callable[[Any], Any], words: list[str]) -> None:
-    model = Net()
-    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}, offload=Answering(answer), **BLOCKS)
-    with pytest.raises(PluginContractError) as caught:
-        polyshard.shard(model, config)
-    for word in ("units_to_park of ", "Answering", "rank 0", *words):
-        assert word in str(caught.value)
-    model(torch.ones(2, 3)).sum().backward()
-    assert model.first.weight.grad is not None
-
-
-def test_ranks_that_would_park_different_units_raise_before_anything_is_sent() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        with pytest.raises(RankMismatchError) as caught:
-            # Objects: ranks compare their classes, and so see the answer alone.
-            sharded_copy(seeded(Net), rank, world, offload=partial(device_bytes=[672, 0][rank]), **BLOCKS)
-        return str(caught.value)
-
-    for text in on_ranks(2, on_rank):
-        assert "unit '(root)'" in text
-        assert "parked" in text
-
-
-# --- by name ---
+        [shard.offload]
+        name = "partial"
+        units = ["blocks.[0-1]"]
+        keep = "compute"
+        inner = { name = "cpu", pin_memory = false }
+        """
+    )
+    model = polyshard.shard(Net(), polyshard.ShardConfig.from_toml(tmp_path / "run.toml"))
+    assert polyshard.report(model).parked == ("blocks.0", "blocks.1")
 
 
 def test_a_copy_of_a_part_that_trained_by_itself_is_the_larger_models() -> None:
