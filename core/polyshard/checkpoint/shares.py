@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PolyshardError
-from ..io.boxes import Box, Numbers, disjoint
+from ..io.boxes import Box, Numbers
 from ..io.memory import DTYPES
 from .archive import ALIGNMENT, lengths
 from .encoding import Json
@@ -61,18 +61,9 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank writes, in the order of its file."""
-
-    rows: Numbers
-    """Of those that it offered."""
-    parts: Mapping[int, Box]
-    """By place in ``rows``, where it is not all of the box."""
-
-
-@dataclass(frozen=True)
 class Shares:
-    of_ranks: Sequence[Share]
+    of_ranks: Sequence[Numbers]
+    """What each rank writes, in the order of its file: rows of its offer."""
     stored: Mapping[Key, StoredTensor]
     ends: Sequence[int]
     """Behind the last byte of each rank's file."""
@@ -81,16 +72,19 @@ class Shares:
 def share_out(offers: Sequence[Offer], *, complete: bool = False) -> Shares:
     """Let each box be written by one rank, of those that hold it the one that has least to write so far.
 
-    Where ranks cut their copies otherwise than others do, what is written is the part of a box that no other has.
-
     ``complete``: whether all ranks offer, so that nothing may be missing.
 
-    Raises PolyshardError: ranks differ in what a tensor is, or lack parts of it.
+    Raises PolyshardError: ranks differ in what a tensor is or in how they cut it, or lack parts of it.
     """
     tensors = _tensors(offers)
     for key in _left_out(offers, tensors, complete=complete):
         del tensors[key]
     for key, each in tensors.items():
+        if each.held > math.prod(each.shape):
+            raise PolyshardError(
+                f"Ranks hold {each.held} elements of '{'.'.join(key)}', which has {math.prod(each.shape)}: some cut "
+                "their copies otherwise than others do. Let all replicas cut a parameter alike."
+            )
         if each.held < math.prod(each.shape) and complete:
             raise PolyshardError(
                 f"Ranks hold {each.held} of the {math.prod(each.shape)} elements of '{'.'.join(key)}': some have no "
@@ -130,10 +124,6 @@ class _Tensor:
         self.offsets, self.sizes = np.split(boxes[starts], 2, axis=1)
         self.holders = np.stack([starts, np.append(starts, len(found))[1:]])
         """The first one of each box in ``ranks``, and one past the last."""
-        self.parts: dict[int, Box] = {}
-        """By number of those that are not all of what their holders offer."""
-        if self.held > math.prod(shape):
-            self._cut()
 
     @property
     def held(self) -> int:
@@ -143,13 +133,6 @@ class _Tensor:
     def nbytes(self) -> Numbers:
         found: Numbers = self.sizes.prod(axis=1) * self.dtype.itemsize
         return found
-
-    def _cut(self) -> None:
-        boxes = [Box(*map(tuple, each)) for each in zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)]
-        numbers, parts = zip(*disjoint(boxes), strict=True)
-        self.holders = self.holders[:, numbers]
-        self.offsets, self.sizes = (np.array([getattr(part, each) for part in parts]) for each in ("offsets", "sizes"))
-        self.parts = {index: part for index, part in enumerate(parts) if part != boxes[numbers[index]]}
 
 
 def _tensors(offers: Sequence[Offer]) -> dict[Key, _Tensor]:
@@ -243,17 +226,13 @@ def _laid_out(tensors: Mapping[Key, _Tensor], ranks: Numbers, rows: Numbers, wor
     archives = (heads + nbytes + tails)[order]
     starts = np.append(0, np.cumsum(-(-archives // ALIGNMENT) * ALIGNMENT))
     first = edges[ranks[order]]
-    at, places = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
+    at = np.zeros(len(ranks), np.int64)
     at[order] = starts[:-1] - starts[first] + heads[order]
-    places[order] = np.arange(len(ranks)) - first
-    parts: list[dict[int, Box]] = [{} for _ in range(world_size)]
     stored, begin = {}, 0
     for key, each in tensors.items():
         own = slice(begin, begin := begin + len(each.sizes))
         stored[key] = StoredTensor(each.dtype, each.shape, each.offsets, each.sizes, ranks[own], at[own])
-        for number, part in each.parts.items():
-            parts[ranks[own][number]][int(places[own][number])] = part
-    shares = [Share(rows[order[edges[rank] : edges[rank + 1]]], parts[rank]) for rank in range(world_size)]
+    shares = [rows[order[edges[rank] : edges[rank + 1]]] for rank in range(world_size)]
     return Shares(shares, stored, (starts[edges[1:]] - starts[edges[:-1]]).tolist())
 
 

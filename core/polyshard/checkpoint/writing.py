@@ -16,7 +16,7 @@ import torch
 
 from ..errors import ConfigTypeError
 from ..interfaces import Collectives
-from ..io.boxes import Box, Chunk, box_within
+from ..io.boxes import Box, Chunk, Numbers
 from ..io.files import DIGEST, carried_out, digest_of
 from ..io.memory import NAMES, HostCopy, pieces_of
 from ..io.progress import report_progress
@@ -27,7 +27,7 @@ from . import metadata
 from .archive import ALIGNMENT, around, of_value
 from .encoding import Encoder, Json, decode, no_tensor, render, require_plain
 from .manifest import BLOCK, DESCRIBED, FORMAT, NAME, Path, StoredTensor, file_of
-from .shares import Key, Kind, Offer, Share, Shares, piece_of, require_alike, share_out
+from .shares import Key, Kind, Offer, Shares, piece_of, require_alike, share_out
 from .storage import OutputFile, Place, storage_of
 
 #: Pieces up to here are put together, since a call to the system costs more than the copy.
@@ -98,7 +98,8 @@ class Plan:
 
     offered: str
     """The digest of what this rank offers."""
-    share: Share
+    share: Numbers
+    """The rows of its offer that this rank writes, in the order of its file."""
     shares: Shares | None
     """On the rank that coordinates."""
 
@@ -278,10 +279,8 @@ def plan_writing(
     plan, values = _agreed(offer, collectives, what, before, complete=complete)
     file, ending = FileLayout(), None
     with together(collectives, what):
-        for place, row in enumerate(plan.share.rows.tolist()):
-            chunk = chunks[row]
-            part = plan.share.parts.get(place)
-            file.add_tensor(chunk.view if part is None else box_within(chunk.view, chunk.box, part))
+        for row in plan.share.tolist():
+            file.add_tensor(chunks[row].view)
         if document is not None:
             assert plan.shares is not None
             ending = ending_of(directory, plan.shares, document, values, file, collectives.rank, complete=complete)
@@ -319,7 +318,7 @@ def _agreed(
                 for rank, each in enumerate(offers)
             ]
             shares = share_out(offers, complete=complete)
-    share: Share = scatter_from_first(collectives, None if shares is None else shares.of_ranks)
+    share: Numbers = scatter_from_first(collectives, None if shares is None else shares.of_ranks)
     return Plan(offered_here, share, shares), values
 
 
