@@ -33,12 +33,12 @@ def _no_direct_gradients() -> AbstractContextManager[None]:
 
 
 def _embeddings_gathered() -> AbstractContextManager[None]:
-    from polyshard.setup import shard
+    from polyshard.planning import units
 
     def always(module: Any) -> bool:
         return True
 
-    return _replaced((shard, "reads_in_backward", always))
+    return _replaced((units, "reads_in_backward", always))
 
 
 def _no_turning_unit() -> AbstractContextManager[None]:

@@ -27,8 +27,8 @@ from .runtime.module_state import ModuleState
 from .runtime.root import Root, root_of
 from .runtime.skipped import agree_on_use as agree
 from .runtime.skipped import skip as pass_by
-from .setup.build import Request, refuse_broken
-from .setup.materialize import Initializer
+from .setup.build import refuse_broken
+from .setup.request import Initializer, Request
 from .setup.shard import plugins_of, shard_module
 
 M = TypeVar("M", bound=nn.Module)

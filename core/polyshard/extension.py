@@ -51,6 +51,6 @@ from .runtime.root import Root, root_of
 from .runtime.states import Fresh, Phase, Reshard, UnitState
 from .runtime.streams import CommStreams, streams_for
 from .runtime.unit import Unit, unshard_due
-from .setup.build import Request
 from .setup.materialize import is_meta
+from .setup.request import Request
 from .setup.shard import shard_module

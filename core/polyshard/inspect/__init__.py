@@ -37,7 +37,7 @@ from ..runtime.module_state import ModuleState
 from ..runtime.root import root_of
 from ..runtime.states import Phase
 from ..setup.build import refuse_broken
-from ..setup.materialize import Initializer
+from ..setup.request import Initializer
 from .model import RecordedModel, ShardedModel, WaitingTimes, WholeFlats
 from .unit import ShardedParameter, ShardedUnit
 
@@ -79,7 +79,7 @@ def units_in(model: nn.Module) -> Iterator[ShardedUnit]:
 def refuse_unshardable(model: nn.Module, rank: int) -> None:
     """Raise AlreadyShardedError or ParameterError where ``shard`` would refuse ``model``, without changing it."""
     refuse_sharded(model, rank)
-    refuse_unshardable_parameters(model, ignored_modules=(), ignored_parameters=(), rank=rank, extends=True)
+    refuse_unshardable_parameters(model, rank=rank)
 
 
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:

@@ -15,6 +15,7 @@ from ..interfaces import COMPLETED, BufferRole, Collectives, RankAndSize, Reduce
 from .answers import issued
 from .meshes import Groups, UnitLists, WorldMesh, divisor_of, lists_of, override_lists, world_mesh
 from .parts import TensorPart
+from .plan import ModuleParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -262,21 +263,20 @@ class ModelRanks:
         strategy = Strategy.NO_SHARD if cut.data_ranks == 1 else config.strategy
         return cls(strategy, lists_of(config, strategy, mesh), cut, config, mesh)
 
-    def of_unit(
-        self, overrides: Mapping[str, Any], mesh: DeviceMesh | None, module: str, rank: int, *, reads: bool
-    ) -> PlannedRanks:
-        """The ranks of a unit of ``module``. ``mesh``: of its parameters alone, who have a mean over that then.
+    def of_unit(self, owner: ModuleParameters, mesh: DeviceMesh | None, rank: int, *, reads: bool) -> PlannedRanks:
+        """The ranks of a unit of ``owner``. ``mesh``: of its parameters alone, who have a mean over that then.
 
         ``reads``: whether it is gathered for backward.
 
         Raises ConfigError: ``mesh``, or what a policy gave the module, is none of this model's; or the number of ranks
         that gather it for backward does not divide that of its shards.
         """
+        overrides, module = owner.overrides, owner.name or "(root)"
         choice = overrides.get("gradient_divisor")
         value = overrides.get("mesh") if mesh is None else mesh
         lists, divisor, scope = self.lists, None, None
         if value is not None:
-            where = f"The mesh of '{module or '(root)'}'"
+            where = f"The mesh of '{module}'"
             world = self.mesh
             if world is None:
                 if self.config.mesh is None:
@@ -347,7 +347,7 @@ def _post_forward_size(releases: object, shards: int, module: str, rank: int) ->
         return None
     if shards % releases:
         raise ConfigError(
-            f"reshard_after_forward={releases} for '{module or '(root)'}' (rank {rank}) is the number of ranks that "
+            f"reshard_after_forward={releases} for '{module}' (rank {rank}) is the number of ranks that "
             f"keep it whole together, and does not divide the {shards} that share its shards. Give a divisor of "
             f"{shards}, True, False or None."
         )

@@ -15,8 +15,9 @@ gather it. Several large modules on one side, such as heads for several tasks, m
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,11 @@ class ModuleParameters:
     """The module that this one was split off; None where it was chosen."""
 
     @property
+    def parameters(self) -> Iterator[ManagedParameter]:
+        """Those of all ``groups``."""
+        return itertools.chain.from_iterable(self.groups)
+
+    @property
     def governing(self) -> nn.Module:
         """The module whose mode and dtypes count: those of a split module are its parent's."""
         return self.module if self.parent is None else self.parent
@@ -297,7 +303,7 @@ def plan_modules(
         )
     for module, settings in overrides.items():
         if settings.get("placement") is not None:
-            own = [each for owner in planned if owner.governing is module for group in owner.groups for each in group]
+            own = [each for owner in planned if owner.governing is module for each in owner.parameters]
             _place(own, settings["placement"], names[module], rank)
     return planned
 
@@ -398,9 +404,8 @@ def refuse_unshardable(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
     rank: int = 0,
-    extends: bool = False,
 ) -> None:
-    """Raise ParameterError for a parameter that cannot be sharded. ``extends``: whether some may gather themselves."""
+    """Raise ParameterError for a parameter that cannot be sharded."""
     ignored = frozenset(ignored_parameters)
     seen = set(ignored)
     for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
@@ -409,7 +414,7 @@ def refuse_unshardable(
             if parameter is not None and parameter not in seen:
                 seen.add(parameter)
                 known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
-                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, module, rank, known, extends)
+                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, module, rank, known)
 
 
 def refuse_embedding(name: str, module: nn.Module, ignored: Collection[nn.Parameter], rank: int) -> None:
@@ -431,23 +436,21 @@ def refuse_embedding(name: str, module: nn.Module, ignored: Collection[nn.Parame
     )
 
 
-def _check_parameter(
-    name: str, parameter: nn.Parameter, module: nn.Module, rank: int, known_references: int, extends: bool
-) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, module: nn.Module, rank: int, known_references: int) -> None:
     where = f"'{name}' on rank {rank}"
     if isinstance(parameter, (UninitializedParameter, UninitializedBuffer)):
         raise ParameterError(f"The parameter {where} is not initialized. Run a forward of the lazy module first.")
     if parameter.layout is not torch.strided:
         raise ParameterError(f"Cannot flatten {parameter.layout} tensors: {where}. Make the parameter dense.")
     data = local_of(parameter) if is_dtensor(parameter) else parameter.data
-    extended = extends and gathers_itself(data)
+    extended = gathers_itself(data)
     if is_packed(parameter.dtype) and parameter.requires_grad:
         raise ParameterError(
             f"The parameter {where} is trained, and has dtype {parameter.dtype}, in which gradients and steps are not "
             "computed. Freeze it with requires_grad_(False), or train it in a wider dtype; precision 'fp8' and 'int8' "
             "gather that in eight bits."
         )
-    fault = "" if type(data) is torch.Tensor else protocol_fault(data) if extends else "not a plain tensor"
+    fault = "" if type(data) is torch.Tensor else protocol_fault(data)
     if fault:
         raise ParameterError(
             f"The parameter {where} is a {type(data).__name__}, {fault}. Pass it in ignored_parameters."

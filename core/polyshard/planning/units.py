@@ -2,36 +2,65 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from .. import registry
+from ..config import PluginChoice
+from ..errors import ConfigError, UnsupportedError
 from ..events import Events
 from ..interfaces import (
+    Collectives,
+    Group,
     InputCast,
     LinearForm,
     Observer,
     OffloadManager,
     OutputCast,
+    PluginContext,
     PrecisionCaster,
     UnitDtypes,
     UnitSpec,
     WireSpec,
+    WrapPolicy,
 )
-from ..registry import Constructed
-from .answers import callable_or_none, dtypes_of, is_packed, parked_of, wire_of, yes_or_no
+from .answers import callable_or_none, dtypes_of, is_packed, parked_of, refuse_unable, wire_of, yes_or_no
 from .forms import forms_in, split_by_caster
-from .groups import PlannedRanks
+from .groups import ModelRanks, PlannedRanks
 from .layout import FlatLayout, rows_layout
+from .meshes import WorldMesh, refuse_overlap
 from .plan import ManagedParameter, ModuleParameters, modules_called
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlugins:
+    """What a configuration's names stand for."""
+
+    context: PluginContext
+    collectives: Collectives
+    caster: PrecisionCaster
+    offload: OffloadManager
+    policy: WrapPolicy
+    events: Events
+    used: tuple[registry.Constructed[Any], ...]
+    """All of them, the collectives first."""
+    collectives_choice: object
+    """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
+    mesh: WorldMesh | None
+    """All ranks, by the dimensions of their mesh; None where all of them shard the same."""
+
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
+        """The plugin that a policy names for one unit, constructed; raises what a configuration's would."""
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice)
+        return registry.construct(resolved, self.context)
+
+    def summary(self) -> str:
+        """All of them, in words."""
+        return ", ".join(f"{each.resolved.group.value} {registry.used(each)}" for each in self.used)
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +81,7 @@ class PlannedUnit:
     launch_numel: int
     """Elements by which launches of communication are planned: the same on all ranks, whichever part they hold."""
     parked: bool = False
-    """Whether the offload manager keeps its master and gradient; ``decide_parking`` says."""
+    """Whether the offload manager keeps its master and gradient; its manager says."""
 
     @property
     def is_cut(self) -> bool:
@@ -80,7 +109,7 @@ class PlannedModule(ModuleParameters):
     caster: PrecisionCaster
     """As ``offload`` the model's, or the one that its policy named for it."""
     offload: OffloadManager
-    named: Mapping[str, Constructed[Any]]
+    named: Mapping[str, registry.Constructed[Any]]
     """The plugins that the policy named, by setting."""
     ranks: PlannedRanks
     """Of its buffers, and of its units but for those with a mesh of their own."""
@@ -108,94 +137,119 @@ class PlannedModule(ModuleParameters):
         return any(parameter.original.is_meta for _, parameter in self.placed_parameters)
 
 
-def plan_units(
-    planned: ModuleParameters,
-    caster: PrecisionCaster,
-    offload: OffloadManager,
-    named: Mapping[str, Constructed[Any]],
-    ranks_of: Callable[[DeviceMesh | None], PlannedRanks],
-    device: torch.device,
-    events: Events,
-    travelled: dict[torch.dtype, int],
-    *,
-    is_root: bool,
-    rank: int,
-    reads: bool,
-) -> PlannedModule:
-    """Lay out the units of ``planned``, and ask plugins everything there is to ask.
+#: The plugins that a policy may name for a unit.
+_OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD}
 
-    Args:
-        planned: A module and the parameters that it owns.
-        caster, offload, named: As in ``PlannedModule``.
-        ranks_of: The ranks of its units by the mesh that these have of their own, or None.
-        device: The device that computes.
-        events: The listeners.
-        travelled: Bytes in which an element of a dtype travelled in the modules planned before; updated.
-        is_root: Whether it is the outermost module, or split off that.
-        rank: Of this process, for messages.
-        reads: Whether they are gathered in backward.
+
+def plan_units(
+    owners: Sequence[ModuleParameters], plugins: ChosenPlugins, ranks: ModelRanks
+) -> tuple[PlannedModule, ...]:
+    """Lay out the units of ``owners``, all of a model in its order, and ask plugins everything there is to ask.
 
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.
-        ConfigError: of ``ranks_of``, or a parameter is cut along a dimension that the ranks do not divide.
+        ConfigError, ParameterError, UnsupportedError: ranks, mesh or plugins of a unit do not fit its parameters.
     """
-    of_module = ranks_of(None)
+    rank = plugins.collectives.rank
+    # Bytes in which an element of a dtype travelled in the modules planned before.
+    travelled: dict[torch.dtype, int] = {}
+    planned = []
+    for owner in owners:
+        planned.append(_planned(owner, plugins, ranks, travelled))
+        _refuse_overlaps(planned[-1], ranks)
+    _decide_parking(planned, rank)
+    for each in planned:
+        _refuse_beside_buffers(each, plugins.collectives)
+    return tuple(planned)
+
+
+def _planned(
+    owner: ModuleParameters, plugins: ChosenPlugins, model: ModelRanks, travelled: dict[torch.dtype, int]
+) -> PlannedModule:
+    rank = plugins.collectives.rank
+    named = {
+        setting: plugins.override(group, owner.overrides[setting])
+        for setting, group in _OVERRIDDEN.items()
+        if setting in owner.overrides
+    }
+    caster = named["precision"].instance if "precision" in named else plugins.caster
+    offload = named["offload"].instance if "offload" in named else plugins.offload
+    refuse_unable(caster, rank)
+    refuse_unable(offload, rank)
+    reads = reads_in_backward(owner.module)
+    of_module = model.of_unit(owner, None, rank, reads=reads)
     units: list[PlannedUnit] = []
-    unsized = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
-    for group in (part for each in planned.groups for part in split_by_caster(planned, each, caster, unsized, rank)):
-        ranks = of_module if group[0].mesh is None else ranks_of(group[0].mesh)
-        if group[0].replicated:
-            ranks = dataclasses.replace(ranks, lists=ranks.lists.whole(), post_forward_size=None)
+    unsized = UnitSpec(
+        owner.name,
+        type(owner.governing),
+        parameter_names=(),
+        numel=0,
+        shard_numel=0,
+        master_dtype=owner.dtype,
+        device=plugins.context.device,
+        is_root=not owner.name or owner.parent is not None,
+    )
+    for group in (part for each in owner.groups for part in split_by_caster(owner, each, caster, unsized, rank)):
+        first = group[0]
+        ranks = of_module if first.mesh is None else model.of_unit(owner, first.mesh, rank, reads=reads)
+        if first.replicated:
+            ranks = replace(ranks, lists=ranks.lists.whole(), post_forward_size=None)
         suffix = _suffix(group, ranks.lists.label) if units else ""
         _refuse_uneven(group, ranks.shards, rank)
         tensors, dims = [each.original for each in group], [each.dim for each in group]
         # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
         # them: a layout for that saves laying out twice.
-        dtype = group[0].original.dtype
-        itemsize = 1 if group[0].formed else travelled.get(dtype, dtype.itemsize)
+        dtype = first.original.dtype
+        itemsize = 1 if first.formed else travelled.get(dtype, dtype.itemsize)
         flat = rows_layout(tensors, dims, shards=ranks.shards, itemsize=itemsize)
-        packed = group[0].packed is not None
-        spec = _spec(planned, group, flat, device, suffix, is_root, ranks.lists.label)
+        packed = first.packed is not None
+        spec = replace(
+            unsized,
+            name=f"{owner.name}{suffix}",
+            parameter_names=tuple(each.names[0] for each in group),
+            numel=flat.padded_numel,
+            shard_numel=flat.shard_numel,
+            master_dtype=dtype,
+            suffix=suffix,
+            trained=first.original.requires_grad,
+            keeps_dtype=first.keeps_dtype,
+            ranks=ranks.lists.label,
+        )
         dtypes = dtypes_of(caster, spec, rank, packed=packed)
-        travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
-        if group[0].formed:
-            # Bytes, whatever they mean.
-            travels = 1
-        else:
+        # Of formed ones bytes, whatever they mean.
+        travels = 1 if first.formed else min(dtypes.compute.itemsize, dtypes.wire.itemsize)
+        if not first.formed:
             travelled[dtype] = travels
         if travels != itemsize:
             flat = rows_layout(tensors, dims, shards=ranks.shards, itemsize=travels)
-            spec = _spec(planned, group, flat, device, suffix, is_root, ranks.lists.label)
-        forms = forms_in(caster, spec, flat, dtypes.compute, rank) if group[0].formed else ()
-        as_it_is = ranks.shards == 1 or bool(forms) or group[0].extended or packed or is_packed(dtype)
+            spec = replace(spec, numel=flat.padded_numel, shard_numel=flat.shard_numel)
+        forms = forms_in(caster, spec, flat, dtypes.compute, rank) if first.formed else ()
+        as_it_is = ranks.shards == 1 or bool(forms) or first.extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         _full_precision_in_eval(caster, spec, rank)
-        observers = events.observers(spec) if events.active else ()
+        observers = plugins.events.observers(spec) if plugins.events.active else ()
         launched = _launch_numel(group, flat)
-        units.append(PlannedUnit(tuple(group), spec, flat, dtypes, wire, forms, observers, ranks, launched))
+        units.append(PlannedUnit(group, spec, flat, dtypes, wire, forms, observers, ranks, launched))
     plain = (unit for unit in units if unit.parameters[0].packed is None and not is_packed(unit.spec.master_dtype))
     computing = next(plain, None)
-    if computing is not None:
-        first, buffer_dtype = computing.spec, computing.dtypes.buffer
-    else:
-        first = unsized
-        buffer_dtype = dtypes_of(caster, first, rank).buffer
+    spec = unsized if computing is None else computing.spec
+    buffer_dtype = (dtypes_of(caster, spec, rank) if computing is None else computing.dtypes).buffer
     for unit in units:
         _refuse_narrow_batch_norms(unit.parameters, unit.dtypes.compute, buffer_dtype, rank)
     # A split module's inputs and outputs stay inside the module around it.
-    casts = planned.parent is None
+    casts = owner.parent is None
     return PlannedModule(
-        *(getattr(planned, field.name) for field in dataclasses.fields(planned)),
+        *(getattr(owner, field.name) for field in fields(owner)),
         caster=caster,
         offload=offload,
         named=named,
         ranks=of_module,
         units=tuple(units),
         buffer_dtype=buffer_dtype,
-        input_cast=callable_or_none(caster, "input_cast", first, rank) if casts else None,
-        output_cast=callable_or_none(caster, "output_cast", first, rank) if casts else None,
-        full_precision_in_eval=_full_precision_in_eval(caster, first, rank),
+        input_cast=callable_or_none(caster, "input_cast", spec, rank) if casts else None,
+        output_cast=callable_or_none(caster, "output_cast", spec, rank) if casts else None,
+        full_precision_in_eval=_full_precision_in_eval(caster, spec, rank),
         reads_in_backward=reads,
     )
 
@@ -228,7 +282,7 @@ def _refuse_narrow_batch_norms(
             )
 
 
-def decide_parking(plans: Sequence[PlannedModule], rank: int) -> None:
+def _decide_parking(plans: Sequence[PlannedModule], rank: int) -> None:
     """Mark each unit of ``plans``, of one model in its order, that its offload manager parks.
 
     A manager is asked once, of all the units that it serves.
@@ -242,6 +296,57 @@ def decide_parking(plans: Sequence[PlannedModule], rank: int) -> None:
         parked = parked_of(manager, tuple(unit.spec for unit in units), rank)
         for unit in units:
             unit.parked = unit.spec in parked
+
+
+def _refuse_overlaps(module: PlannedModule, ranks: ModelRanks) -> None:
+    """Raise where a ``DTensor`` of ``module`` is over ranks that share its unit's shards, or is without a mesh."""
+    for unit, parameter in module.placed_parameters:
+        if parameter.part is None:
+            continue
+        if ranks.mesh is None:
+            raise ConfigError(
+                f"The parameter '{parameter.names[0]}' is a DTensor, and the configuration has no mesh that would "
+                "tell over which other ranks to shard it. Give it: ShardConfig(mesh=mesh, shard='dp'), of a mesh "
+                "with the DTensor's dimensions and those to shard over."
+            )
+        refuse_overlap(unit.ranks.lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
+
+
+def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> None:
+    """Raise where parameters that gather themselves, or compute as bytes, meet what needs them in a flat buffer; and
+    where a part of that would be kept, whose memory is the backend's."""
+    for unit in module.units:
+        parameter, rank = unit.parameters[0], f"(rank {collectives.rank})"
+        if unit.ranks.post_forward_size is not None and collectives.capabilities.fixed_addresses:
+            raise ConfigError(
+                f"reshard_after_forward={unit.ranks.post_forward_size} for '{module.name or '(root)'}' {rank} would "
+                "keep a part beside a gather buffer that these collectives never give back. Give True or False, or "
+                "other collectives."
+            )
+        if parameter.extended:
+            where = f"'{parameter.names[0]}', a {type(parameter.original).__name__} that gathers itself {rank}"
+            instead = "pass it in ignored_parameters"
+        elif unit.forms:
+            caster = type(module.caster).__name__
+            where = f"'{unit.spec.parameter_names[0]}', which {caster} keeps in bytes of its own {rank}"
+            instead = "another precision"
+        else:
+            continue
+        if unit.ranks.post_forward_size is not None:
+            raise UnsupportedError(
+                f"reshard_after_forward={unit.ranks.post_forward_size} for {where}: it is gathered from the shards of "
+                "all ranks alone. Give True or False."
+            )
+        if parameter.extended and unit.parked:
+            raise UnsupportedError(
+                f"{type(module.offload).__name__} would park {where}, and takes flat buffers alone. Leave "
+                "offloading out, or pass the parameter in ignored_parameters."
+            )
+        if collectives.capabilities.fixed_addresses:
+            raise UnsupportedError(
+                f"{type(collectives).__name__} gathers into memory of its own, and {where} has memory of its own, too. "
+                f"Take other collectives, or {instead}."
+            )
 
 
 def reads_in_backward(module: nn.Module) -> bool:
@@ -270,31 +375,6 @@ def _launch_numel(group: Sequence[ManagedParameter], flat: FlatLayout) -> int:
         return flat.padded_numel
     pairs = zip(parts, group, strict=True)
     return sum(each.original.numel() if part is None else part.largest_numel for part, each in pairs)
-
-
-def _spec(
-    planned: ModuleParameters,
-    group: Sequence[ManagedParameter],
-    flat: FlatLayout,
-    device: torch.device,
-    suffix: str,
-    is_root: bool,
-    ranks: str,
-) -> UnitSpec:
-    return UnitSpec(
-        name=f"{planned.name}{suffix}",
-        module_class=type(planned.governing),
-        parameter_names=tuple(parameter.names[0] for parameter in group),
-        numel=flat.padded_numel,
-        shard_numel=flat.shard_numel,
-        master_dtype=group[0].original.dtype,
-        device=device,
-        is_root=is_root,
-        suffix=suffix,
-        trained=group[0].original.requires_grad,
-        keeps_dtype=group[0].keeps_dtype,
-        ranks=ranks,
-    )
 
 
 def _suffix(group: Sequence[ManagedParameter], ranks: str) -> str:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import _torch_private
-from ..config import ShardConfig, Strategy
-from ..errors import ConfigError, StateError
-from ..events import Events
+from .. import _torch_private, registry
+from ..config import Strategy
+from ..errors import StateError
 from ..functions.memory import memory_report
 from ..interfaces import Collectives, OffloadManager, UnitSpec
 from ..planning.answers import refuse_shared_memory
-from ..planning.extensions import insides_of
 from ..planning.groups import FormedGroups, ModelRanks, UnitRanks
-from ..planning.parts import ParameterPlace
 from ..planning.placements import OwnPlacements, Placings
-from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, ManagedParameter, modules_in, names_in
-from ..planning.units import PlannedModule, PlannedUnit
+from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, modules_in, names_in
+from ..planning.units import ChosenPlugins, PlannedModule, PlannedUnit
 from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
 from ..runtime.buffers import piece_in, view_of
@@ -31,50 +28,13 @@ from ..runtime.guards import RegistrationGuard
 from ..runtime.module_state import ModuleState, merge_on_use
 from ..runtime.order import ExecutionOrder
 from ..runtime.peers import peers_of
-from ..runtime.placed import PlacedUnit, Placements
+from ..runtime.placed import PlacedUnit
 from ..runtime.root import Root
 from ..runtime.states import Reshard
 from ..runtime.streams import streams_for
 from ..runtime.unit import Unit
-from .materialize import Initializer, materialize, park, place_buffers, remember, try_codecs
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a user asked to shard."""
-
-    module: nn.Module
-    """A module, or ``GroupedModules``."""
-    config: ShardConfig
-    initializer: Initializer | None
-    ignored_modules: Collection[nn.Module]
-    ignored_parameters: Collection[nn.Parameter]
-    composes: bool
-    """Whether modules inside may be sharded already, and become part of the new root."""
-    placements: Placements | None = None
-    """How its parameters lie, where a face says so."""
-    placed: Mapping[nn.Parameter, ParameterPlace] = field(default_factory=dict)
-    """What the face says of parameters."""
-    optimizers: Collection[torch.optim.Optimizer] = ()
-    """Made before, and to hold the parameters that are made."""
-    stays_on_meta: bool = False
-    """Whether parameters and buffers on the meta device stay there until somebody gives them memory."""
-
-    @property
-    def owned_locally(self) -> frozenset[nn.Parameter]:
-        """Ignored parameters of which each rank has one of its own.
-
-        Raises:
-            ConfigError: ``ignored_parameters`` says something else than ``"replicated"`` or ``"local"`` of one.
-        """
-        said = self.ignored_parameters if isinstance(self.ignored_parameters, Mapping) else {}
-        for parameter, word in said.items():
-            if word not in ("replicated", "local"):
-                raise ConfigError(
-                    f"ignored_parameters says {word!r} of a parameter of shape {tuple(parameter.shape)}. Write "
-                    "'replicated' where all ranks train one, or 'local' where each has one of its own (an expert)."
-                )
-        return frozenset(parameter for parameter, word in said.items() if word == "local")
+from .materialize import Materializer, look_inside, park, place_buffers, try_codecs
+from .request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,172 +42,261 @@ class ShardPlan:
     """Everything about a sharded model that is known before it changes."""
 
     request: Request
+    plugins: ChosenPlugins
     ranks: ModelRanks
-    device: torch.device
     modules: tuple[PlannedModule, ...]
     """Those that own units, the root first."""
-    events: Events
-    signature: object
-    """Equal for models that can share collectives."""
-    constructs: bool
-    """Whether the collectives were constructed for this model, and are closed with it."""
+
+    @property
+    def signature(self) -> object:
+        """Equal for models that can share collectives."""
+        plugins, lists = self.plugins, self.ranks.lists
+        code = registry.fingerprint(plugins.used[0])
+        return code, plugins.collectives_choice, plugins.context.process_group, (lists.shard, lists.replicate)
 
 
-#: Masters that are made before the model changes, materialised or parked: those of each module, by its name.
-Masters = dict[str, list[torch.Tensor]]
+class Build:
+    """One model on its way from a plan: groups of ranks, then masters, then the root.
 
-
-def prepare(plan: ShardPlan, groups: FormedGroups) -> tuple[Masters, Callable[[], None]]:
-    """Initialise meta parameters, and park the masters that offload managers park.
-
-    Takes memory for shards alone: the whole parameters stay until ``build``.
-
-    Returns:
-        The masters, and a function that undoes this, but for values that ``sync_module_states`` sent.
-
-    Raises:
-        Exception: of an initializer, an offload manager, or for want of memory. The model is as it was.
+    Every rank makes it, calls ``prepare``, then ``finish``; or ``close``, where that is not to be.
     """
-    modules, device = plan.modules, plan.device
-    undo = remember(modules, device)
-    try:
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self.plan = plan
+        self._request, self._config = plan.request, plan.request.config
+        self._device = plan.plugins.context.device
+        units = [unit.ranks for each in plan.modules for unit in each.units]
+        self._groups = FormedGroups(plan.ranks, units, plan.plugins.collectives)
+        # Those that are made before the model changes, materialised or parked: of each module, by its name.
+        self._masters: dict[str, list[torch.Tensor]] = {}
+
+    def prepare(self) -> None:
+        """Initialise meta parameters, and park the masters that offload managers park.
+
+        Takes memory for shards alone: the whole parameters stay until ``finish``.
+
+        Raises:
+            Exception: of an initializer, an offload manager, or for want of memory. Who put back what ``remember``
+                tells has the model as it was, but for values that ``sync_module_states`` sent.
+        """
+        modules, world = self.plan.modules, self._groups.world
         for each in modules:
             for unit, parameter in each.placed_parameters:
                 if parameter.extended:
-                    _look_inside(parameter, groups.of(unit.ranks))
-        masters: Masters = {}
-        if not plan.request.stays_on_meta:
-            masters = materialize(
-                modules,
-                groups.of,
-                device,
-                plan.request.initializer,
-                _whole_shapes(plan),
-                from_first=plan.request.config.sync_module_states,
+                    look_inside(parameter, parameter.original, self._groups.of(unit.ranks))
+        if not self._request.stays_on_meta:
+            materializer = Materializer(
+                self._device,
+                self._request.initializer,
+                self._whole_shapes(),
+                self._groups.of,
+                from_first=self._config.sync_module_states,
             )
+            self._masters = materializer.masters_of(modules)
         for each in modules:
             if each.parks:
-                masters[each.name] = _park(plan, each, masters.pop(each.name, None), groups)
-        try_codecs(modules, groups.world)
-        refuse_shared_memory(_parked(plan, masters), groups.world.rank)
-    except BaseException:
-        undo()
-        raise
-    return masters, undo
+                self._masters[each.name] = [self._parked(each, unit) for unit in each.units]
+        try_codecs(modules, world)
+        refuse_shared_memory(self._all_parked(), world.rank)
 
+    def finish(self) -> Root:
+        """Make the model's parameters shards, and put the hooks on it.
 
-def _look_inside(parameter: ManagedParameter, ranks: UnitRanks) -> None:
-    """Find out what a parameter that gathers itself is made of.
+        Memory peaks at the shards plus one module: parameters are cut module by module.
 
-    Raises:
-        ParameterError: it cannot be cut between the ranks, or be trained.
-    """
-    original = parameter.original
-    where = f"'{parameter.names[0]}' on rank {ranks.world.rank}"
-    rank, number = ranks.shard_rank, ranks.shard_size
-    found = insides_of(original, where, rank, number, trained=original.requires_grad)
-    fault = found.fault if parameter.leaf is None else "is a DTensor over ranks with other parts of it, or their copies"
-    parameter.insides = replace(found, fault=fault)
+        Raises:
+            Exception: for want of memory, or of a listener. Where parameters were cut, memory of the others is let go
+                of, and every later use of the model is refused.
+        """
+        cuts = False
+        device_type = "cpu" if self._device.type == "meta" else self._device.type
+        placings = Placings(self.plan.ranks, self._groups, device_type)
+        signature, events = self.plan.signature, self.plan.plugins.events
+        try:
+            made: dict[nn.Module, ModuleState] = {}
+            for each in self.plan.modules:
+                masters = [self._master(each, unit) for unit in each.units]
+                cuts = True
+                made[each.module] = (GroupedState if isinstance(each.module, GroupedModules) else ModuleState)(
+                    each.name,
+                    each.module,
+                    self._units(each, masters, placings),
+                    input_cast=each.input_cast,
+                    output_cast=each.output_cast,
+                    full_precision_in_eval=each.full_precision_in_eval,
+                    signature=signature,
+                    parent=None if each.parent is None else made[each.parent],
+                    reads_in_backward=each.reads_in_backward,
+                )
+                if each.parent is not None:
+                    merge_on_use(made[each.module], made[each.parent])
+            root = self._join(made, signature)
+            if events.active:
+                events.after_shard(self._request.module)
+        except BaseException as error:
+            if cuts:
+                self.give_up(f"{type(error).__name__}: {error}")
+            raise
+        return root
 
+    def give_up(self, reason: str) -> None:
+        """Refuse every later use of the model, which is in pieces and stays so."""
+        mark_broken(self._request.module, f"{reason} (rank {self._groups.world.rank})")
 
-def build(plan: ShardPlan, groups: FormedGroups, masters: Masters) -> Root:
-    """Make the model's parameters shards, and put the hooks on it. ``masters``: emptied.
+    def close(self) -> None:
+        """Close what was made for a model that was not built. Every rank calls it."""
+        for collectives in self._owned:
+            collectives.close()
 
-    Memory peaks at the shards plus one module: parameters are cut module by module.
+    @property
+    def _owned(self) -> tuple[Collectives, ...]:
+        """What is closed with the model: parts before wholes, and not what the user made."""
+        plugins = self.plan.plugins
+        constructed = plugins.collectives_choice is not plugins.collectives
+        return (*self._groups.made, *((self._groups.world,) if constructed else ()))
 
-    Raises:
-        Exception: for want of memory, or of a listener. Where parameters were cut, memory of the others is let go of,
-            and every later use of the model is refused.
-    """
-    cuts = False
-    device = plan.device
-    placings = Placings(plan.ranks, groups, "cpu" if device.type == "meta" else device.type)
-    try:
-        made: dict[nn.Module, ModuleState] = {}
-        for each in plan.modules:
-            own = masters.pop(each.name, None)
-            if own is None:
-                own = [_cut(unit, groups.of(unit.ranks), device) for unit in each.units]
-            cuts = True
-            made[each.module] = (GroupedState if isinstance(each.module, GroupedModules) else ModuleState)(
-                each.name,
-                each.module,
-                _build_units(plan, each, own, groups, placings),
-                input_cast=each.input_cast,
-                output_cast=each.output_cast,
-                full_precision_in_eval=each.full_precision_in_eval,
-                signature=plan.signature,
-                parent=None if each.parent is None else made[each.parent],
-                reads_in_backward=each.reads_in_backward,
+    def _join(self, made: Mapping[nn.Module, ModuleState], signature: object) -> Root:
+        """The root of the module states that were ``made``, and of those inside the model that were there before."""
+        config, model, plan, groups = self._config, self._request.module, self.plan, self._groups
+        names: dict[ModuleState, list[str]] = {}
+        for name, inner in model.named_modules():
+            state: ModuleState | None = made.get(inner) or inner.__dict__.get(MODULE_STATE_ATTRIBUTE)
+            if state is not None:
+                names.setdefault(state, []).append(name)
+        states, new = list(names), set(made.values())
+        known_before = [state for state in states if state not in new]
+        # A walk over all modules: only where it tells something.
+        names_of = names_in(model) if known_before else None
+        for there in known_before:
+            ranks_of = groups.of_joining if there.signature == signature else None
+            there.join(", ".join(names[there]), ranks_of, names_of)
+        _share_neighbours(state for state in states if state.signature == signature)
+        # The root takes the module states, and what they own, from the inner roots.
+        inner_roots = dict.fromkeys(state.root for state in states if state.root is not None)
+        inner_owned = dict.fromkeys(each for inner_root in inner_roots for each in inner_root.owned)
+        root = Root(
+            groups.world,
+            states,
+            streams_for(groups.world),
+            ExecutionOrder(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
+            plan.plugins.events,
+            check_ranks=config.check_ranks,
+            timeout_s=config.timeout_s,
+            peers=peers_of(groups.world) if config.check_ranks else None,
+            same_batch=groups.batch,
+            data_ranks=plan.ranks.cut.data_ranks,
+            owned=(*inner_owned, *self._owned),
+            owned_locally=self._request.owned_locally.union(*(each.owned_locally for each in inner_roots)),
+        )
+        if config.reshard_after_forward == "auto" and plan.ranks.strategy is not Strategy.NO_SHARD:
+            planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
+            meter = CudaMemory(self._device) if self._device.type == "cuda" else planned
+            root.budget = Budget(config.memory_budget, meter)
+            root.budget_reason = root.budget.reason
+        for module_state in made.values():
+            for module in module_state.modules:
+                hooks_of(module_state, module).attach()
+                module.__dict__[MODULE_STATE_ATTRIBUTE] = module_state
+        known = [each.registrations for each in inner_roots if each.registrations is not None]
+        root.registrations = RegistrationGuard(root, states, self._request.ignored_modules, known)
+        return root
+
+    def _sharded_units(self) -> Iterator[Unit]:
+        """The units of modules inside the model that were sharded before."""
+        # A walk over all modules takes as long as a hundredth of sharding.
+        modules = self._request.module.modules() if self._request.composes else ()
+        for state in dict.fromkeys(inner.__dict__.get(MODULE_STATE_ATTRIBUTE) for inner in modules):
+            if state is not None:
+                yield from state.units
+
+    def _whole_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        parameters = [each.original for module in self.plan.modules for _, each in module.placed_parameters]
+        shapes = {parameter: tuple(parameter.shape) for parameter in parameters}
+        for unit in self._sharded_units():
+            for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+                shapes[parameter.original] = slot.shape if parameter.part is None else parameter.part.shape
+        return shapes
+
+    def _master(self, module: PlannedModule, unit: PlannedUnit) -> torch.Tensor:
+        """The master of ``unit``, the next one of ``module``: made before, and let go of here, or cut now."""
+        made = self._masters.get(module.name)
+        return made.pop(0) if made else _cut(unit, self._groups.of(unit.ranks), self._device)
+
+    def _parked(self, module: PlannedModule, unit: PlannedUnit) -> torch.Tensor:
+        """The master of ``unit`` where the offload manager has it; the model stays as it is.
+
+        Raises:
+            PluginContractError: ``place`` returned what no parameter can view, or a manager lost values.
+        """
+        master = self._master(module, unit)
+        if unit.parked and self._has_values(master):
+            master = park(module.offload, unit, master, self._groups.world.rank)
+        return master
+
+    def _all_parked(self) -> Iterator[tuple[OffloadManager, UnitSpec, torch.Tensor]]:
+        """All masters of the model that managers park, those of modules that are sharded already too."""
+        for each in self.plan.modules:
+            if each.parks:
+                for planned, master in zip(each.units, self._masters[each.name], strict=True):
+                    if planned.parked and self._has_values(master):
+                        yield each.offload, planned.spec, master
+        for unit in self._sharded_units():
+            if unit.parks and self._has_values(unit.master):
+                yield unit.offload, unit.spec, unit.master
+
+    def _has_values(self, master: torch.Tensor) -> bool:
+        """Or is to have them now: where all are pretended, managers are asked all the same."""
+        return not (self._request.stays_on_meta and master.is_meta)
+
+    def _reshard_policy(self, module: PlannedModule, unit: PlannedUnit) -> Reshard:
+        if not unit.is_cut:
+            return Reshard.NEVER
+        if unit.ranks.post_forward_size is not None:
+            return Reshard.PARTLY
+        override = module.overrides.get("reshard_after_forward", self._config.reshard_after_forward)
+        if isinstance(override, bool):
+            return Reshard.ALWAYS if override else Reshard.NEVER
+        if isinstance(override, int):
+            # What a group of one keeps is whole.
+            return Reshard.NEVER if override == 1 else Reshard.ALWAYS
+        # "auto", too, begins as the strategy says.
+        return Reshard.UNLESS_TURNING if self.plan.ranks.strategy.reshards_after_forward else Reshard.NEVER
+
+    def _units(self, module: PlannedModule, masters: list[torch.Tensor], placings: Placings) -> list[Unit]:
+        """The units of one module: its parameters become views of ``masters``, and let go of what they held."""
+        if module.parent is not None:
+            for inner in module.modules:
+                inner.__dict__["_parameters"] = LazyParameters(inner._parameters)
+        recurrent = [inner for inner in module.modules if isinstance(inner, nn.RNNBase)]
+        for rnn in recurrent:
+            _torch_private.drop_rnn_references(rnn)
+        units: list[Unit] = []
+        for planned, master in zip(module.units, masters, strict=True):
+            ranks = self._groups.of(planned.ranks)
+            unit = (ExtendedUnit if planned.parameters[0].extended else PlacedUnit)(
+                planned.spec,
+                planned.layout,
+                planned.parameters,
+                ranks,
+                master,
+                planned.dtypes,
+                module.caster,
+                module.offload,
+                reshard=self._reshard_policy(module, planned),
+                wire=planned.wire,
+                forms=planned.forms,
+                parks=planned.parked,
+                placed=self._request.placements or OwnPlacements(placings, ranks),
+                neighbours=self._groups.neighbours(planned.ranks),
+                launch_numel=planned.launch_numel,
+                observers=planned.observers,
             )
-            if each.parent is not None:
-                merge_on_use(made[each.module], made[each.parent])
-        root = _join(plan, groups, made)
-        if plan.events.active:
-            plan.events.after_shard(plan.request.module)
-    except BaseException as error:
-        if cuts:
-            give_up(plan, groups, f"{type(error).__name__}: {error}")
-        raise
-    return root
-
-
-def give_up(plan: ShardPlan, groups: FormedGroups, reason: str) -> None:
-    """Refuse every later use of the model, which is in pieces and stays so."""
-    mark_broken(plan.request.module, f"{reason} (rank {groups.world.rank})")
-
-
-def close_groups(plan: ShardPlan, groups: FormedGroups) -> None:
-    """Close what was made for a model that was not built. Every rank calls it."""
-    for collectives in _groups(plan, groups):
-        collectives.close()
-
-
-def _join(plan: ShardPlan, groups: FormedGroups, made: Mapping[nn.Module, ModuleState]) -> Root:
-    """The root of the module states that were ``made``, and of those inside the model that were there before."""
-    config, model = plan.request.config, plan.request.module
-    names: dict[ModuleState, list[str]] = {}
-    for name, inner in model.named_modules():
-        state: ModuleState | None = made.get(inner) or inner.__dict__.get(MODULE_STATE_ATTRIBUTE)
-        if state is not None:
-            names.setdefault(state, []).append(name)
-    states, new = list(names), set(made.values())
-    known_before = [state for state in states if state not in new]
-    # A walk over all modules: only where it tells something.
-    names_of = names_in(model) if known_before else None
-    for there in known_before:
-        ranks_of = groups.of_joining if there.signature == plan.signature else None
-        there.join(", ".join(names[there]), ranks_of, names_of)
-    _share_neighbours(state for state in states if state.signature == plan.signature)
-    # The root takes the module states, and what they own, from the inner roots.
-    inner_roots = dict.fromkeys(state.root for state in states if state.root is not None)
-    inner_owned = dict.fromkeys(each for inner_root in inner_roots for each in inner_root.owned)
-    root = Root(
-        groups.world,
-        states,
-        streams_for(groups.world),
-        ExecutionOrder(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
-        plan.events,
-        check_ranks=config.check_ranks,
-        timeout_s=config.timeout_s,
-        peers=peers_of(groups.world) if config.check_ranks else None,
-        same_batch=groups.batch,
-        data_ranks=plan.ranks.cut.data_ranks,
-        owned=(*inner_owned, *_groups(plan, groups)),
-        owned_locally=plan.request.owned_locally.union(*(each.owned_locally for each in inner_roots)),
-    )
-    if config.reshard_after_forward == "auto" and plan.ranks.strategy is not Strategy.NO_SHARD:
-        planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
-        meter = CudaMemory(plan.device) if plan.device.type == "cuda" else planned
-        root.budget = Budget(config.memory_budget, meter)
-        root.budget_reason = root.budget.reason
-    for module_state in made.values():
-        for module in module_state.modules:
-            hooks_of(module_state, module).attach()
-            module.__dict__[MODULE_STATE_ATTRIBUTE] = module_state
-    known = [each.registrations for each in inner_roots if each.registrations is not None]
-    root.registrations = RegistrationGuard(root, states, plan.request.ignored_modules, known)
-    return root
+            units.append(unit)
+        for rnn in recurrent:
+            rnn.__dict__.update(_torch_private.rnn_weights(rnn, rnn._parameters))
+        for inner in module.modules:
+            place_buffers(inner, self._device, module.buffer_dtype, keep_meta=self._request.stays_on_meta)
+        return units
 
 
 def _share_neighbours(states: Iterable[ModuleState]) -> None:
@@ -258,120 +307,6 @@ def _share_neighbours(states: Iterable[ModuleState]) -> None:
             # Units with a mesh of their own have other neighbours.
             key = id(unit.ranks.owner), unit.neighbours.world_size
             unit.use_neighbours(shared.setdefault(key, unit.neighbours))
-
-
-def _groups(plan: ShardPlan, groups: FormedGroups) -> tuple[Collectives, ...]:
-    """What is closed with the model: parts before wholes, and not what the user made."""
-    return (*groups.made, *((groups.world,) if plan.constructs else ()))
-
-
-def _sharded_units(request: Request) -> Iterator[Unit]:
-    """The units of modules inside the model that were sharded before."""
-    # A walk over all modules takes as long as a hundredth of sharding.
-    modules = request.module.modules() if request.composes else ()
-    for state in dict.fromkeys(inner.__dict__.get(MODULE_STATE_ATTRIBUTE) for inner in modules):
-        if state is not None:
-            yield from state.units
-
-
-def _parked(
-    plan: ShardPlan, masters: Mapping[str, list[torch.Tensor]]
-) -> Iterator[tuple[OffloadManager, UnitSpec, torch.Tensor]]:
-    """All masters of the model that managers park, those of modules that are sharded already too."""
-    for each in plan.modules:
-        if each.parks:
-            for planned, master in zip(each.units, masters[each.name], strict=True):
-                if planned.parked and not (plan.request.stays_on_meta and master.is_meta):
-                    yield each.offload, planned.spec, master
-    for unit in _sharded_units(plan.request):
-        if unit.parks and not (plan.request.stays_on_meta and unit.master.is_meta):
-            yield unit.offload, unit.spec, unit.master
-
-
-def _whole_shapes(plan: ShardPlan) -> dict[nn.Parameter, tuple[int, ...]]:
-    parameters = [parameter.original for each in plan.modules for _, parameter in each.placed_parameters]
-    shapes = {parameter: tuple(parameter.shape) for parameter in parameters}
-    for unit in _sharded_units(plan.request):
-        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-            shapes[parameter.original] = slot.shape if parameter.part is None else parameter.part.shape
-    return shapes
-
-
-def _reshard_policy(plan: ShardPlan, module: PlannedModule, unit: PlannedUnit) -> Reshard:
-    if not unit.is_cut:
-        return Reshard.NEVER
-    if unit.ranks.post_forward_size is not None:
-        return Reshard.PARTLY
-    override = module.overrides.get("reshard_after_forward", plan.request.config.reshard_after_forward)
-    if isinstance(override, bool):
-        return Reshard.ALWAYS if override else Reshard.NEVER
-    if isinstance(override, int):
-        # What a group of one keeps is whole.
-        return Reshard.NEVER if override == 1 else Reshard.ALWAYS
-    # "auto", too, begins as the strategy says.
-    return Reshard.UNLESS_TURNING if plan.ranks.strategy.reshards_after_forward else Reshard.NEVER
-
-
-def _park(
-    plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor] | None, groups: FormedGroups
-) -> list[torch.Tensor]:
-    """The masters of one module, each where its offload manager has it; the model stays as it is.
-
-    ``masters``: emptied; None where the parameters hold the values.
-
-    Raises:
-        PluginContractError: ``place`` returned what no parameter can view, or a manager lost values.
-    """
-    if masters is not None:
-        # Let go of one by one: the manager makes its own copy of each.
-        masters.reverse()
-    placed = []
-    for unit in module.units:
-        shard = masters.pop() if masters is not None else _cut(unit, groups.of(unit.ranks), plan.device)
-        if unit.parked and not (plan.request.stays_on_meta and shard.is_meta):
-            shard = park(module.offload, unit, shard, groups.world.rank)
-        placed.append(shard)
-    return placed
-
-
-def _build_units(
-    plan: ShardPlan, module: PlannedModule, masters: list[torch.Tensor], groups: FormedGroups, placings: Placings
-) -> list[Unit]:
-    """The units of one module: its parameters become views of ``masters`` (emptied), and let go of what they held."""
-    if module.parent is not None:
-        for inner in module.modules:
-            inner.__dict__["_parameters"] = LazyParameters(inner._parameters)
-    recurrent = [inner for inner in module.modules if isinstance(inner, nn.RNNBase)]
-    for rnn in recurrent:
-        _torch_private.drop_rnn_references(rnn)
-    masters.reverse()
-    units: list[Unit] = []
-    for planned in module.units:
-        ranks = groups.of(planned.ranks)
-        unit = (ExtendedUnit if planned.parameters[0].extended else PlacedUnit)(
-            planned.spec,
-            planned.layout,
-            planned.parameters,
-            ranks,
-            masters.pop(),
-            planned.dtypes,
-            module.caster,
-            module.offload,
-            reshard=_reshard_policy(plan, module, planned),
-            wire=planned.wire,
-            forms=planned.forms,
-            parks=planned.parked,
-            placed=plan.request.placements or OwnPlacements(placings, ranks),
-            neighbours=groups.neighbours(planned.ranks),
-            launch_numel=planned.launch_numel,
-            observers=planned.observers,
-        )
-        units.append(unit)
-    for rnn in recurrent:
-        rnn.__dict__.update(_torch_private.rnn_weights(rnn, rnn._parameters))
-    for inner in module.modules:
-        place_buffers(inner, plan.device, module.buffer_dtype, keep_meta=plan.request.stays_on_meta)
-    return units
 
 
 def _cut(unit: PlannedUnit, ranks: UnitRanks, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,72 +20,55 @@ from ..planning.plan import ManagedParameter, ModuleParameters
 from ..planning.units import PlannedModule, PlannedUnit
 from ..planning.values import send_from_first, send_over_copies
 from ..runtime.buffers import shard_in, view_of
+from .request import Initializer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-#: Initialises the parameters and buffers that a module holds directly.
-Initializer = Callable[[nn.Module], None]
+
+def is_meta(buffer: torch.Tensor | None) -> bool:
+    """Whether a buffer has no values yet."""
+    return buffer is not None and buffer.is_meta
 
 
-def refuse_uninitializable(
-    module_states: Iterable[ModuleParameters],
-    modules: Mapping[nn.Module, str],
-    initializer: Initializer | None,
-    rank: int,
-) -> None:
-    """Raise if a module that holds meta parameters or buffers could not be initialised. ``modules``: with their names.
+def refuse_uninitializable(owners: Iterable[ModuleParameters], names: Mapping[nn.Module, str], rank: int) -> None:
+    """Raise if a module of ``owners`` that holds meta parameters or buffers cannot initialise itself.
 
-    Raises ParameterError: naming the tensors and their modules.
+    ``names``: of all modules. Raises ParameterError: naming the tensors and their modules.
     """
-    if initializer is not None:
-        return
-    held = [
-        (parameter.names[0], module)
-        for module_state in module_states
-        for group in module_state.groups
-        for parameter in group
-        if parameter.original.is_meta
-        for module, _ in parameter.sites
-    ]
-    held += [
-        (f"{name}.{key}" if name else key, module)
-        for module, name in modules.items()
-        for key, buffer in module._buffers.items()
-        if is_meta(buffer)
-    ]
-    missing = sorted(
-        {
-            f"{name} ({type(module).__name__})"
-            for name, module in held
-            if not callable(getattr(module, "reset_parameters", None))
-        }
-    )
-    if missing:
+    held: list[tuple[str, nn.Module]] = []
+    for owner in owners:
+        for parameter in (each for group in owner.groups for each in group if each.original.is_meta):
+            held += [(parameter.names[0], module) for module, _ in parameter.sites]
+        for module in owner.modules:
+            hollow = [key for key, buffer in module._buffers.items() if is_meta(buffer)]
+            held += [(".".join(filter(None, (names[module], key))), module) for key in hollow]
+    lacking = [each for each in held if not callable(getattr(each[1], "reset_parameters", None))]
+    if lacking:
+        missing = sorted({f"{name} ({type(module).__name__})" for name, module in lacking})
         raise ParameterError(
             "Parameters or buffers are on the meta device and their modules have no reset_parameters(): "
             f"{', '.join(missing)} (rank {rank}). Give the modules a reset_parameters() method, or pass initializer=."
         )
 
 
+def _hollow(owner: PlannedModule) -> dict[nn.Module, None]:
+    """The modules that hold meta parameters or buffers of ``owner``."""
+    found = {module: None for module in owner.modules if any(map(is_meta, module._buffers.values()))}
+    for _, parameter in owner.placed_parameters:
+        if parameter.original.is_meta:
+            found.update((module, None) for module, _ in parameter.sites)
+    return found
+
+
 def remember(owners: Sequence[PlannedModule], device: torch.device) -> Callable[[], None]:
-    """What puts back all that ``materialize`` changes: buffers, and the generators of random numbers.
+    """What puts back all that ``Materializer`` changes: buffers, and the generators of random numbers.
 
     Ranks that drew differently would initialise pieces of different models the next time.
     """
-    hollow = {
-        module: None
-        for owner in owners
-        for module in owner.modules
-        if any(is_meta(buffer) for buffer in module._buffers.values())
-    }
-    for owner in owners:
-        for _, parameter in owner.placed_parameters:
-            if parameter.original.is_meta:
-                hollow.update(dict.fromkeys(module for module, _ in parameter.sites))
-    if not hollow:
+    held = {module: dict(module._buffers) for owner in owners for module in _hollow(owner)}
+    if not held:
         return lambda: None
-    held = {module: dict(module._buffers) for module in hollow}
     # An initialiser writes to the buffers that have values already, too.
     values = [
         (buffer, buffer.clone())
@@ -109,105 +93,171 @@ def remember(owners: Sequence[PlannedModule], device: torch.device) -> Callable[
     return put_back
 
 
-def materialize(
-    owners: Sequence[PlannedModule],
-    ranks_of: Callable[[PlannedRanks], UnitRanks],
-    device: torch.device,
-    initializer: Initializer | None,
-    whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
-    *,
-    from_first: bool = False,
-) -> dict[str, list[torch.Tensor]]:
-    """The masters of every module that owns meta parameters, by its name; meta buffers are filled in place.
+def look_inside(parameter: ManagedParameter, whole: torch.Tensor, ranks: UnitRanks) -> None:
+    """Find out what a parameter that gathers itself, and is ``whole``, is made of.
+
+    Raises:
+        ParameterError: it cannot be cut between the ranks, or be trained.
+    """
+    where, trained = f"'{parameter.names[0]}' on rank {ranks.world.rank}", parameter.original.requires_grad
+    found = insides_of(whole, where, ranks.shard_rank, ranks.shard_size, trained=trained)
+    fault = found.fault if parameter.leaf is None else "is a DTensor over ranks with other parts of it, or their copies"
+    parameter.insides = replace(found, fault=fault)
+
+
+@dataclass(frozen=True, slots=True)
+class Materializer:
+    """Gives meta parameters and buffers their values.
 
     Parameters that are parts of larger tensors are initialised whole too, and then cut: from the same random numbers
     come the same values, whatever the mesh.
-
-    ``from_first``: all ranks take rank 0's values of parameters and buffers, module by module. Those that are not on
-    the meta device are overwritten in place. Parts of larger tensors, and all that belongs to the ranks of a unit
-    alone, come from the first of the ranks that have the same.
-
-    Memory on ``device`` peaks at the masters and one whole module, whole parameters beside this rank's parts of them:
-    all modules are initialised in the same memory, so that no holes are left between the masters.
     """
-    hollow = [owner for owner in owners if owner.has_meta_parameters]
-    masters: dict[str, list[torch.Tensor]] = {}
-    with torch.inference_mode(False), torch.no_grad():
-        nbytes = max(map(_scratch_nbytes, hollow), default=0)
-        scratch = _Scratch(nbytes, device)
-        for owner in owners:
-            if owner.has_meta_parameters:
-                scratch.used = 0
-                flats = _flats(owner, scratch, device)
-                _fill(owner, flats, scratch, device, initializer, whole_shapes)
-                if from_first:
-                    _send_parameters(owner, _values(owner, flats), ranks_of, device)
-                for unit, parameter in owner.placed_parameters:
-                    _cut_extended(parameter, ranks_of(unit.ranks))
-                masters[owner.name] = [
-                    _own_shard(flat, unit.layout, ranks_of(unit.ranks).shard_rank) if unit.is_cut else flat
-                    for unit, flat in zip(owner.units, flats, strict=True)
-                ]
+
+    device: torch.device
+    initializer: Initializer | None
+    whole_shapes: Mapping[nn.Parameter, tuple[int, ...]]
+    """Of all parameters of the model, sharded ones too."""
+    ranks_of: Callable[[PlannedRanks], UnitRanks]
+    from_first: bool
+    """Whether all ranks take rank 0's values of parameters and buffers, module by module. Those that are not on the
+    meta device are overwritten in place. Parts of larger tensors, and all that belongs to the ranks of a unit alone,
+    come from the first of the ranks that have the same."""
+
+    def masters_of(self, owners: Sequence[PlannedModule]) -> dict[str, list[torch.Tensor]]:
+        """The masters of every module that owns meta parameters, by its name; meta buffers are filled in place.
+
+        Memory on ``device`` peaks at the masters and one whole module, whole parameters beside this rank's parts of
+        them: all modules are initialised in the same memory, so that no holes are left between the masters.
+        """
+        masters: dict[str, list[torch.Tensor]] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            nbytes = max((_scratch_nbytes(owner) for owner in owners if owner.has_meta_parameters), default=0)
+            scratch = _Scratch(nbytes, self.device)
+            for owner in owners:
+                if owner.has_meta_parameters:
+                    masters[owner.name] = self._masters(owner, scratch)
+                else:
+                    for module in _hollow(owner):
+                        self._initialize(module, set())
+                    if self.from_first:
+                        self._send_parameters(owner, [each.original for _, each in owner.placed_parameters])
+                if self.from_first:
+                    self._send_buffers(owner)
+        return masters
+
+    def _masters(self, owner: PlannedModule, scratch: _Scratch) -> list[torch.Tensor]:
+        scratch.used = 0
+        flats = _flats(owner, scratch, self.device)
+        self._fill(owner, flats, scratch)
+        if self.from_first:
+            self._send_parameters(owner, _values(owner, flats))
+        for unit, parameter in owner.placed_parameters:
+            if parameter.rows is not None:
+                # Of what ``_fill`` made, this rank's rows are left.
+                ranks = self.ranks_of(unit.ranks)
+                look_inside(parameter, parameter.rows, ranks)
+                parameter.rows = own_rows(parameter.rows, ranks.shard_rank, ranks.shard_size)
+        return [
+            _own_shard(flat, unit.layout, self.ranks_of(unit.ranks).shard_rank) if unit.is_cut else flat
+            for unit, flat in zip(owner.units, flats, strict=True)
+        ]
+
+    def _send_parameters(self, owner: PlannedModule, values: Sequence[torch.Tensor]) -> None:
+        placed = zip(owner.placed_parameters, values, strict=True)
+        # By name: a layout may order uneven parts differently on ranks that have others.
+        for (unit, parameter), value in sorted(placed, key=lambda pair: pair[0][1].names):
+            part = parameter.part
+            beside = () if parameter.packed is None else parameter.packed.tensors
+            for among in self._groups(unit.ranks, part is not None):
+                send_from_first([*inner_tensors(value), *beside], among, self.device)
+            if part is not None:
+                send_over_copies(value, part.mesh, part.placements, self.device)
+
+    def _send_buffers(self, owner: PlannedModule) -> None:
+        for buffer in (each for module in owner.modules for each in module._buffers.values() if each is not None):
+            placed = cast("DTensor", buffer) if is_dtensor(buffer) else None
+            value = buffer if placed is None else local_of(placed)
+            for among in self._groups(owner.ranks, placed is not None):
+                send_from_first([value], among, self.device)
+            if placed is not None:
+                send_over_copies(value, placed.device_mesh, placed.placements, self.device)
+
+    def _groups(self, planned: PlannedRanks, is_part: bool) -> Iterable[Collectives]:
+        """Groups through which a value reaches all ranks that have the same, one after the other."""
+        ranks = self.ranks_of(planned)
+        everyone = not is_part and planned.scope is None
+        return (ranks.world,) if everyone else filter(None, (ranks.owner, ranks.replicate))
+
+    def _fill(self, owner: PlannedModule, flats: Sequence[torch.Tensor], scratch: _Scratch) -> None:
+        fresh = _hollow(owner)
+        parameters = [parameter for _, parameter in owner.placed_parameters]
+        held: list[tuple[nn.Module, str, nn.Parameter]] = []
+        wholes: list[tuple[ManagedParameter, torch.Tensor, nn.Parameter]] = []
+        try:
+            for parameter, value in zip(parameters, _values(owner, flats), strict=True):
+                original, part = parameter.original, parameter.part
+                if parameter.extended:
+                    value = parameter.rows = torch.empty_like(original.detach(), device=self.device)
+                if not original.is_meta:
+                    value.copy_(original)
+                if part is None:
+                    whole = value
+                elif fresh.keys() & {module for module, _ in parameter.sites}:
+                    stride = dense_stride(part.shape, part.stride)
+                    whole = view_of(scratch.take(product(part.shape), original.dtype), part.shape, stride, 0)
+                    if not original.is_meta:
+                        module, key = parameter.sites[0]
+                        whole.copy_(cast("DTensor", module._parameters[key]).full_tensor())
+                else:
+                    # Nothing that is initialised sees it.
+                    continue
+                seen = nn.Parameter(whole, requires_grad=original.requires_grad)
+                wholes.append((parameter, value, seen))
+                for module, key in parameter.sites:
+                    # Of a part the tensor that the original takes the place of later.
+                    held.append((module, key, cast("nn.Parameter", module._parameters[key])))
+                    module._parameters[key] = seen
+            mine = {(module, key) for module, key, _ in held}
+            for module in fresh:
+                self._initialize(module, mine)
+            for parameter, value, seen in wholes:
+                module, key = parameter.sites[0]
+                # An initialiser may assign a new parameter instead of filling the one that is there.
+                current = module._parameters[key]
+                if current is not seen and current is not None and not current.is_meta:
+                    seen.copy_(current)
+                if parameter.part is not None:
+                    value.copy_(parameter.part.cut(seen))
+        finally:
+            for module, key, before in held:
+                module._parameters[key] = before
+
+    def _initialize(self, module: nn.Module, mine: set[tuple[nn.Module, str]]) -> None:
+        place_buffers(module, self.device, None)
+        # A parameter that another module owns is sharded already, or not there yet: initialising must see its shape,
+        # and not touch its values.
+        others = {
+            key: parameter
+            for key, parameter in module._parameters.items()
+            if parameter is not None and (module, key) not in mine
+        }
+        for key, parameter in others.items():
+            shape = self.whole_shapes.get(parameter, tuple(parameter.shape))
+            stand_in = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            module._parameters[key] = nn.Parameter(stand_in, requires_grad=False)
+        try:
+            if self.initializer is not None:
+                self.initializer(module)
             else:
-                for module in owner.modules:
-                    if any(is_meta(buffer) for buffer in module._buffers.values()):
-                        place_buffers(module, device, None)
-                        _initialize(module, set(), initializer, whole_shapes)
-                if from_first:
-                    originals = [parameter.original for _, parameter in owner.placed_parameters]
-                    _send_parameters(owner, originals, ranks_of, device)
-            if from_first:
-                _send_buffers(owner, ranks_of(owner.ranks), device)
-    return masters
+                cast("Callable[[], None]", module.reset_parameters)()
+        finally:
+            module._parameters.update(others)
 
 
 def _own_shard(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
     """The shard of ``rank`` in ``flat``, in memory of its own."""
     shard = shard_in(flat, layout, rank)
     return shard if layout.segments else shard.clone()
-
-
-def _send_parameters(
-    owner: PlannedModule,
-    values: Sequence[torch.Tensor],
-    ranks_of: Callable[[PlannedRanks], UnitRanks],
-    device: torch.device,
-) -> None:
-    placed = zip(owner.placed_parameters, values, strict=True)
-    # By name: a layout may order uneven parts differently on ranks that have others.
-    for (unit, parameter), value in sorted(placed, key=lambda pair: pair[0][1].names):
-        part, ranks = parameter.part, ranks_of(unit.ranks)
-        shared = part is None and unit.ranks.scope is None
-        beside = () if parameter.packed is None else parameter.packed.tensors
-        for among in (ranks.world,) if shared else _own_groups(ranks):
-            send_from_first([*inner_tensors(value), *beside], among, device)
-        if part is not None:
-            send_over_copies(value, part.mesh, part.placements, device)
-
-
-def _cut_extended(parameter: ManagedParameter, ranks: UnitRanks) -> None:
-    """Leave of a parameter that gathers itself this rank's rows of what ``_fill`` made."""
-    whole, rank, number = parameter.rows, ranks.shard_rank, ranks.shard_size
-    if whole is not None:
-        where = f"'{parameter.names[0]}' on rank {ranks.world.rank}"
-        parameter.insides = insides_of(whole, where, rank, number, trained=parameter.original.requires_grad)
-        parameter.rows = own_rows(whole, rank, number)
-
-
-def _send_buffers(owner: PlannedModule, ranks: UnitRanks, device: torch.device) -> None:
-    for buffer in (each for module in owner.modules for each in module._buffers.values() if each is not None):
-        placed = cast("DTensor", buffer) if is_dtensor(buffer) else None
-        value = buffer if placed is None else local_of(placed)
-        shared = placed is None and owner.ranks.scope is None
-        for among in (ranks.world,) if shared else _own_groups(ranks):
-            send_from_first([value], among, device)
-        if placed is not None:
-            send_over_copies(value, placed.device_mesh, placed.placements, device)
-
-
-def _own_groups(ranks: UnitRanks) -> tuple[Collectives, ...]:
-    """Groups through which a value reaches all ranks of a unit, one after the other."""
-    return tuple(each for each in (ranks.owner, ranks.replicate) if each is not None)
 
 
 def _values(owner: PlannedModule, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -261,89 +311,6 @@ def _flats(owner: PlannedModule, scratch: _Scratch, device: torch.device) -> lis
             flat.narrow(0, start, gap).zero_()
         flats.append(flat)
     return flats
-
-
-def _fill(
-    owner: PlannedModule,
-    flats: Sequence[torch.Tensor],
-    scratch: _Scratch,
-    device: torch.device,
-    initializer: Initializer | None,
-    whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
-) -> None:
-    fresh = {module: None for module in owner.modules if any(is_meta(buffer) for buffer in module._buffers.values())}
-    parameters = [parameter for _, parameter in owner.placed_parameters]
-    for parameter in parameters:
-        if parameter.original.is_meta:
-            for module, _ in parameter.sites:
-                fresh[module] = None
-    held: list[tuple[nn.Module, str, nn.Parameter]] = []
-    wholes: list[tuple[ManagedParameter, torch.Tensor, nn.Parameter]] = []
-    try:
-        for parameter, value in zip(parameters, _values(owner, flats), strict=True):
-            original, part = parameter.original, parameter.part
-            if parameter.extended:
-                value = parameter.rows = torch.empty_like(original.detach(), device=device)
-            if not original.is_meta:
-                value.copy_(original)
-            if part is None:
-                whole = value
-            elif fresh.keys() & {module for module, _ in parameter.sites}:
-                stride = dense_stride(part.shape, part.stride)
-                whole = view_of(scratch.take(product(part.shape), original.dtype), part.shape, stride, 0)
-                if not original.is_meta:
-                    module, key = parameter.sites[0]
-                    whole.copy_(cast("DTensor", module._parameters[key]).full_tensor())
-            else:
-                # Nothing that is initialised sees it.
-                continue
-            seen = nn.Parameter(whole, requires_grad=original.requires_grad)
-            wholes.append((parameter, value, seen))
-            for module, key in parameter.sites:
-                # Of a part the tensor that the original takes the place of later.
-                held.append((module, key, cast("nn.Parameter", module._parameters[key])))
-                module._parameters[key] = seen
-        mine = {(module, key) for module, key, _ in held}
-        for module in fresh:
-            place_buffers(module, device, None)
-            _initialize(module, mine, initializer, whole_shapes)
-        for parameter, value, seen in wholes:
-            module, key = parameter.sites[0]
-            # An initialiser may assign a new parameter instead of filling the one that is there.
-            current = module._parameters[key]
-            if current is not seen and current is not None and not current.is_meta:
-                seen.copy_(current)
-            if parameter.part is not None:
-                value.copy_(parameter.part.cut(seen))
-    finally:
-        for module, key, before in held:
-            module._parameters[key] = before
-
-
-def _initialize(
-    module: nn.Module,
-    mine: set[tuple[nn.Module, str]],
-    initializer: Initializer | None,
-    whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
-) -> None:
-    # A parameter that another module owns is sharded already, or not there yet: initialising must see its shape, and
-    # not touch its values.
-    others = {
-        key: parameter
-        for key, parameter in module._parameters.items()
-        if parameter is not None and (module, key) not in mine
-    }
-    for key, parameter in others.items():
-        shape = whole_shapes.get(parameter, tuple(parameter.shape))
-        stand_in = torch.empty(shape, dtype=parameter.dtype, device="meta")
-        module._parameters[key] = nn.Parameter(stand_in, requires_grad=False)
-    try:
-        if initializer is not None:
-            initializer(module)
-        else:
-            cast("Callable[[], None]", module.reset_parameters)()
-    finally:
-        module._parameters.update(others)
 
 
 # Offload managers and casters are tried on values before the model changes: wrong values are refused by name.
@@ -473,8 +440,3 @@ def place_buffers(
             module._buffers[key] = torch.empty_like(buffer, device=device, dtype=wanted)
         elif buffer.device != device or buffer.dtype != wanted:
             module._buffers[key] = buffer.to(device=device, dtype=wanted)
-
-
-def is_meta(buffer: torch.Tensor | None) -> bool:
-    """Whether a buffer has no values yet."""
-    return buffer is not None and buffer.is_meta

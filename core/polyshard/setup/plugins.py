@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,21 +17,15 @@ from .. import registry
 from ..config import PluginChoice, ShardConfig
 from ..errors import ConfigError, DeviceError, WorldSizeError
 from ..events import Events
-from ..interfaces import (
-    Collectives,
-    Group,
-    OffloadManager,
-    PluginContext,
-    PrecisionCaster,
-    WrapPolicy,
-)
+from ..interfaces import Collectives, Group, PluginContext, WrapPolicy
 from ..planning.answers import refuse_unable
 from ..planning.groups import group_of
 from ..planning.meshes import WorldMesh, refuse_absent_mesh, world_mesh
 from ..planning.parts import is_dtensor
 from ..planning.plan import modules_in, parameters_to_shard
+from ..planning.units import ChosenPlugins
 from .agree import Agreement
-from .build import Request
+from .request import Request
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,33 +76,6 @@ def _refuse_absent(device: torch.device) -> None:
             f"device is '{device}', but torch {torch.__version__} sees {count or 'no'} {device.type} devices here. Set "
             "another device, or leave it out: the model then computes where its parameters are."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenPlugins:
-    """What a configuration's names stand for."""
-
-    context: PluginContext
-    collectives: Collectives
-    caster: PrecisionCaster
-    offload: OffloadManager
-    policy: WrapPolicy
-    events: Events
-    used: tuple[registry.Constructed[Any], ...]
-    """All of them, the collectives first."""
-    collectives_choice: object
-    """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
-    mesh: WorldMesh | None
-    """All ranks, by the dimensions of their mesh; None where all of them shard the same."""
-
-    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
-        """The plugin that a policy names for one unit, constructed; raises what a configuration's would."""
-        resolved: registry.Resolved[Any] = registry.resolve(group, choice)
-        return registry.construct(resolved, self.context)
-
-    def summary(self) -> str:
-        """All of them, in words."""
-        return ", ".join(f"{each.resolved.group.value} {registry.used(each)}" for each in self.used)
 
 
 def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
@@ -196,7 +162,7 @@ def construct_plugins(
     listeners = [registry.resolve(Group.PLUGINS, choice) for choice in config.listeners]
     refuse_unable(collectives, collectives.rank)
     refuse_unserved(constructed, context, collectives.world_size)
-    watched = dataclasses.replace(context, rank=collectives.rank, world_size=collectives.world_size)
+    watched = replace(context, rank=collectives.rank, world_size=collectives.world_size)
     caster = registry.construct(precision, context)
     manager = registry.construct(offload, context)
     wraps = registry.construct(policy, context)

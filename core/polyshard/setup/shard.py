@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from operator import is_
 from typing import Any
 
-import torch
 from torch import nn
 
 from .. import registry
 from .._torch_private import post_accumulate_grad_hooks
 from .._version import __version__
-from ..config import ShardConfig, Strategy
+from ..config import Strategy
 from ..errors import (
     AlreadyShardedError,
     ConfigError,
-    ConfigTypeError,
     ParameterError,
     PluginContractError,
     PolyshardError,
     RankMismatchError,
-    UnsupportedError,
     warn_once,
     words,
 )
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
-from ..planning.groups import FormedGroups, ModelRanks
-from ..planning.meshes import UnitLists, refuse_overlap
+from ..planning.groups import ModelRanks
+from ..planning.meshes import UnitLists
 from ..planning.plan import (
     MODULE_STATE_ATTRIBUTE,
     ModuleParameters,
@@ -43,17 +39,18 @@ from ..planning.plan import (
     refuse_sharded,
     refuse_unshardable,
 )
-from ..planning.units import PlannedModule, decide_parking, plan_units, reads_in_backward
+from ..planning.units import ChosenPlugins, plan_units
 from ..planning.values import buffers_to_compare, values_to_compare
 from ..runtime.live_roots import live_roots
 from ..runtime.replaced import replaced_parameters
 from ..runtime.root import Root
 from .agree import EVERYONE, Agreement, Report
-from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
+from .build import Build, ShardPlan, refuse_broken
 from .differences import kind_of, rows_of
-from .materialize import refuse_uninitializable
+from .materialize import refuse_uninitializable, remember
 from .optimizers import sites_of, take_over
-from .plugins import ChosenPlugins, choose_plugins
+from .plugins import choose_plugins
+from .request import Request
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -66,8 +63,6 @@ _COMPARED = (
     "split_root",
     "sync_module_states",
 )
-#: The plugins that a policy may name for a unit.
-_OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD}
 #: Attribute under which a module that was sharded holds the plugins that serve it.
 _PLUGINS_ATTRIBUTE = "_polyshard_plugins"
 
@@ -86,53 +81,34 @@ def shard_module(request: Request) -> Root:
     """
     agreement = Agreement(request.config)
     with agreement.phase() as report:
-        _refuse_types(request)
+        request.refuse_types()
         plugins = choose_plugins(request, agreement)
         plan = plan_shards(request, plugins)
         optimizers = list(request.optimizers)
         places = sites_of(request.module, optimizers, plugins.collectives.rank)
-        _fill_in(report, plan, plugins, agreement)
-    _log(plan, plugins)
+        _fill_in(report, plan, agreement)
+    _log(plan)
     with ExitStack() as unfinished:
         with ExitStack() as undo:
             with agreement.phase():
-                ranks = [unit.ranks for each in plan.modules for unit in each.units]
-                groups = FormedGroups(plan.ranks, ranks, plugins.collectives)
+                build = Build(plan)
                 if request.config.check_ranks:
                     # All ranks fail alike then, and so close alike.
-                    unfinished.callback(close_groups, plan, groups)
-                masters, put_back = prepare(plan, groups)
-                undo.callback(put_back)
+                    unfinished.callback(build.close)
+                undo.callback(remember(plan.modules, plugins.context.device))
+                build.prepare()
             # Every rank could keep its model until here: nothing was let go of.
             undo.pop_all()
         try:
             with agreement.phase():
-                root = build(plan, groups, masters)
+                root = build.finish()
         except RankMismatchError as mismatch:
-            give_up(plan, groups, str(mismatch))
+            build.give_up(str(mismatch))
             raise
         unfinished.pop_all()
-    _remember_plugins(plan, plugins)
+    _remember_plugins(plan)
     take_over(root, optimizers, places)
     return root
-
-
-def _refuse_types(request: Request) -> None:
-    """Raise ConfigTypeError for arguments of ``shard()`` that are none."""
-    found = "Give objects of the model, as model.get_{}(name) finds them."
-    for name, given, wanted, remedy in (
-        ("ignored_modules", request.ignored_modules, nn.Module, found.format("submodule")),
-        ("ignored_parameters", request.ignored_parameters, torch.Tensor, found.format("parameter")),
-        ("optimizers", request.optimizers, torch.optim.Optimizer, "Give what was made over model.parameters()."),
-    ):
-        listed: Any = given
-        if isinstance(listed, nn.Module | torch.Tensor | str) or not isinstance(listed, Collection):
-            raise ConfigTypeError(f"{name} is a {type(listed).__name__}, no collection. Write {name}=[...].")
-        for each in listed:
-            if not isinstance(each, wanted):
-                raise ConfigTypeError(f"{name} has {each!r}, which is no {wanted.__name__}. {remedy}")
-    if request.initializer is not None and not callable(request.initializer):
-        raise ConfigTypeError(f"initializer is {request.initializer!r}, which cannot be called. Give a function.")
 
 
 def plan_shards(request: Request, plugins: ChosenPlugins) -> ShardPlan:
@@ -141,36 +117,21 @@ def plan_shards(request: Request, plugins: ChosenPlugins) -> ShardPlan:
     Raises:
         ConfigError, PluginError, ShardingError: what sharding raises before ranks speak to each other.
     """
-    config, collectives = request.config, plugins.collectives
+    config, collectives, device = request.config, plugins.collectives, plugins.context.device
     ranks = ModelRanks.of(config, collectives.world_size, plugins.mesh)
     owners = _choose_modules(request, plugins, ranks)
-    _refuse_unmeasured(config, ranks.strategy, plugins.context.device, collectives.rank)
+    chooses = config.reshard_after_forward == "auto" and ranks.strategy is not Strategy.NO_SHARD
+    if chooses and config.memory_budget is None and device.type != "cuda":
+        raise ConfigError(
+            f"reshard_after_forward='auto' needs memory_budget on {device.type}, whose free memory is not measured "
+            f"(rank {collectives.rank}). Give it in bytes or as text such as '70 GiB', or leave reshard_after_forward "
+            "out."
+        )
     _warn_of_ignored(request, owners, collectives)
     if plugins.events.active:
         with _unchanged(request.module, "before_shard of a listener", collectives.rank):
             plugins.events.before_shard(request.module, config)
-    return ShardPlan(
-        request,
-        ranks,
-        plugins.context.device,
-        _plan_units(owners, request, plugins, ranks),
-        plugins.events,
-        signature=(
-            registry.fingerprint(plugins.used[0]),
-            plugins.collectives_choice,
-            plugins.context.process_group,
-            (ranks.lists.shard, ranks.lists.replicate),
-        ),
-        # Collectives that the user made are the user's to close.
-        constructs=plugins.collectives_choice is not collectives,
-    )
-
-
-def planned_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks) -> tuple[PlannedModule, ...]:
-    """The modules of ``plan_shards``, over ``ranks``. Tells nobody, for what looks and does not shard."""
-    owners = _choose_modules(request, plugins, ranks)
-    _refuse_unmeasured(request.config, ranks.strategy, plugins.context.device, plugins.collectives.rank)
-    return _plan_units(owners, request, plugins, ranks)
+    return ShardPlan(request, plugins, ranks, plan_units(owners, plugins, ranks))
 
 
 def plugins_of(model: nn.Module) -> tuple[registry.UsedPlugin, ...]:
@@ -178,13 +139,13 @@ def plugins_of(model: nn.Module) -> tuple[registry.UsedPlugin, ...]:
     found: list[registry.UsedPlugin] = []
     for name, inner in model.named_modules():
         for each in inner.__dict__.get(_PLUGINS_ATTRIBUTE, ()):
-            found.append(dataclasses.replace(each, module=".".join(filter(None, (name, each.module)))))
+            found.append(replace(each, module=".".join(filter(None, (name, each.module)))))
     return tuple(found)
 
 
 def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks) -> list[ModuleParameters]:
     """The modules that own units, the root first: as the policy chose, less what cannot be sharded."""
-    module, rank = request.module, plugins.collectives.rank
+    module, rank, device = request.module, plugins.collectives.rank, plugins.context.device
     shards = len(ranks.lists.shard[0])
     ignored: dict[str, Any] = {
         "ignored_modules": request.ignored_modules,
@@ -194,10 +155,9 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     if not request.composes or any(MODULE_STATE_ATTRIBUTE in each.__dict__ for each in modules_called(module)):
         refuse_sharded(module, rank)
     _refuse_shared(module, parameters_to_shard(module, **ignored), rank)
-    refuse_unshardable(module, rank=rank, extends=True, **ignored)
+    refuse_unshardable(module, rank=rank, **ignored)
     refuse_unable(plugins.caster, rank)
-    warn = partial(warn_once, rank=rank)
-    context = PolicyContext(request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, warn)
+    context = PolicyContext(**ignored, shards=shards, device=device, warn=partial(warn_once, rank=rank))
     label = next(each.resolved.label for each in plugins.used if each.resolved.group is Group.POLICIES)
     asked = f"plan() of {label}"
     with _unchanged(module, asked, rank):
@@ -211,21 +171,16 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
             raise PluginContractError(f"{what}: {words(error)}. Mend the policy, or what it is given.") from error
     names = {inner: name for name, inner in module.named_modules()}
     if isinstance(chosen, Mapping):
-        alone = {
-            inner: dict[str, Any]()
-            for inner, name in names.items()
-            if inner not in chosen and inner is not module and leaves_alone(plugins.caster, inner, name, rank)
-        }
-        chosen = {**chosen, **alone}
+        others = ((inner, name) for inner, name in names.items() if inner not in chosen and inner is not module)
+        alone = (inner for inner, name in others if leaves_alone(plugins.caster, inner, name, rank))
+        chosen = {**chosen, **{inner: {} for inner in alone}}
     # Where nothing is gathered, one unit around the others costs nothing.
     divides = request.config.split_root and shards > 1
     owners = plan_modules(module, chosen, names=names, placed=request.placed, rank=rank, divides=divides, **ignored)
-    own = {inner for owner in owners for inner in owner.modules}
-    if plugins.context.device.type != "meta":
+    if device.type != "meta":
         _refuse_packed_meta(owners, rank)
-    if not request.stays_on_meta:
-        inside = {inner: names[inner] for inner in names if inner in own}
-        refuse_uninitializable(owners, inside, request.initializer, rank)
+    if not request.stays_on_meta and request.initializer is None:
+        refuse_uninitializable(owners, names, rank)
     _refuse_irreducible(owners, plugins.collectives)
     return owners
 
@@ -239,119 +194,44 @@ def _unchanged(model: nn.Module, asked: str, rank: int) -> Iterator[None]:
     before = _held_in(model)
     yield
     after = _held_in(model)
-    if after.keys() == before.keys() and all(map(_are_same, before.values(), after.values())):
+    # Tensors compare their values.
+    if after.keys() == before.keys() and all(value is after[place] for place, value in before.items()):
         return
-    changed = []
-    for name, module in model.named_modules():
-        was, now = before.get(module, {}), after[module]
-        keys = [key for key in was | now if was.get(key, model) is not now.get(key, model)]
-        changed += [f"{name}.{key}" if name else key for key in keys]
+    names = {module: name for name, module in model.named_modules()}
+    changed = [
+        f"{names[module]}.{key}" if names[module] else key
+        for module, key in before | after
+        if module in names and before.get((module, key), model) is not after.get((module, key), model)
+    ]
     raise PluginContractError(
         f"{asked} changed the model (rank {rank}): {', '.join(map(repr, changed[:8]))}, {len(changed)} in all, are "
         "gone, new or replaced. It is asked how to shard the model; let the program change it before that."
     )
 
 
-def _held_in(model: nn.Module) -> dict[nn.Module, dict[str, object]]:
+def _held_in(model: nn.Module) -> dict[tuple[nn.Module, str], object]:
     """The modules, parameters and buffers of each module inside ``model``, by their names in it."""
-    return {each: {**each._modules, **each._parameters, **each._buffers} for each in modules_in(model)}
-
-
-def _are_same(held: dict[str, object], others: dict[str, object]) -> bool:
-    # Tensors compare their values.
-    return held.keys() == others.keys() and all(map(is_, held.values(), map(others.get, held)))
-
-
-def _plan_units(
-    owners: Sequence[ModuleParameters], request: Request, plugins: ChosenPlugins, ranks: ModelRanks
-) -> tuple[PlannedModule, ...]:
-    rank = plugins.collectives.rank
-    planned = []
-    travelled: dict[torch.dtype, int] = {}
-    for owner in owners:
-        overrides = {
-            setting: plugins.override(group, owner.overrides[setting])
-            for setting, group in _OVERRIDDEN.items()
-            if setting in owner.overrides
-        }
-        caster = overrides["precision"].instance if "precision" in overrides else plugins.caster
-        offload = overrides["offload"].instance if "offload" in overrides else plugins.offload
-        refuse_unable(caster, rank)
-        refuse_unable(offload, rank)
-        reads = reads_in_backward(owner.module)
-        planned.append(
-            plan_units(
-                owner,
-                caster,
-                offload,
-                overrides,
-                partial(ranks.of_unit, owner.overrides, module=owner.name, rank=rank, reads=reads),
-                plugins.context.device,
-                plugins.events,
-                travelled,
-                is_root=owner.governing is request.module,
-                rank=rank,
-                reads=reads,
-            )
-        )
-        _refuse_overlaps(planned[-1], ranks)
-    decide_parking(planned, rank)
-    for each in planned:
-        _refuse_beside_buffers(each, plugins.collectives)
-    return tuple(planned)
+    return {
+        (module, key): value
+        for module in modules_in(model)
+        for held in (module._modules, module._parameters, module._buffers)
+        for key, value in held.items()
+    }
 
 
 def _refuse_packed_meta(owners: Sequence[ModuleParameters], rank: int) -> None:
-    for each in (each for owner in owners for group in owner.groups for each in group):
-        beside = [] if each.packed is None else each.packed.tensors
-        if each.packed is not None and any(tensor.is_meta for tensor in (each.original, *beside)):
+    for each in (each for owner in owners for each in owner.parameters):
+        packed = each.packed
+        if packed is not None and any(tensor.is_meta for tensor in (each.original, *packed.tensors)):
             raise ParameterError(
-                f"The parameter '{each.names[0]}' (rank {rank}), a {each.packed.cls.__name__}, has no values on the "
-                "meta device, and nor has what its bytes mean. Build and quantize it on another device before it is "
-                "sharded."
+                f"The parameter '{each.names[0]}' (rank {rank}), a {packed.cls.__name__}, has no values on the meta "
+                "device, and nor has what its bytes mean. Build and quantize it on another device before it is sharded."
             )
 
 
-def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> None:
-    """Raise where parameters that gather themselves, or compute as bytes, meet what needs them in a flat buffer; and
-    where a part of that would be kept, whose memory is the backend's."""
-    for unit in module.units:
-        parameter, rank = unit.parameters[0], f"(rank {collectives.rank})"
-        if unit.ranks.post_forward_size is not None and collectives.capabilities.fixed_addresses:
-            raise ConfigError(
-                f"reshard_after_forward={unit.ranks.post_forward_size} for '{module.name or '(root)'}' {rank} would "
-                "keep a part beside a gather buffer that these collectives never give back. Give True or False, or "
-                "other collectives."
-            )
-        if parameter.extended:
-            where = f"'{parameter.names[0]}', a {type(parameter.original).__name__} that gathers itself {rank}"
-            instead = "pass it in ignored_parameters"
-        elif unit.forms:
-            caster = type(module.caster).__name__
-            where = f"'{unit.spec.parameter_names[0]}', which {caster} keeps in bytes of its own {rank}"
-            instead = "another precision"
-        else:
-            continue
-        if unit.ranks.post_forward_size is not None:
-            raise UnsupportedError(
-                f"reshard_after_forward={unit.ranks.post_forward_size} for {where}: it is gathered from the shards of "
-                "all ranks alone. Give True or False."
-            )
-        if parameter.extended and unit.parked:
-            raise UnsupportedError(
-                f"{type(module.offload).__name__} would park {where}, and takes flat buffers alone. Leave "
-                "offloading out, or pass the parameter in ignored_parameters."
-            )
-        if collectives.capabilities.fixed_addresses:
-            raise UnsupportedError(
-                f"{type(collectives).__name__} gathers into memory of its own, and {where} has memory of its own, too. "
-                f"Take other collectives, or {instead}."
-            )
-
-
-def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> None:
+def _fill_in(report: Report, plan: ShardPlan, agreement: Agreement) -> None:
     """Put into the report what ranks compare: what they resolved and planned, and checksums of values."""
-    config, collectives = plan.request.config, plugins.collectives
+    config, plugins, collectives = plan.request.config, plan.plugins, plan.plugins.collectives
     # Asked for where nobody compares them, too, so that a plugin that cannot answer shows everywhere.
     overridden = [[registry.fingerprint(own) for own in each.named.values()] for each in plan.modules]
     compares = config.check_ranks and collectives.capabilities.can_communicate and collectives.world_size > 1
@@ -388,28 +268,14 @@ def _fill_in(report: Report, plan: ShardPlan, plugins: ChosenPlugins, agreement:
             rows += buffers_to_compare(named for named in plan.request.module.named_modules() if named[1] in own)
 
 
-def _refuse_overlaps(module: PlannedModule, ranks: ModelRanks) -> None:
-    """Raise where a ``DTensor`` of ``module`` is over ranks that share its unit's shards, or is without a mesh."""
-    for unit, parameter in module.placed_parameters:
-        if parameter.part is None:
-            continue
-        if ranks.mesh is None:
-            raise ConfigError(
-                f"The parameter '{parameter.names[0]}' is a DTensor, and the configuration has no mesh that would "
-                "tell over which other ranks to shard it. Give it: ShardConfig(mesh=mesh, shard='dp'), of a mesh "
-                "with the DTensor's dimensions and those to shard over."
-            )
-        refuse_overlap(unit.ranks.lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
-
-
-def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
-    found = [registry.used(each) for each in plugins.used]
+def _remember_plugins(plan: ShardPlan) -> None:
+    found = [registry.used(each) for each in plan.plugins.used]
     found += [registry.used(own, each.name) for each in plan.modules for own in each.named.values()]
     modules_called(plan.request.module)[0].__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
 
 
-def _log(plan: ShardPlan, plugins: ChosenPlugins) -> None:
-    configured, collectives = plan.request.config.strategy, plugins.collectives
+def _log(plan: ShardPlan) -> None:
+    configured, collectives = plan.request.config.strategy, plan.plugins.collectives
     if plan.ranks.strategy is not configured:
         warn_once(
             f"polyshard is switching to use `NO_SHARD` instead of {configured} since the world size is 1.",
@@ -421,7 +287,7 @@ def _log(plan: ShardPlan, plugins: ChosenPlugins) -> None:
             collectives.rank,
             collectives.world_size,
             type(plan.request.module).__name__,
-            plugins.summary(),
+            plan.plugins.summary(),
         )
 
 
@@ -448,25 +314,15 @@ def _refuse_shared(module: nn.Module, named: Mapping[nn.Parameter, str], rank: i
 
 
 def _refuse_irreducible(owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
-    for owner in owners:
-        for group in owner.groups:
-            dtype = group[0].original.dtype
-            trained = group[0].original.requires_grad and collectives.world_size > 1
-            if trained and dtype.is_complex and dtype not in collectives.capabilities.dtypes:
-                raise ParameterError(
-                    f"The collectives do not reduce {dtype}, which '{group[0].names[0]}' has (rank "
-                    f"{collectives.rank}). Keep real and imaginary parts as real parameters, or pass it in "
-                    "ignored_parameters."
-                )
-
-
-def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.device, rank: int) -> None:
-    chooses = config.reshard_after_forward == "auto" and strategy is not Strategy.NO_SHARD
-    if chooses and config.memory_budget is None and device.type != "cuda":
-        raise ConfigError(
-            f"reshard_after_forward='auto' needs memory_budget on {device.type}, whose free memory is not measured "
-            f"(rank {rank}). Give it in bytes or as text such as '70 GiB', or leave reshard_after_forward out."
-        )
+    if collectives.world_size == 1:
+        return
+    for each in (each for owner in owners for each in owner.parameters):
+        dtype = each.original.dtype
+        if each.original.requires_grad and dtype.is_complex and dtype not in collectives.capabilities.dtypes:
+            raise ParameterError(
+                f"The collectives do not reduce {dtype}, which '{each.names[0]}' has (rank {collectives.rank}). Keep "
+                "real and imaginary parts as real parameters, or pass it in ignored_parameters."
+            )
 
 
 def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
@@ -477,7 +333,7 @@ def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], colle
         return
     if collectives.rank > 0 or collectives.world_size == 1 or not collectives.capabilities.can_communicate:
         return
-    managed = {each.original for owner in owners for group in owner.groups for each in group}
+    managed = {each.original for owner in owners for each in owner.parameters}
     names = [
         name
         for name, parameter in request.module.named_parameters()

@@ -28,12 +28,12 @@ from polyshard.errors import (
 from polyshard.events import Events
 from polyshard.interfaces import MOST_RANKS, Group, PluginContext, UnitPlan, WrapPolicy
 from polyshard.planning.answers import refuse_unable
-from polyshard.planning.groups import ModelRanks, group_of
-from polyshard.planning.units import PlannedModule, PlannedUnit
+from polyshard.planning.groups import group_of
+from polyshard.planning.units import ChosenPlugins, PlannedModule, PlannedUnit
 from polyshard.registry.make import option_parameters
-from polyshard.setup.build import Request
-from polyshard.setup.plugins import ChosenPlugins, compute_device, policy_choice, refuse_unserved, world_of
-from polyshard.setup.shard import planned_modules
+from polyshard.setup.plugins import compute_device, policy_choice, refuse_unserved, world_of
+from polyshard.setup.request import Request
+from polyshard.setup.shard import plan_shards
 from torch import nn
 
 from .explanation import ExplainedParameter, ExplainedPlugin, ExplainedUnit, Explanation, Value
@@ -116,8 +116,8 @@ def explain(
         world,
         workbench,
     )
-    ranks = ModelRanks.of(config, world_size, world)
-    planned = planned_modules(request, plugins, ranks)
+    plan = plan_shards(request, plugins)
+    ranks, planned = plan.ranks, plan.modules
     by_policy = Source(Origin.CODE, "the policy")
     units: list[ExplainedUnit] = []
     for each in planned:
